@@ -22,14 +22,25 @@ from api.metrics import Metrics
 from api.middleware import BodyLimit, Head, RequestContext
 from api.profiles import Profiles
 from api.retention import keep_swept
-from api.routes import catalogue, exports, health, jobs, measurements, plans, predictions, profiles
+from api.routes import (
+    catalogue,
+    exports,
+    health,
+    jobs,
+    measurements,
+    plans,
+    predictions,
+    profiles,
+)
 from api.settings import Settings
 from api.solver import Search, Work
 from api.solvers import Solvers
 from api.store import Store
 
 
-def create_app(settings: Settings | None = None, *, work: Work | None = None) -> FastAPI:
+def create_app(
+    settings: Settings | None = None, *, work: Work | None = None
+) -> FastAPI:
     """The service. `work` is what a solver process does: `planner.search`, unless a test says otherwise."""
     settings = settings or Settings()
     app = FastAPI(
@@ -46,7 +57,16 @@ def create_app(settings: Settings | None = None, *, work: Work | None = None) ->
     )
     app.state.metrics = Metrics()
     problems.install(app, pages.problem_page)
-    for routes in (profiles, plans, jobs, predictions, measurements, catalogue, exports, health):
+    for routes in (
+        profiles,
+        plans,
+        jobs,
+        predictions,
+        measurements,
+        catalogue,
+        exports,
+        health,
+    ):
         app.include_router(routes.router)
     app.include_router(pages.router)
     keys = keys_of(settings.keys_file, settings.keys)
@@ -59,7 +79,9 @@ def create_app(settings: Settings | None = None, *, work: Work | None = None) ->
     return app
 
 
-def _lifespan(settings: Settings, work: Work) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+def _lifespan(
+    settings: Settings, work: Work
+) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.services = parts = _assemble(settings, work, app.state.metrics)
@@ -96,11 +118,16 @@ def _complete_description(app: FastAPI) -> None:
     def openapi() -> dict[str, Any]:
         document = describe()
         components = document["components"]
-        schema = ProblemDocument.model_json_schema(ref_template="#/components/schemas/{model}")
+        schema = ProblemDocument.model_json_schema(
+            ref_template="#/components/schemas/{model}"
+        )
         components["schemas"] |= schema.pop("$defs", {})
         components["schemas"]["ProblemDocument"] = schema
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        document["security"] = [{"key": []}, {}]  # without keys the service asks for none
+        document["security"] = [
+            {"key": []},
+            {},
+        ]  # without keys the service asks for none
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]

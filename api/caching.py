@@ -11,11 +11,20 @@ from api.errors import PreconditionError
 
 FOREVER = "public, max-age=31536000, immutable"
 REVALIDATE = "no-cache"
-NOT_MODIFIED: dict[int | str, dict[str, Any]] = {304: {"description": "You have it already."}}
+NOT_MODIFIED: dict[int | str, dict[str, Any]] = {
+    304: {"description": "You have it already."}
+}
 """For operations that are `cacheable`, in the OpenAPI document."""
 
 
-def cacheable(request: Request, content: str, *, media_type: str, cache_control: str, location: str = "") -> Response:
+def cacheable(
+    request: Request,
+    content: str,
+    *,
+    media_type: str,
+    cache_control: str,
+    location: str = "",
+) -> Response:
     """The content with its ETag (sha256 of the bytes), or 304 when the client has it already.
 
     Raises:
@@ -47,7 +56,9 @@ def check_if_match(request: Request, tag: str) -> None:
     if header is None or any(each.strip() in (tag, "*") for each in header.split(",")):
         return
     raise PreconditionError(
-        f"the resource's ETag is {tag}.", field="If-Match", mend="GET it again, and look at what has changed."
+        f"the resource's ETag is {tag}.",
+        field="If-Match",
+        mend="GET it again, and look at what has changed.",
     )
 
 

@@ -12,9 +12,41 @@ from profiler import catalogue
 
 COLUMNS = (
     *("source_id", "system", "hardware", "model", "precision", "status", "notes"),
-    *("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "params", "experts", "topk", "attention"),
-    *("seq_len", "gpus", "gpus_per_node", "tp", "pp", "dp", "cp", "ep", "vp", "mbs", "gbs", "num_microbatches"),
-    *("schedule", "zero_fsdp", "recompute", "sequence_parallel", "step_s", "mem_gib", "mem_kind"),
+    *(
+        "layers",
+        "hidden",
+        "heads",
+        "kv_heads",
+        "ffn",
+        "vocab",
+        "params",
+        "experts",
+        "topk",
+        "attention",
+    ),
+    *(
+        "seq_len",
+        "gpus",
+        "gpus_per_node",
+        "tp",
+        "pp",
+        "dp",
+        "cp",
+        "ep",
+        "vp",
+        "mbs",
+        "gbs",
+        "num_microbatches",
+    ),
+    *(
+        "schedule",
+        "zero_fsdp",
+        "recompute",
+        "sequence_parallel",
+        "step_s",
+        "mem_gib",
+        "mem_kind",
+    ),
 )
 """What ran, the model, the layout, and what was measured."""
 GIBIBYTE = 2**30
@@ -32,7 +64,11 @@ def rows_text(runs: Iterable[tuple[int, str, str]]) -> str:
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()
     for number, plan, measured in runs:
-        row = row_of(Plan.model_validate_json(plan), MeasuredRun.model_validate_json(measured), number)
+        row = row_of(
+            Plan.model_validate_json(plan),
+            MeasuredRun.model_validate_json(measured),
+            number,
+        )
         if row is not None:
             writer.writerow(row)
     return text.getvalue()
@@ -44,13 +80,25 @@ def row_of(plan: Plan, run: MeasuredRun, number: int) -> Row | None:
     alike, node by node."""
     device, *others = (group.device for group in plan.cluster.node_groups)
     shape = _shape(plan.request.model)
-    _, *blocks, _ = (layer.recompute for stage in plan.stages for layer in stage.layers)  # embedding and head apart
+    _, *blocks, _ = (
+        layer.recompute for stage in plan.stages for layer in stage.layers
+    )  # embedding and head apart
     modes = set(blocks)
     if run.unfinished and not run.ranks:  # it failed: no rank has told its memory
         return None
-    if shape is None or not isinstance(device, str) or others or len(modes) != 1 or not _acts_alike(plan.layout):
+    if (
+        shape is None
+        or not isinstance(device, str)
+        or others
+        or len(modes) != 1
+        or not _acts_alike(plan.layout)
+    ):
         return None
-    told = {"source_id": f"measurement-{number}", "hardware": device, "recompute": modes.pop()}
+    told = {
+        "source_id": f"measurement-{number}",
+        "hardware": device,
+        "recompute": modes.pop(),
+    }
     return shape | _layout(plan) | _measured(run) | told
 
 
@@ -65,7 +113,10 @@ def _shape(model: str | None) -> Row | None:
         return None
     entry = catalogue.entry(model)
     config = entry.config or {}
-    hidden, heads = _first(config, "hidden_size", "n_embd"), _first(config, "num_attention_heads", "n_head")
+    hidden, heads = (
+        _first(config, "hidden_size", "n_embd"),
+        _first(config, "num_attention_heads", "n_head"),
+    )
     if not entry.takes_tokens or hidden is None or heads is None:
         return None
     return {
@@ -76,9 +127,13 @@ def _shape(model: str | None) -> Row | None:
         "hidden": hidden,
         "heads": heads,
         "kv_heads": _first(config, "num_key_value_heads") or heads,
-        "ffn": _first(config, "moe_intermediate_size", "intermediate_size", "n_inner") or 4 * hidden,
+        "ffn": _first(config, "moe_intermediate_size", "intermediate_size", "n_inner")
+        or 4 * hidden,
         "vocab": _first(config, "vocab_size"),
-        "experts": _first(config, "num_local_experts", "num_experts", "n_routed_experts") or "",
+        "experts": _first(
+            config, "num_local_experts", "num_experts", "n_routed_experts"
+        )
+        or "",
         "topk": _first(config, "num_experts_per_tok") or "",
     }
 
@@ -88,7 +143,11 @@ def _first(config: dict[str, Any], *names: str) -> Any:
 
 
 def _layout(plan: Plan) -> Row:
-    layout, job, nodes = plan.layout, plan.request.job, {row.node for row in plan.placement}
+    layout, job, nodes = (
+        plan.layout,
+        plan.request.job,
+        {row.node for row in plan.placement},
+    )
     sizes = "-".join(str(len(stage.layers)) for stage in plan.stages)
     return {
         "precision": "pure bf16" if job.precision == "bf16" else job.precision,
@@ -113,7 +172,9 @@ def _layout(plan: Plan) -> Row:
 
 
 def _zero(layout: Layout) -> str:
-    within = f" within {layout.zero_shard_degree} ranks" if layout.zero_shard_degree else ""
+    within = (
+        f" within {layout.zero_shard_degree} ranks" if layout.zero_shard_degree else ""
+    )
     return f"ZeRO-{layout.zero_stage}{within}" if layout.zero_stage else ""
 
 

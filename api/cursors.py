@@ -22,8 +22,12 @@ def number_of(cursor: str | None) -> int | None:
     if cursor is None:
         return None
     try:
-        return int(base64.urlsafe_b64decode(cursor).decode("ascii").removeprefix("before "))
+        return int(
+            base64.urlsafe_b64decode(cursor).decode("ascii").removeprefix("before ")
+        )
     except (ValueError, binascii.Error):
         raise DocumentError(
-            f"{cursor!r} is no cursor.", field="cursor", mend="send the `next` of the page before, or leave it out."
+            f"{cursor!r} is no cursor.",
+            field="cursor",
+            mend="send the `next` of the page before, or leave it out.",
         ) from None

@@ -77,7 +77,9 @@ def root(request: Request) -> str:
     return root_of(request.scope)
 
 
-def stored_result(plan_id: str, parts: Annotated[Services, Depends(services)]) -> StoredResult:
+def stored_result(
+    plan_id: str, parts: Annotated[Services, Depends(services)]
+) -> StoredResult:
     """The result that the path names.
 
     Raises:
@@ -85,11 +87,17 @@ def stored_result(plan_id: str, parts: Annotated[Services, Depends(services)]) -
     """
     found = parts.store.plan(plan_id)
     if found is None:
-        raise NotFoundError(f"there is no plan {plan_id!r}.", field="plan_id", mend="GET /v1/plans lists all.")
+        raise NotFoundError(
+            f"there is no plan {plan_id!r}.",
+            field="plan_id",
+            mend="GET /v1/plans lists all.",
+        )
     return StoredResult(*found)
 
 
-async def named_job(job_id: str, parts: Annotated[Services, Depends(services)]) -> JobRow:
+async def named_job(
+    job_id: str, parts: Annotated[Services, Depends(services)]
+) -> JobRow:
     """The job that the path names.
 
     Raises:
@@ -99,7 +107,9 @@ async def named_job(job_id: str, parts: Annotated[Services, Depends(services)]) 
 
 
 def wait_of(
-    request: Request, parts: Annotated[Services, Depends(services)], prefer: Annotated[str | None, Header()] = None
+    request: Request,
+    parts: Annotated[Services, Depends(services)],
+    prefer: Annotated[str | None, Header()] = None,
 ) -> Wait:
     """How long the client wants to wait (RFC 7240: ``Prefer: wait=10`` or ``respond-async``), within the limit.
 
@@ -109,9 +119,16 @@ def wait_of(
     seconds = _seconds(given.get("wait", ""))
     asynchronous = "respond-async" in given
     if seconds is None:
-        return Wait(0.0, "respond-async") if asynchronous else Wait(parts.settings.default_wait_seconds, "")
+        return (
+            Wait(0.0, "respond-async")
+            if asynchronous
+            else Wait(parts.settings.default_wait_seconds, "")
+        )
     seconds = min(seconds, parts.settings.max_wait_seconds)
-    return Wait(seconds, f"respond-async, wait={seconds:g}" if asynchronous else f"wait={seconds:g}")
+    return Wait(
+        seconds,
+        f"respond-async, wait={seconds:g}" if asynchronous else f"wait={seconds:g}",
+    )
 
 
 def preferences(header: str) -> dict[str, str]:
@@ -144,7 +161,11 @@ def last_event_id(last_event_id: Annotated[str | None, Header()] = None) -> int:
     """
     if last_event_id is None:
         return 0
-    if not (last_event_id.isascii() and last_event_id.isdecimal() and len(last_event_id) < 19):
+    if not (
+        last_event_id.isascii()
+        and last_event_id.isdecimal()
+        and len(last_event_id) < 19
+    ):
         raise DocumentError(
             f"{last_event_id!r} is no event id.",
             field="Last-Event-ID",

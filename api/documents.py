@@ -6,7 +6,17 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, RootModel, model_validator
 
-from planner.spec import Cluster, Document, Forecast, Infeasible, Job, ModelProfile, Options, Plan, PredictionLayout
+from planner.spec import (
+    Cluster,
+    Document,
+    Forecast,
+    Infeasible,
+    Job,
+    ModelProfile,
+    Options,
+    Plan,
+    PredictionLayout,
+)
 from planner.spec.layout import Layout
 from planner.spec.plan import (
     Alternative,
@@ -19,8 +29,12 @@ from planner.spec.plan import (
 )
 from planner.spec.profile import DataType
 
-JobStatus = Literal["queued", "running", "succeeded", "infeasible", "failed", "cancelled"]
-FINISHED: frozenset[JobStatus] = frozenset({"succeeded", "infeasible", "failed", "cancelled"})
+JobStatus = Literal[
+    "queued", "running", "succeeded", "infeasible", "failed", "cancelled"
+]
+FINISHED: frozenset[JobStatus] = frozenset(
+    {"succeeded", "infeasible", "failed", "cancelled"}
+)
 
 
 class ErrorItem(Document):
@@ -67,7 +81,9 @@ class ProfileCreate(RootModel[ModelProfile | CatalogueProfile]):
     @staticmethod
     def kind_of(data: Any) -> type[Document]:
         """Which of the two was meant: only a profile has layers."""
-        names_model_only = isinstance(data, dict) and "layers" not in data and "device" not in data
+        names_model_only = (
+            isinstance(data, dict) and "layers" not in data and "device" not in data
+        )
         return CatalogueProfile if names_model_only else ModelProfile
 
 
@@ -98,10 +114,16 @@ class _FromProfile(Document):
 
     @model_validator(mode="after")
     def _has_one_source(self) -> Self:
-        given = [name for name in ("profile", "profile_id", "model") if getattr(self, name) is not None]
+        given = [
+            name
+            for name in ("profile", "profile_id", "model")
+            if getattr(self, name) is not None
+        ]
         if len(given) != 1:
             said = " and ".join(given) if given else "none of them"
-            raise ValueError(f"give exactly one of profile, profile_id and model; the request has {said}")
+            raise ValueError(
+                f"give exactly one of profile, profile_id and model; the request has {said}"
+            )
         return self
 
 

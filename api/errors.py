@@ -43,7 +43,11 @@ class ServiceError(PlannerError):
     ) -> None:
         super().__init__(message, field=field, mend=mend)
         self.limits = limits
-        retry = {} if retry_after_seconds is None else {"Retry-After": str(retry_after_seconds)}
+        retry = (
+            {}
+            if retry_after_seconds is None
+            else {"Retry-After": str(retry_after_seconds)}
+        )
         self.headers = {**retry, **(headers or {})}
 
 

@@ -20,7 +20,13 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as Connection
 
-from api.errors import ForbiddenError, ForeignSiteError, HostError, ServiceError, UnauthorizedError
+from api.errors import (
+    ForbiddenError,
+    ForeignSiteError,
+    HostError,
+    ServiceError,
+    UnauthorizedError,
+)
 from api.hosts import is_own
 from api.keys import Key, Scope, find
 from api.links import path_within
@@ -42,7 +48,9 @@ class Guard:
     421 for a name that is not the service's. Who asks is noted in the connection, for `client_of`.
     """
 
-    def __init__(self, app: ASGIApp, keys: tuple[Key, ...], names: tuple[str, ...]) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: tuple[Key, ...], names: tuple[str, ...]
+    ) -> None:
         self._app = app
         self._keys = keys
         self._names = names
@@ -58,7 +66,9 @@ class Guard:
             response = problem_response(Request(scope), error)
             if isinstance(error, UnauthorizedError):
                 for challenge in CHALLENGES:
-                    response.headers.append("WWW-Authenticate", f'{challenge} realm="planner"')
+                    response.headers.append(
+                        "WWW-Authenticate", f'{challenge} realm="planner"'
+                    )
             await response(scope, receive, send)
             return
         await self._app(scope, receive, _private(send) if self._keys else send)
@@ -67,7 +77,8 @@ class Guard:
         method, path = scope["method"], path_within(scope)
         if method not in SAFE and is_foreign(headers):
             raise ForeignSiteError(
-                "the request comes from a page of another site.", mend="open the service's own page, and send it there."
+                "the request comes from a page of another site.",
+                mend="open the service's own page, and send it there.",
             )
         needed = needed_scope(method, path)
         if needed is None:
@@ -84,7 +95,13 @@ class Guard:
             )
         scope["client_name"] = f"key {key.name}"
         if method not in SAFE:
-            logger.info("request %s: %s %s by key %s", scope["request_id"], method, path, key.name)
+            logger.info(
+                "request %s: %s %s by key %s",
+                scope["request_id"],
+                method,
+                path,
+                key.name,
+            )
 
     def _check_host(self, host: str) -> None:
         if not is_own(host, self._names):
@@ -99,7 +116,9 @@ class Guard:
         key = find(self._keys, secret) if secret else None
         if key is None:
             raise UnauthorizedError(
-                "the request has no valid API key." if secret else "the request has no API key.",
+                "the request has no valid API key."
+                if secret
+                else "the request has no API key.",
                 field="Authorization",
                 mend="send Authorization: Bearer KEY; the planner's own commands take KEY from PLANNER_API_KEY.",
             )
@@ -120,7 +139,9 @@ def _private(send: Send) -> Send:
     async def send_private(message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = MutableHeaders(scope=message)
-            headers["Cache-Control"] = headers.get("Cache-Control", "no-cache").replace("public", "private")
+            headers["Cache-Control"] = headers.get("Cache-Control", "no-cache").replace(
+                "public", "private"
+            )
             headers.add_vary_header("Authorization")
         await send(message)
 
@@ -158,4 +179,7 @@ def is_foreign(headers: Headers) -> bool:
     origin = headers.get("origin")
     if origin is None:
         return False
-    return urlsplit(origin).netloc not in (headers.get("host"), headers.get("x-forwarded-host"))
+    return urlsplit(origin).netloc not in (
+        headers.get("host"),
+        headers.get("x-forwarded-host"),
+    )

@@ -30,7 +30,9 @@ def is_loopback(host: str) -> bool:
 
 def names_of(allowed_hosts: str, *, host: str, has_keys: bool) -> tuple[str, ...]:
     """Patterns of the service's names: those of the setting, comma-separated, or the default for where it listens."""
-    given = tuple(name.strip().lower() for name in allowed_hosts.split(",") if name.strip())
+    given = tuple(
+        name.strip().lower() for name in allowed_hosts.split(",") if name.strip()
+    )
     if given:
         return (*LOCAL, *given)
     return LOCAL if is_loopback(host) and not has_keys else ANY

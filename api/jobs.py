@@ -39,7 +39,12 @@ class Jobs:
     """The service's jobs. All async methods belong to one event loop."""
 
     def __init__(
-        self, store: Store, profiles: Profiles, solvers: Solvers, settings: Settings, metrics: Metrics
+        self,
+        store: Store,
+        profiles: Profiles,
+        solvers: Solvers,
+        settings: Settings,
+        metrics: Metrics,
     ) -> None:
         self._store, self._profiles, self._solvers = store, profiles, solvers
         self._settings, self._metrics = settings, metrics
@@ -53,7 +58,10 @@ class Jobs:
         """Take up the jobs that the last service left."""
         for job in await asyncio.to_thread(self._store.unfinished_jobs):
             if job.attempts >= MAX_ATTEMPTS:
-                error = SolverError(f"the service died {job.attempts} times during this job.", mend="report it.")
+                error = SolverError(
+                    f"the service died {job.attempts} times during this job.",
+                    mend="report it.",
+                )
                 self._store.finish(job.id, "failed", _problem_json(error))
                 continue
             self._store.requeue(job.id)
@@ -66,7 +74,9 @@ class Jobs:
         await self._solvers.stop()
         await asyncio.gather(*self._tasks)
 
-    async def submit(self, request: PlanRequest, profile_id: str, client: str) -> JobRow:
+    async def submit(
+        self, request: PlanRequest, profile_id: str, client: str
+    ) -> JobRow:
         """The active job of this request's plan, or a new one, which counts for the client.
 
         Raises:
@@ -79,13 +89,23 @@ class Jobs:
             if active is not None and active.id in self._tickets:
                 return active
             job_id = active.id if active is not None else uuid.uuid4().hex
-            text = canonical_json(request.model_dump(mode="json", by_alias=True, exclude={"profile"}))
+            text = canonical_json(
+                request.model_dump(mode="json", by_alias=True, exclude={"profile"})
+            )
             ticket = self._solvers.admit(client)
             try:
-                if active is not None:  # nobody works at it: its end could not be stored
+                if (
+                    active is not None
+                ):  # nobody works at it: its end could not be stored
                     await asyncio.to_thread(self._store.requeue, job_id)
                 else:
-                    add = partial(self._store.add_job, job_id, plan_id=plan_id, profile_id=profile_id, request=text)
+                    add = partial(
+                        self._store.add_job,
+                        job_id,
+                        plan_id=plan_id,
+                        profile_id=profile_id,
+                        request=text,
+                    )
                     await asyncio.to_thread(add)
                 self._launch(job_id, ticket)
             except BaseException:
@@ -102,7 +122,11 @@ class Jobs:
         """
         job = self._store.job(job_id)
         if job is None:
-            raise NotFoundError(f"there is no job {job_id!r}.", field="job_id", mend="POST /v1/plans makes one.")
+            raise NotFoundError(
+                f"there is no job {job_id!r}.",
+                field="job_id",
+                mend="POST /v1/plans makes one.",
+            )
         return job
 
     async def cancel(self, job_id: str) -> None:
@@ -121,7 +145,11 @@ class Jobs:
         try:
             async with asyncio.timeout(seconds):
                 news = self._news.get(job_id)
-                while news is not None and not self._stopping and not self.get(job_id).finished:
+                while (
+                    news is not None
+                    and not self._stopping
+                    and not self.get(job_id).finished
+                ):
                     await news.wait()
                     news = self._news.get(job_id)
         except TimeoutError:
@@ -131,7 +159,9 @@ class Jobs:
     async def events(self, job_id: str, *, after: int) -> AsyncIterator[EventRow]:
         """Events past number `after`, as they happen; ends with the job, or with the service."""
         while True:
-            news = self._news.get(job_id)  # asked for before the rows are read, so that nothing falls between
+            news = self._news.get(
+                job_id
+            )  # asked for before the rows are read, so that nothing falls between
             job = self.get(job_id)
             for event in self._store.events(job_id, after=after):
                 after = event.number
@@ -164,7 +194,8 @@ class Jobs:
             answer = await self._solvers.run(
                 ticket,
                 partial(self._begin, job, request, asyncio.get_running_loop()),
-                seconds=request.options.time_limit_seconds + self._settings.solver_grace_seconds,
+                seconds=request.options.time_limit_seconds
+                + self._settings.solver_grace_seconds,
                 on_progress=partial(self._note, job, asyncio.get_running_loop()),
             )
             await asyncio.to_thread(self._end, job, request, answer)
@@ -174,9 +205,15 @@ class Jobs:
             raise
         except Exception:
             logger.exception("job %s: an unexpected error", job.id)
-            await asyncio.to_thread(self._fail, job, InternalError("an unexpected error.", mend="report it."))
+            await asyncio.to_thread(
+                self._fail,
+                job,
+                InternalError("an unexpected error.", mend="report it."),
+            )
 
-    def _begin(self, job: JobRow, request: PlanRequest, loop: asyncio.AbstractEventLoop) -> PlanTask | None:
+    def _begin(
+        self, job: JobRow, request: PlanRequest, loop: asyncio.AbstractEventLoop
+    ) -> PlanTask | None:
         """In a thread, when the job's turn has come."""
         profile = self._profiles.get(job.profile_id)
         if not self._store.start_job(job.id):
@@ -187,20 +224,34 @@ class Jobs:
             request = request.model_copy(update={"profile": profile})
         return PlanTask(request, profile)
 
-    def _note(self, job: JobRow, loop: asyncio.AbstractEventLoop, report: Reported) -> None:
+    def _note(
+        self, job: JobRow, loop: asyncio.AbstractEventLoop, report: Reported
+    ) -> None:
         """In a thread, at every report of the solver."""
-        self._store.progress(job.id, "incumbent" if report.improved else "progress", json.dumps(asdict(report)))
+        self._store.progress(
+            job.id,
+            "incumbent" if report.improved else "progress",
+            json.dumps(asdict(report)),
+        )
         loop.call_soon_threadsafe(self._tell, job.id)
 
     def _end(self, job: JobRow, request: PlanRequest, answer: Answer | None) -> None:
-        if answer is None:  # cancelled, which the row says already; or the service stops, and the next one goes on
+        if (
+            answer is None
+        ):  # cancelled, which the row says already; or the service stops, and the next one goes on
             if self._stopping:
                 self._store.requeue(job.id, uncounted=True)
             return
-        if not isinstance(answer, Plan | Infeasible) or (isinstance(answer, Plan) and answer.id != job.plan_id):
-            raise TypeError(f"the search answered plan {job.plan_id} with {getattr(answer, 'id', answer)!r}")
+        if not isinstance(answer, Plan | Infeasible) or (
+            isinstance(answer, Plan) and answer.id != job.plan_id
+        ):
+            raise TypeError(
+                f"the search answered plan {job.plan_id} with {getattr(answer, 'id', answer)!r}"
+            )
         row = _plan_row(job, request, self._profiles.get(job.profile_id).model, answer)
-        if self._store.finish_with_result(job, row, answer.model_dump_json(by_alias=True)):
+        if self._store.finish_with_result(
+            job, row, answer.model_dump_json(by_alias=True)
+        ):
             self._metrics.solves.add(status=row.status)
             logger.info("job %s: %s, plan %s", job.id, row.status, row.id)
 
@@ -221,25 +272,33 @@ class Jobs:
 def view_of(job: JobRow, root: str = "") -> JobView:
     """What clients see of a job; `root` is the prefix of a reverse proxy."""
     progress = json.loads(job.progress) if job.progress else {}
-    counts = {name: progress[name] for name in JobProgress.model_fields if name in progress}
+    counts = {
+        name: progress[name] for name in JobProgress.model_fields if name in progress
+    }
     return JobView(
         id=job.id,
         status=job.status,
         plan_id=job.plan_id,
-        plan_url=f"{root}/v1/plans/{job.plan_id}" if job.status in ("succeeded", "infeasible") else None,
+        plan_url=f"{root}/v1/plans/{job.plan_id}"
+        if job.status in ("succeeded", "infeasible")
+        else None,
         events_url=f"{root}/v1/jobs/{job.id}/events",
         progress=JobProgress(**counts) if counts else None,
         incumbent=progress.get("incumbent_seconds"),
         bound=progress.get("lower_bound_seconds"),
         gap=progress.get("gap"),
-        problem=ProblemDocument.model_validate_json(job.problem) if job.problem else None,
+        problem=ProblemDocument.model_validate_json(job.problem)
+        if job.problem
+        else None,
         created_at=job.created_at,
         started_at=job.started_at,
         finished_at=job.finished_at,
     )
 
 
-def _plan_row(job: JobRow, request: PlanRequest, model: str, answer: Plan | Infeasible) -> PlanRow:
+def _plan_row(
+    job: JobRow, request: PlanRequest, model: str, answer: Plan | Infeasible
+) -> PlanRow:
     return PlanRow(
         number=0,  # the database's
         id=job.plan_id,
@@ -247,8 +306,12 @@ def _plan_row(job: JobRow, request: PlanRequest, model: str, answer: Plan | Infe
         status="succeeded" if isinstance(answer, Plan) else "infeasible",
         model=model,
         devices=request.cluster.devices,
-        step_seconds=answer.prediction.step_seconds if isinstance(answer, Plan) else None,
-        final=isinstance(answer, Plan) or answer.search is None or answer.search.optimal,
+        step_seconds=answer.prediction.step_seconds
+        if isinstance(answer, Plan)
+        else None,
+        final=isinstance(answer, Plan)
+        or answer.search is None
+        or answer.search.optimal,
         created_at=now(),
     )
 

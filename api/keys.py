@@ -57,7 +57,9 @@ def make_key(scope: Scope, name: str) -> tuple[str, Key]:
     """
     if not NAME.fullmatch(name):
         raise DocumentError(
-            f"{name!r} is no name of a key.", field="--key-name", mend="use up to 64 letters, digits and . _ @ -"
+            f"{name!r} is no name of a key.",
+            field="--key-name",
+            mend="use up to 64 letters, digits and . _ @ -",
         )
     secret = PREFIX + secrets.token_urlsafe(32)
     return secret, Key(name, scope, digest_of(secret))
@@ -84,7 +86,11 @@ def read_keys(path: Path) -> tuple[Key, ...]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DocumentError(f"cannot be read: {error}.", field=str(path), mend="give a readable text file.") from None
+        raise DocumentError(
+            f"cannot be read: {error}.",
+            field=str(path),
+            mend="give a readable text file.",
+        ) from None
     keys = parse(text, where=str(path))
     if not keys:
         raise DocumentError("has no key.", field=str(path), mend=MEND)
@@ -112,7 +118,10 @@ def parse(text: str, *, where: str) -> tuple[Key, ...]:
             problems.append(Problem(f"{where}: line {number}", wrong, MEND))
         else:
             keys.append(_key(*words))
-    problems += [Problem(where, f"has two keys named {name!r}.", "give each a name.") for name in _doubled(keys)]
+    problems += [
+        Problem(where, f"has two keys named {name!r}.", "give each a name.")
+        for name in _doubled(keys)
+    ]
     if problems:
         raise DocumentError("", problems=tuple(problems))
     return tuple(keys)
@@ -126,7 +135,11 @@ def _mistake(words: list[str]) -> str:
         return "does not begin with the name of a key."
     if scope not in SCOPES:
         return f"has no scope of {', '.join(SCOPES)} as its second word."
-    return "" if DIGEST.fullmatch(digest) else "has no SHA-256 in lower-case hex as its third word."
+    return (
+        ""
+        if DIGEST.fullmatch(digest)
+        else "has no SHA-256 in lower-case hex as its third word."
+    )
 
 
 def _key(name: str, scope: str, digest: str) -> Key:

@@ -43,7 +43,10 @@ class Histogram:
 
     def observe(self, seconds: float) -> None:
         """Count one value."""
-        index = next((i for i, bound in enumerate(self._bounds) if seconds <= bound), len(self._bounds))
+        index = next(
+            (i for i, bound in enumerate(self._bounds) if seconds <= bound),
+            len(self._bounds),
+        )
         with self._lock:
             self._counts[index] += 1
             self._sum += seconds
@@ -72,18 +75,32 @@ class Metrics:
 
     def __init__(self) -> None:
         self.plan_requests = Counter("planner_plan_requests_total", "Plans asked for.")
-        self.cache_hits = Counter("planner_cache_hits_total", "Plans answered without solving.")
+        self.cache_hits = Counter(
+            "planner_cache_hits_total", "Plans answered without solving."
+        )
         self.solves = Counter("planner_solves_total", "Ended solves by outcome.")
-        self.problems = Counter("planner_problems_total", "Problem documents sent, by code.")
-        self.failures = Counter("planner_failures_total", "Failed solves and predictions by problem code.")
-        self.swept = Counter("planner_swept_rows_total", "Rows deleted because of their age, by table.")
+        self.problems = Counter(
+            "planner_problems_total", "Problem documents sent, by code."
+        )
+        self.failures = Counter(
+            "planner_failures_total", "Failed solves and predictions by problem code."
+        )
+        self.swept = Counter(
+            "planner_swept_rows_total", "Rows deleted because of their age, by table."
+        )
         self.solve_seconds = Histogram(
-            "planner_solve_seconds", "Seconds of a solver process at work.", SOLVE_SECONDS_BUCKETS
+            "planner_solve_seconds",
+            "Seconds of a solver process at work.",
+            SOLVE_SECONDS_BUCKETS,
         )
 
     def text(self, *, queue_length: int, running: int) -> str:
         """The whole page; the two gauges are read when it is asked for."""
-        rows = [*_gauge("planner_queue_length", "Solves waiting for a process.", queue_length)]
+        rows = [
+            *_gauge(
+                "planner_queue_length", "Solves waiting for a process.", queue_length
+            )
+        ]
         rows += _gauge("planner_running_solves", "Solver processes at work.", running)
         for metric in self._counters():
             rows += metric.lines()
@@ -91,7 +108,14 @@ class Metrics:
         return "\n".join(rows) + "\n"
 
     def _counters(self) -> tuple[Counter, ...]:
-        return (self.plan_requests, self.cache_hits, self.solves, self.problems, self.failures, self.swept)
+        return (
+            self.plan_requests,
+            self.cache_hits,
+            self.solves,
+            self.problems,
+            self.failures,
+            self.swept,
+        )
 
 
 def _gauge(name: str, description: str, value: int) -> Iterator[str]:
@@ -107,5 +131,7 @@ def _header(name: str, description: str, kind: str) -> Iterator[str]:
 def _braces(labels: tuple[tuple[str, str], ...]) -> str:
     if not labels:
         return ""
-    escaped = (f'{name}="{value}"' for name, value in labels)  # codes and statuses: our own words, nothing to escape
+    escaped = (
+        f'{name}="{value}"' for name, value in labels
+    )  # codes and statuses: our own words, nothing to escape
     return "{" + ",".join(escaped) + "}"

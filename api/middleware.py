@@ -61,8 +61,12 @@ class RequestContext:
         try:
             await self._app(scope, receive, send_with_id)
         except Exception:
-            logger.exception("request %s: %s %s failed", request_id, scope["method"], scope["path"])
-            if started:  # half a response is out: only closing the connection tells the client
+            logger.exception(
+                "request %s: %s %s failed", request_id, scope["method"], scope["path"]
+            )
+            if (
+                started
+            ):  # half a response is out: only closing the connection tells the client
                 raise
             error = InternalError(
                 f"an unexpected error; the service's log has it under {request_id}.",
@@ -88,11 +92,15 @@ class BodyLimit:
             return
         headers = Headers(scope=scope)
         if headers.get("content-encoding", "identity").lower() != "identity":
-            await problem_response(Request(scope), _compressed(headers["content-encoding"]))(scope, receive, send)
+            await problem_response(
+                Request(scope), _compressed(headers["content-encoding"])
+            )(scope, receive, send)
             return
         declared = headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > self._limit:
-            await problem_response(Request(scope), self._refusal())(scope, receive, send)
+            await problem_response(Request(scope), self._refusal())(
+                scope, receive, send
+            )
             return
         received = 0
 
@@ -128,7 +136,9 @@ class Head:
         answered = asyncio.Event()
 
         async def receive_nothing() -> Message:
-            await answered.wait()  # then there is nobody to go on for: streams of events end
+            await (
+                answered.wait()
+            )  # then there is nobody to go on for: streams of events end
             return {"type": "http.disconnect"}
 
         async def send_head(message: Message) -> None:

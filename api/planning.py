@@ -34,12 +34,16 @@ async def ask(parts: Services, wish: PlanCreate, client: str) -> StoredResult | 
     return job
 
 
-def _request_of(wish: PlanCreate, parts: Services) -> tuple[ResolvedProfile, PlanRequest]:
+def _request_of(
+    wish: PlanCreate, parts: Services
+) -> tuple[ResolvedProfile, PlanRequest]:
     from planner.search import make_request
 
     options = _options_within_limits(wish, parts)
     resolved = parts.profiles.resolve(wish)
-    return resolved, make_request(resolved.profile, wish.cluster, wish.job, options, model=resolved.model)
+    return resolved, make_request(
+        resolved.profile, wish.cluster, wish.job, options, model=resolved.model
+    )
 
 
 def _options_within_limits(wish: PlanCreate, parts: Services) -> Options:

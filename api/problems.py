@@ -48,7 +48,9 @@ METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 RESPONSES: dict[int | str, dict[str, Any]] = {
     "default": {
         "description": "An error: what is wrong, where it stands, and how to mend it (RFC 9457).",
-        "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/ProblemDocument"}}},
+        "content": {
+            MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/ProblemDocument"}}
+        },
     }
 }
 """For every operation in the OpenAPI document."""
@@ -72,17 +74,27 @@ class CarriedError(HTTPException):
         self.error = error
 
 
-def document_of(error: PlannerError, *, request_id: str | None = None) -> ProblemDocument:
+def document_of(
+    error: PlannerError, *, request_id: str | None = None
+) -> ProblemDocument:
     """The problem document of an error."""
-    pointers = error.pointers if isinstance(error, LocatedError) else (None,) * len(error.problems)
+    pointers = (
+        error.pointers
+        if isinstance(error, LocatedError)
+        else (None,) * len(error.problems)
+    )
     told = [
         ErrorItem(
             field=_clipped(problem.field),
-            pointer=pointer if pointer is None or len(pointer) <= LONGEST_TEXT else None,
+            pointer=pointer
+            if pointer is None or len(pointer) <= LONGEST_TEXT
+            else None,
             message=_clipped(problem.message),
             mend=_clipped(problem.mend),
         )
-        for problem, pointer in zip(error.problems[:MOST_ERRORS], pointers, strict=False)
+        for problem, pointer in zip(
+            error.problems[:MOST_ERRORS], pointers, strict=False
+        )
     ]
     lines = [str(Problem(item.field, item.message, item.mend)) for item in told]
     if len(error.problems) > len(told):
@@ -114,7 +126,11 @@ def problem_response(request: Request, error: PlannerError) -> Response:
     """Answer a request with an error, and count it: with a page where a browser asked for one."""
     request.app.state.metrics.problems.add(code=error.code)
     document = document_of(error, request_id=request.scope.get("request_id"))
-    response = request.app.state.problem_page(request, document) if _wants_page(request) else response_of(document)
+    response = (
+        request.app.state.problem_page(request, document)
+        if _wants_page(request)
+        else response_of(document)
+    )
     if isinstance(error, ServiceError):
         response.headers.update(error.headers)
     return response
@@ -131,7 +147,9 @@ def install(app: FastAPI, page: ProblemPage) -> None:
 
 def _wants_page(request: Request) -> bool:
     """Documents are never answered with a page, whoever asks for them."""
-    return "text/html" in request.headers.get("accept", "") and not path_within(request.scope).startswith("/v1/")
+    return "text/html" in request.headers.get("accept", "") and not path_within(
+        request.scope
+    ).startswith("/v1/")
 
 
 def _on_planner_error(request: Request, error: Exception) -> Response:
@@ -151,14 +169,20 @@ def _on_http_exception(request: Request, error: Exception) -> Response:
     if isinstance(error, CarriedError):
         translated = error.error
     elif error.status_code == 404:
-        translated = NotFoundError(f"there is no {request.url.path}.", mend="see /openapi.json for all paths.")
+        translated = NotFoundError(
+            f"there is no {request.url.path}.", mend="see /openapi.json for all paths."
+        )
     elif error.status_code == 405:
         allowed = _allowed(request)
         translated = MethodError(
-            f"{request.url.path} does not take {request.method}.", mend=f"use {allowed}.", headers={"Allow": allowed}
+            f"{request.url.path} does not take {request.method}.",
+            mend=f"use {allowed}.",
+            headers={"Allow": allowed},
         )
     elif error.status_code == 400:
-        translated = DocumentError("the body is not valid JSON.", mend="send one JSON document in UTF-8.")
+        translated = DocumentError(
+            "the body is not valid JSON.", mend="send one JSON document in UTF-8."
+        )
     else:
         translated = InternalError(error.detail)
     return problem_response(request, translated)
@@ -170,7 +194,10 @@ def _allowed(request: Request) -> str:
     takes = [
         method
         for method in METHODS
-        if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in router.routes)
+        if any(
+            route.matches({**request.scope, "method": method})[0] is Match.FULL
+            for route in router.routes
+        )
     ]
     return ", ".join(["GET", "HEAD", *takes[1:]] if "GET" in takes else takes)
 
@@ -212,32 +239,55 @@ def _error_of_request(request: Request, error: RequestValidationError) -> Planne
 def _parameter_problem(details: Any) -> Problem:
     context = details.get("ctx", {})
     if details["type"] == "extra_forbidden":
-        return Problem(path_of(details["loc"][1:]), "unknown parameter.", "leave it out, or correct its name.")
+        return Problem(
+            path_of(details["loc"][1:]),
+            "unknown parameter.",
+            "leave it out, or correct its name.",
+        )
     bounds = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
-    mends = [f"{words} {context[key]}" for key, words in bounds.items() if key in context]
+    mends = [
+        f"{words} {context[key]}" for key, words in bounds.items() if key in context
+    ]
     mend = f"give a value of {' and '.join(mends)}." if mends else ""
-    return Problem(path_of(details["loc"][1:]), f"{details['msg']}, got {details.get('input')!r}.", mend)
+    return Problem(
+        path_of(details["loc"][1:]),
+        f"{details['msg']}, got {details.get('input')!r}.",
+        mend,
+    )
 
 
 def _body_kind(request: Request) -> type[BaseModel]:
     """The type of the endpoint's body: its one parameter that is a pydantic model."""
     hints = typing.get_type_hints(request.scope["endpoint"])
     hints.pop("return", None)
-    return next(hint for hint in hints.values() if isinstance(hint, type) and issubclass(hint, BaseModel))
+    return next(
+        hint
+        for hint in hints.values()
+        if isinstance(hint, type) and issubclass(hint, BaseModel)
+    )
 
 
-def _body_problems(kind: type[BaseModel], data: Any) -> list[tuple[Problem, str | None]]:
+def _body_problems(
+    kind: type[BaseModel], data: Any
+) -> list[tuple[Problem, str | None]]:
     if data is None:
-        return [(Problem("", "the request has no body.", "send a JSON document."), None)]
+        return [
+            (Problem("", "the request has no body.", "send a JSON document."), None)
+        ]
     choose = getattr(kind, "kind_of", None)
     kind = choose(data) if choose else kind
     try:
         kind.model_validate(data)
     except ValidationError as error:
-        return [(problem, json_pointer(location)) for location, problem in located_problems(error, kind, data)]
+        return [
+            (problem, json_pointer(location))
+            for location, problem in located_problems(error, kind, data)
+        ]
     raise AssertionError(f"{kind.__name__} accepts a body that its endpoint refused")
 
 
 def json_pointer(location: Location) -> str:
     """``("stages", 0, "a/b")`` -> ``/stages/0/a~1b`` (RFC 6901)."""
-    return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in location)
+    return "".join(
+        "/" + str(part).replace("~", "~0").replace("/", "~1") for part in location
+    )

@@ -43,9 +43,13 @@ class Profiles:
     def add(self, resolved: ResolvedProfile) -> bool:
         """Store a profile; False when it is already there."""
         self._keep(resolved.id, resolved.profile)
-        if self._store.touch_profile(resolved.id):  # asked first: a large profile takes a while to write out
+        if self._store.touch_profile(
+            resolved.id
+        ):  # asked first: a large profile takes a while to write out
             return False
-        return self._store.add_profile(resolved.id, resolved.profile.model_dump_json(by_alias=True))
+        return self._store.add_profile(
+            resolved.id, resolved.profile.model_dump_json(by_alias=True)
+        )
 
     def get(self, profile_id: str) -> ModelProfile:
         """A stored profile.
@@ -69,7 +73,9 @@ class Profiles:
         document = self._store.profile(profile_id)
         if document is None:
             raise NotFoundError(
-                f"there is no profile {profile_id!r}.", field="profile_id", mend="store it first: POST /v1/profiles."
+                f"there is no profile {profile_id!r}.",
+                field="profile_id",
+                mend="store it first: POST /v1/profiles.",
             )
         return document
 
@@ -88,7 +94,9 @@ class Profiles:
             )
         return ResolvedProfile(digest(profile), profile, None)
 
-    def derived(self, model: str, *, sequence_length: int, dtype: DataType) -> ResolvedProfile:
+    def derived(
+        self, model: str, *, sequence_length: int, dtype: DataType
+    ) -> ResolvedProfile:
         """The counted profile of a catalogue model.
 
         Raises:
@@ -102,7 +110,9 @@ class Profiles:
         if request.profile is not None:
             return self.given(request.profile, field="profile.layers")
         if request.profile_id is not None:
-            return ResolvedProfile(request.profile_id, self.get(request.profile_id), None)
+            return ResolvedProfile(
+                request.profile_id, self.get(request.profile_id), None
+            )
         assert request.model is not None
         return self._of_job(request.model, request.job)
 

@@ -28,11 +28,19 @@ async def keep_swept(store: Store, settings: Settings, metrics: Metrics) -> None
 
 def sweep(store: Store, settings: Settings, metrics: Metrics) -> None:
     """Once."""
-    swept = store.sweep(plans_before=_limit(settings.keep_plans_days), jobs_before=_limit(settings.keep_jobs_days))
+    swept = store.sweep(
+        plans_before=_limit(settings.keep_plans_days),
+        jobs_before=_limit(settings.keep_jobs_days),
+    )
     for table, rows in asdict(swept).items():
         metrics.swept.add(rows, table=table)
     if any(asdict(swept).values()):
-        logger.info("too old: %d plans, %d profiles and %d jobs deleted", swept.plans, swept.profiles, swept.jobs)
+        logger.info(
+            "too old: %d plans, %d profiles and %d jobs deleted",
+            swept.plans,
+            swept.profiles,
+            swept.jobs,
+        )
 
 
 def _limit(days: float) -> str | None:

@@ -59,8 +59,12 @@ def serve(settings: Settings) -> None:
         RunError: another service uses the database.
     """
     check_reach(settings)
-    Store(settings.database).close()  # here, because uvicorn would log a failed start as a traceback
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    Store(
+        settings.database
+    ).close()  # here, because uvicorn would log a failed start as a traceback
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     server_of(settings).run()
 
 
@@ -70,7 +74,11 @@ def check_reach(settings: Settings) -> None:
     Raises:
         DocumentError: nobody said that it is, or the keys cannot be read.
     """
-    if settings.without_keys or is_loopback(settings.host) or keys_of(settings.keys_file, settings.keys):
+    if (
+        settings.without_keys
+        or is_loopback(settings.host)
+        or keys_of(settings.keys_file, settings.keys)
+    ):
         return
     raise DocumentError(
         f"{settings.host!r} can be reached by other machines, and there are no API keys.",

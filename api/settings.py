@@ -23,7 +23,9 @@ GIBIBYTE = 1 << 30
 class Settings(BaseModel):
     """How the service runs. Every field is also an environment variable: ``PLANNER_PORT``, ``PLANNER_DATABASE`` ..."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True
+    )
 
     host: str = Field(default="127.0.0.1", min_length=1)
     """Address to listen on; 0.0.0.0 for every interface."""
@@ -88,14 +90,21 @@ def load_settings(
     sources = [
         _from_file(Path(config)) if config is not None else {},
         _from_environment(environment),
-        {name: (value, "") for name, value in (overrides or {}).items() if value is not None},
+        {
+            name: (value, "")
+            for name, value in (overrides or {}).items()
+            if value is not None
+        },
     ]
     merged = {name: found for source in sources for name, found in source.items()}
     given = {name: value for name, (value, _) in merged.items()}
     try:
         return Settings.model_validate(given)
     except ValidationError as error:
-        problems = tuple(_with_source(problem, merged) for problem in problems_of(error, Settings, given))
+        problems = tuple(
+            _with_source(problem, merged)
+            for problem in problems_of(error, Settings, given)
+        )
         raise DocumentError("", problems=problems) from None
 
 
@@ -104,10 +113,14 @@ def _from_file(path: Path) -> dict[str, tuple[Any, str]]:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise DocumentError(
-            f"cannot be read: {error.strerror}.", field=str(path), mend="give a readable TOML file."
+            f"cannot be read: {error.strerror}.",
+            field=str(path),
+            mend="give a readable TOML file.",
         ) from None
     except ValueError as error:
-        raise DocumentError(f"is not valid TOML: {error}.", field=str(path), mend="mend the file.") from None
+        raise DocumentError(
+            f"is not valid TOML: {error}.", field=str(path), mend="mend the file."
+        ) from None
     return {name: (value, f"{path}: {name}") for name, value in values.items()}
 
 

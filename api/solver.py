@@ -127,8 +127,12 @@ class Search:
         from planner.search import Callbacks, plan, predict
 
         if isinstance(task, PredictTask):
-            return predict(task.profile, task.cluster, task.job, task.layout, model=task.model)
-        answer = plan(task.request, task.profile, callbacks=Callbacks(on_progress=report))
+            return predict(
+                task.profile, task.cluster, task.job, task.layout, model=task.model
+            )
+        answer = plan(
+            task.request, task.profile, callbacks=Callbacks(on_progress=report)
+        )
         if isinstance(answer, Plan):
             _check(answer, task.profile)
         return answer
@@ -152,7 +156,9 @@ class SolverProcess:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         arguments = (theirs, work, memory_bytes)
-        self._process = context.Process(target=_serve_one, args=arguments, daemon=True, name="planner-solver")
+        self._process = context.Process(
+            target=_serve_one, args=arguments, daemon=True, name="planner-solver"
+        )
         self._process.start()
         theirs.close()
 
@@ -181,7 +187,9 @@ class SolverProcess:
         """
         deadline = time.monotonic() + START_SECONDS
         while True:
-            if not wait([self._connection], timeout=max(0.0, deadline - time.monotonic())):
+            if not wait(
+                [self._connection], timeout=max(0.0, deadline - time.monotonic())
+            ):
                 raise TimeoutError
             try:
                 message: Message = self._connection.recv()
@@ -207,7 +215,9 @@ class SolverProcess:
 def _serve_one(connection: Connection, work: Work, memory_bytes: int) -> None:
     """What the child runs."""
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the service decides
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all processes of a terminal; the service decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         work.prepare()
@@ -242,10 +252,16 @@ class _Reporter:
         self._next = 0.0
 
     def __call__(self, progress: Any) -> None:
-        moment, improved = time.monotonic(), progress.incumbent_seconds != self._incumbent
+        moment, improved = (
+            time.monotonic(),
+            progress.incumbent_seconds != self._incumbent,
+        )
         if not improved and moment < self._next:
             return
-        self._incumbent, self._next = progress.incumbent_seconds, moment + SECONDS_BETWEEN_REPORTS
+        self._incumbent, self._next = (
+            progress.incumbent_seconds,
+            moment + SECONDS_BETWEEN_REPORTS,
+        )
         self._connection.send(
             Reported(
                 layouts_considered=progress.layouts_considered,

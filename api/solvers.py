@@ -59,7 +59,9 @@ class Solvers:
     def __init__(self, work: Work, settings: Settings, metrics: Metrics) -> None:
         self._work, self._settings, self._metrics = work, settings, metrics
         self._slots = asyncio.Semaphore(settings.concurrency)
-        self._threads = ThreadPoolExecutor(settings.concurrency, thread_name_prefix="solver")
+        self._threads = ThreadPoolExecutor(
+            settings.concurrency, thread_name_prefix="solver"
+        )
         self._admitted: set[Ticket] = set()
         self._lock = threading.Lock()
         self._spares: list[SolverProcess] = []
@@ -74,7 +76,10 @@ class Solvers:
     @property
     def has_room(self) -> bool:
         """Another task may wait, or start at once."""
-        return len(self._admitted) < self._settings.concurrency + self._settings.queue_length
+        return (
+            len(self._admitted)
+            < self._settings.concurrency + self._settings.queue_length
+        )
 
     def admit(self, client: str, *, beyond_limit: bool = False) -> Ticket:
         """Let a client's task into the queue; it must be `run` then. Without a name it counts for nobody.
@@ -85,7 +90,11 @@ class Solvers:
             NotReadyError: the service is stopping.
         """
         if self._stopping:
-            raise NotReadyError("the service is stopping.", mend="ask again in a moment.", retry_after_seconds=1)
+            raise NotReadyError(
+                "the service is stopping.",
+                mend="ask again in a moment.",
+                retry_after_seconds=1,
+            )
         if not beyond_limit and not self.has_room:
             raise self._full()
         if client:
@@ -101,7 +110,12 @@ class Solvers:
             self._admitted.discard(ticket)
 
     async def run(
-        self, ticket: Ticket, make_task: Callable[[], Task | None], *, seconds: float, on_progress: ProgressHandler
+        self,
+        ticket: Ticket,
+        make_task: Callable[[], Task | None],
+        *,
+        seconds: float,
+        on_progress: ProgressHandler,
     ) -> Answer | None:
         """Do an admitted task when its turn comes, within `seconds` of work; None when it was cancelled.
 
@@ -120,7 +134,9 @@ class Solvers:
                 self.running += 1
                 try:
                     loop = asyncio.get_running_loop()
-                    return await loop.run_in_executor(self._threads, self._do, ticket, make_task, seconds, on_progress)
+                    return await loop.run_in_executor(
+                        self._threads, self._do, ticket, make_task, seconds, on_progress
+                    )
                 finally:
                     self.running -= 1
         finally:
@@ -129,8 +145,12 @@ class Solvers:
     def warm_up(self) -> None:
         """Have processes ready, so that the next tasks need not wait for their imports."""
         with self._lock:
-            while len(self._spares) < self._settings.spare_solvers and not self._stopping:
-                self._spares.append(SolverProcess(self._work, self._settings.max_solver_bytes))
+            while (
+                len(self._spares) < self._settings.spare_solvers and not self._stopping
+            ):
+                self._spares.append(
+                    SolverProcess(self._work, self._settings.max_solver_bytes)
+                )
 
     async def stop(self) -> None:
         """Kill every process and wait for its thread; waiting tasks give up."""
@@ -161,12 +181,19 @@ class Solvers:
         return QueueFullError(
             f"{self.running} solves run and {self.waiting} wait.",
             mend="try again later, or raise queue_length or concurrency of the service.",
-            limits={"queue_length": self._settings.queue_length, "concurrency": self._settings.concurrency},
+            limits={
+                "queue_length": self._settings.queue_length,
+                "concurrency": self._settings.concurrency,
+            },
             retry_after_seconds=self._mean_seconds(),
         )
 
     def _do(
-        self, ticket: Ticket, make_task: Callable[[], Task | None], seconds: float, on_progress: ProgressHandler
+        self,
+        ticket: Ticket,
+        make_task: Callable[[], Task | None],
+        seconds: float,
+        on_progress: ProgressHandler,
     ) -> Answer | None:
         task = make_task()
         if task is None:
@@ -193,7 +220,11 @@ class Solvers:
         return SolverProcess(self._work, self._settings.max_solver_bytes)
 
     def _follow(
-        self, process: SolverProcess, seconds: float, ticket: Ticket, on_progress: ProgressHandler
+        self,
+        process: SolverProcess,
+        seconds: float,
+        ticket: Ticket,
+        on_progress: ProgressHandler,
     ) -> Answer | None:
         try:
             for message in process.messages(seconds):
@@ -215,7 +246,10 @@ class Solvers:
 
 
 def _crashed() -> PlannerError:
-    return SolverError("the solver met an unexpected error; the service's log has it.", mend="report it.")
+    return SolverError(
+        "the solver met an unexpected error; the service's log has it.",
+        mend="report it.",
+    )
 
 
 def _overran(seconds: float) -> PlannerError:

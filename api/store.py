@@ -131,7 +131,9 @@ class Store:
         self._lock = threading.RLock()
         self._owner = _own(path)
         try:
-            self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10)
+            self._connection = sqlite3.connect(
+                path, isolation_level=None, check_same_thread=False, timeout=10
+            )
         except sqlite3.Error as error:
             self._owner.close()
             raise _unusable(path, error) from None
@@ -163,7 +165,12 @@ class Store:
     def touch_profile(self, profile_id: str) -> bool:
         """Is the profile there? Then it is as young as a new one, lest it be deleted before its job is there."""
         with self._transaction():
-            return self._run("UPDATE profiles SET created_at = ? WHERE id = ?", now(), profile_id).rowcount > 0
+            return (
+                self._run(
+                    "UPDATE profiles SET created_at = ? WHERE id = ?", now(), profile_id
+                ).rowcount
+                > 0
+            )
 
     def profile(self, profile_id: str) -> str | None:
         """JSON of a profile."""
@@ -183,11 +190,18 @@ class Store:
     def plans(self, *, before: int | None, limit: int) -> list[PlanRow]:
         """Results, newest first, older than number `before`."""
         newest = LARGEST_INTEGER if before is None else before
-        return self._rows(PlanRow, "FROM plans WHERE number < ? ORDER BY number DESC LIMIT ?", newest, limit)
+        return self._rows(
+            PlanRow,
+            "FROM plans WHERE number < ? ORDER BY number DESC LIMIT ?",
+            newest,
+            limit,
+        )
 
     # Jobs
 
-    def add_job(self, job_id: str, *, plan_id: str, profile_id: str, request: str) -> None:
+    def add_job(
+        self, job_id: str, *, plan_id: str, profile_id: str, request: str
+    ) -> None:
         """Queue a solve; the caller has seen that no other job of this plan is active."""
         sql = "INSERT INTO jobs (id, plan_id, profile_id, request, status, created_at) VALUES (?, ?, ?, ?, 'queued', ?)"
         with self._transaction():
@@ -201,14 +215,23 @@ class Store:
 
     def active_job(self, plan_id: str) -> JobRow | None:
         """The queued or running job of a plan."""
-        rows = self._rows(JobRow, "FROM jobs WHERE plan_id = ? AND status IN ('queued', 'running')", plan_id)
+        rows = self._rows(
+            JobRow,
+            "FROM jobs WHERE plan_id = ? AND status IN ('queued', 'running')",
+            plan_id,
+        )
         return rows[0] if rows else None
 
     def start_job(self, job_id: str) -> bool:
         """queued -> running; False when it is not queued any more."""
         sql = "UPDATE jobs SET status = 'running', attempts = attempts + 1, started_at = ? "
         with self._transaction():
-            started = self._run(sql + "WHERE id = ? AND status = 'queued'", now(), job_id).rowcount > 0
+            started = (
+                self._run(
+                    sql + "WHERE id = ? AND status = 'queued'", now(), job_id
+                ).rowcount
+                > 0
+            )
             if started:
                 self._add_event(job_id, "started", "{}")
             return started
@@ -226,7 +249,9 @@ class Store:
             if not self._finish(job.id, plan.status, None):
                 return False
             values = [getattr(plan, name) for name in PLAN_COLUMNS]
-            updates = ", ".join(f"{name} = excluded.{name}" for name in (*PLAN_COLUMNS, "document"))
+            updates = ", ".join(
+                f"{name} = excluded.{name}" for name in (*PLAN_COLUMNS, "document")
+            )
             self._run(
                 f"INSERT INTO plans ({', '.join(PLAN_COLUMNS)}, document) VALUES ({'?, ' * len(values)}?)"
                 f" ON CONFLICT (id) DO UPDATE SET {updates} WHERE NOT plans.final",
@@ -235,7 +260,12 @@ class Store:
             )
             return True
 
-    def finish(self, job_id: str, status: Literal["failed", "cancelled"], problem: str | None = None) -> bool:
+    def finish(
+        self,
+        job_id: str,
+        status: Literal["failed", "cancelled"],
+        problem: str | None = None,
+    ) -> bool:
         """queued or running -> failed or cancelled; False when it has ended already."""
         with self._transaction():
             return self._finish(job_id, status, problem)
@@ -252,11 +282,19 @@ class Store:
 
     def unfinished_jobs(self) -> list[JobRow]:
         """Jobs to take up again at the start, oldest first."""
-        return self._rows(JobRow, "FROM jobs WHERE status IN ('queued', 'running') ORDER BY created_at, rowid")
+        return self._rows(
+            JobRow,
+            "FROM jobs WHERE status IN ('queued', 'running') ORDER BY created_at, rowid",
+        )
 
     def events(self, job_id: str, *, after: int) -> list[EventRow]:
         """Events of a job past number `after`."""
-        return self._rows(EventRow, "FROM events WHERE job_id = ? AND number > ? ORDER BY number", job_id, after)
+        return self._rows(
+            EventRow,
+            "FROM events WHERE job_id = ? AND number > ? ORDER BY number",
+            job_id,
+            after,
+        )
 
     # Measured runs
 
@@ -271,17 +309,28 @@ class Store:
 
     def measurement(self, plan_id: str, number: int) -> MeasurementRow | None:
         """A measured run of a plan."""
-        rows = self._rows(MeasurementRow, "FROM measurements WHERE plan_id = ? AND id = ?", plan_id, number)
+        rows = self._rows(
+            MeasurementRow,
+            "FROM measurements WHERE plan_id = ? AND id = ?",
+            plan_id,
+            number,
+        )
         return rows[0] if rows else None
 
     def measurements(self, plan_id: str) -> list[MeasurementRow]:
         """Measured runs of a plan, newest first."""
-        return self._rows(MeasurementRow, "FROM measurements WHERE plan_id = ? ORDER BY id DESC", plan_id)
+        return self._rows(
+            MeasurementRow,
+            "FROM measurements WHERE plan_id = ? ORDER BY id DESC",
+            plan_id,
+        )
 
     def measured_plans(self) -> Iterator[tuple[int, str, str]]:
         """Number of every measured run, its plan's document and its own, oldest first."""
         columns = "SELECT measurements.id, plans.document, measurements.document FROM measurements"
-        yield from self._run(f"{columns} JOIN plans ON plans.id = measurements.plan_id ORDER BY measurements.id")
+        yield from self._run(
+            f"{columns} JOIN plans ON plans.id = measurements.plan_id ORDER BY measurements.id"
+        )
 
     # Deletion
 
@@ -298,8 +347,12 @@ class Store:
         with self._transaction():
             if plans_before is not None:
                 unmeasured = "id NOT IN (SELECT plan_id FROM measurements)"
-                plans = self._delete_plans(f"created_at < ? AND {unmeasured}", plans_before)
-                active = "SELECT profile_id FROM jobs WHERE status IN ('queued', 'running')"
+                plans = self._delete_plans(
+                    f"created_at < ? AND {unmeasured}", plans_before
+                )
+                active = (
+                    "SELECT profile_id FROM jobs WHERE status IN ('queued', 'running')"
+                )
                 needed = f"SELECT profile_id FROM plans UNION {active}"
                 sql = f"DELETE FROM profiles WHERE created_at < ? AND id NOT IN ({needed})"
                 profiles = self._run(sql, plans_before).rowcount
@@ -311,19 +364,27 @@ class Store:
 
     def _delete_plans(self, condition: str, value: str) -> int:
         """With their ended jobs; an active one will store the plan anew."""
-        self._delete_jobs(f"finished_at IS NOT NULL AND plan_id IN (SELECT id FROM plans WHERE {condition})", value)
+        self._delete_jobs(
+            f"finished_at IS NOT NULL AND plan_id IN (SELECT id FROM plans WHERE {condition})",
+            value,
+        )
         return self._run(f"DELETE FROM plans WHERE {condition}", value).rowcount
 
     def _delete_jobs(self, condition: str, value: str) -> int:
         """With their events."""
-        self._run(f"DELETE FROM events WHERE job_id IN (SELECT id FROM jobs WHERE {condition})", value)
+        self._run(
+            f"DELETE FROM events WHERE job_id IN (SELECT id FROM jobs WHERE {condition})",
+            value,
+        )
         return self._run(f"DELETE FROM jobs WHERE {condition}", value).rowcount
 
     def _prepare(self, path: Path) -> None:
         self._run("PRAGMA journal_mode = WAL")
         self._run("PRAGMA synchronous = NORMAL")
         self._run("PRAGMA foreign_keys = ON")
-        if not self._text("SELECT name FROM sqlite_master WHERE name = 'schema_version'"):
+        if not self._text(
+            "SELECT name FROM sqlite_master WHERE name = 'schema_version'"
+        ):
             self._connection.executescript(
                 f"BEGIN; {SCHEMA} INSERT INTO schema_version VALUES ({SCHEMA_VERSION}); COMMIT;"
             )
@@ -337,9 +398,7 @@ class Store:
             )
 
     def _finish(self, job_id: str, status: str, problem: str | None) -> bool:
-        sql = (
-            "UPDATE jobs SET status = ?, problem = ?, finished_at = ? WHERE id = ? AND status IN ('queued', 'running')"
-        )
+        sql = "UPDATE jobs SET status = ?, problem = ?, finished_at = ? WHERE id = ? AND status IN ('queued', 'running')"
         if not self._run(sql, status, problem, now(), job_id).rowcount:
             return False
         self._add_event(job_id, "done", f'{{"status":"{status}"}}')
@@ -352,7 +411,10 @@ class Store:
     def _rows(self, kind: type[Row], sql: str, *values: Any) -> list[Row]:
         columns = ", ".join(field.name for field in fields(kind))
         with self._lock:
-            return [kind(*row) for row in self._run(f"SELECT {columns} {sql}", *values).fetchall()]
+            return [
+                kind(*row)
+                for row in self._run(f"SELECT {columns} {sql}", *values).fetchall()
+            ]
 
     def _text(self, sql: str, *values: Any) -> str | None:
         with self._lock:
@@ -371,7 +433,9 @@ class Store:
                 yield
                 self._run("COMMIT")
             except BaseException:
-                if self._connection.in_transaction:  # on a full disk SQLite has rolled back by itself
+                if (
+                    self._connection.in_transaction
+                ):  # on a full disk SQLite has rolled back by itself
                     self._run("ROLLBACK")
                 raise
 
@@ -389,7 +453,9 @@ def days_ago(days: float) -> str:
 
 def _unusable(path: Path, error: sqlite3.Error) -> DocumentError:
     return DocumentError(
-        f"is not a usable database: {error}.", field=str(path), mend="give another path, or restore the file."
+        f"is not a usable database: {error}.",
+        field=str(path),
+        mend="give another path, or restore the file.",
     )
 
 
@@ -400,13 +466,17 @@ def _own(path: Path) -> Any:
         lock = path.with_name(path.name + ".lock").open("w")
     except OSError as error:
         raise DocumentError(
-            f"cannot be written: {error.strerror}.", field=str(path), mend="give a path in a writable directory."
+            f"cannot be written: {error.strerror}.",
+            field=str(path),
+            mend="give a path in a writable directory.",
         ) from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         lock.close()
         raise RunError(
-            "another service uses this database.", field=str(path), mend="stop it, or give another path."
+            "another service uses this database.",
+            field=str(path),
+            mend="stop it, or give another path.",
         ) from None
     return lock

@@ -18,5 +18,11 @@ def predicted_timeline(plan: Plan, profile: ModelProfile) -> Timeline:
 
     schedule = stage_schedule(plan, profile)
     kinds = (EventKind.REDUCE, EventKind.OPTIMIZER)
-    after = [tuple(zip(kinds, tail, strict=True)) for tail in stage_tails(plan, profile)]
-    return from_simulation(simulate(schedule, stage_durations(plan, profile)), title="predicted", after=after)
+    after = [
+        tuple(zip(kinds, tail, strict=True)) for tail in stage_tails(plan, profile)
+    ]
+    return from_simulation(
+        simulate(schedule, stage_durations(plan, profile)),
+        title="predicted",
+        after=after,
+    )

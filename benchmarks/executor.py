@@ -23,7 +23,16 @@ from typing import Any
 from benchmarks.executor_launch import Ranks
 from benchmarks.executor_model import LENGTH
 from planner.search import make_request, plan_layout
-from planner.spec import Cluster, Infeasible, Job, Link, ModelProfile, NodeGroup, Plan, PredictionLayout
+from planner.spec import (
+    Cluster,
+    Infeasible,
+    Job,
+    Link,
+    ModelProfile,
+    NodeGroup,
+    Plan,
+    PredictionLayout,
+)
 from profiler.cores import available_cores
 from profiler.links import LinkOptions, launch_links
 from profiler.measure import profile as measure
@@ -65,32 +74,49 @@ class Row:
     @property
     def meets_targets(self) -> bool:
         """Both of them."""
-        return abs(self.ours_to_predicted - 1) <= OFF and self.ours_to_stock <= 1 + SLOWER
+        return (
+            abs(self.ours_to_predicted - 1) <= OFF and self.ours_to_stock <= 1 + SLOWER
+        )
 
 
 def layouts(ranks: int) -> dict[str, PredictionLayout]:
     """The splits that torch's stock parts can do."""
     splits: dict[str, dict[str, Any]] = {
         f"pipeline {ranks}, 1f1b": {"pipeline_parallel_degree": ranks},
-        f"pipeline {ranks}, gpipe": {"pipeline_parallel_degree": ranks, "schedule": "gpipe"},
+        f"pipeline {ranks}, gpipe": {
+            "pipeline_parallel_degree": ranks,
+            "schedule": "gpipe",
+        },
         f"data {ranks}": {"data_parallel_degree": ranks},
     }
     if ranks % 2 == 0 and ranks > 2:
         both = {"pipeline_parallel_degree": ranks // 2, "data_parallel_degree": 2}
         splits[f"pipeline {ranks // 2} x data 2, 1f1b"] = both
-    return {name: PredictionLayout(micro_batch_size=MICRO_BATCH_SIZE, **split) for name, split in splits.items()}
+    return {
+        name: PredictionLayout(micro_batch_size=MICRO_BATCH_SIZE, **split)
+        for name, split in splits.items()
+    }
 
 
 def measured_link(ranks: int, *, quick: bool) -> Link:
     """Between the ranks of this machine."""
-    options = LinkOptions(max_bytes=1 << 16, repeats=1, slowdowns=False) if quick else LinkOptions(max_bytes=1 << 24)
+    options = (
+        LinkOptions(max_bytes=1 << 16, repeats=1, slowdowns=False)
+        if quick
+        else LinkOptions(max_bytes=1 << 24)
+    )
     link = launch_links(ranks, options).intra_node
     assert link is not None
     return link
 
 
 def plans(
-    model: str, link: Link, ranks: int, *, budget_seconds: float, splits: Mapping[str, PredictionLayout] | None = None
+    model: str,
+    link: Link,
+    ranks: int,
+    *,
+    budget_seconds: float,
+    splits: Mapping[str, PredictionLayout] | None = None,
 ) -> dict[str, Plan]:
     """Every split with its prediction, from a profile that is measured now.
 
@@ -108,16 +134,25 @@ def plans(
         concurrency=ranks,
         time_budget_seconds=budget_seconds,
     )
-    return {name: planned(profile, link, ranks, layout) for name, layout in (splits or layouts(ranks)).items()}
+    return {
+        name: planned(profile, link, ranks, layout)
+        for name, layout in (splits or layouts(ranks)).items()
+    }
 
 
 def predicted_again(
-    model: str, link: Link, ranks: int, found: Mapping[str, Plan], *, budget_seconds: float
+    model: str,
+    link: Link,
+    ranks: int,
+    found: Mapping[str, Plan],
+    *,
+    budget_seconds: float,
 ) -> dict[str, float]:
     """Step seconds of the same stages, from a profile that is measured now."""
     same = {
         name: PredictionLayout(
-            **plan.layout.model_dump(), layers_per_stage=tuple(len(stage.layers) for stage in plan.stages)
+            **plan.layout.model_dump(),
+            layers_per_stage=tuple(len(stage.layers) for stage in plan.stages),
         )
         for name, plan in found.items()
     }
@@ -125,14 +160,25 @@ def predicted_again(
     return {name: plan.prediction.step_seconds for name, plan in again.items()}
 
 
-def planned(profile: ModelProfile, link: Link, ranks: int, layout: PredictionLayout) -> Plan:
+def planned(
+    profile: ModelProfile, link: Link, ranks: int, layout: PredictionLayout
+) -> Plan:
     """The plan of one split: its fastest partition into stages."""
     device = profile.device_spec or profile.device
     group = NodeGroup(device=device, nodes=1, devices_per_node=ranks, intra_node=link)
-    job = Job(global_batch_size=GLOBAL_BATCH_SIZE, sequence_length=LENGTH, precision="fp32", optimizer="adamw")
-    found = plan_layout(make_request(profile, Cluster(node_groups=(group,)), job), profile, layout)
+    job = Job(
+        global_batch_size=GLOBAL_BATCH_SIZE,
+        sequence_length=LENGTH,
+        precision="fp32",
+        optimizer="adamw",
+    )
+    found = plan_layout(
+        make_request(profile, Cluster(node_groups=(group,)), job), profile, layout
+    )
     if isinstance(found, Infeasible):
-        raise SystemExit("error: this machine has no room for the model: " + "; ".join(found.reasons))
+        raise SystemExit(
+            "error: this machine has no room for the model: " + "; ".join(found.reasons)
+        )
     return found
 
 
@@ -144,7 +190,10 @@ def row(name: str, predicted: Sequence[float], blocks: Sequence[dict[str, Any]])
         predicted: step seconds, from what was measured before the first block and after every one.
         blocks: seconds and losses by kind of step.
     """
-    by_kind = [[found["seconds"][kind] for found in blocks] for kind in ("ours", "stock", "one process")]
+    by_kind = [
+        [found["seconds"][kind] for found in blocks]
+        for kind in ("ours", "stock", "one process")
+    ]
     ours, stock, single = (list(chain.from_iterable(each)) for each in by_kind)
     promised = sorted(
         statistics.median(seconds) / statistics.mean(around)
@@ -195,39 +244,82 @@ def _spread(ratio: float, extremes: tuple[float, float]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table, or one JSON object."""
-    parser = argparse.ArgumentParser(prog="benchmarks.executor", description="Hold our training step to its promises.")
-    parser.add_argument("--model", default=MODEL, help=f"package.module:callable of a chain of modules ({MODEL})")
-    parser.add_argument("--ranks", type=int, default=RANKS, help=f"at most one per core ({RANKS})")
-    parser.add_argument("--blocks", type=int, default=8, help="of steps, between two predictions each (8)")
-    parser.add_argument("--steps", type=int, default=4, help="of ours and of the stock's in a block, in turn (4)")
-    parser.add_argument("--quick", action="store_true", help="measure profile and links briefly, to try it")
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.executor",
+        description="Hold our training step to its promises.",
+    )
+    parser.add_argument(
+        "--model",
+        default=MODEL,
+        help=f"package.module:callable of a chain of modules ({MODEL})",
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=RANKS, help=f"at most one per core ({RANKS})"
+    )
+    parser.add_argument(
+        "--blocks",
+        type=int,
+        default=8,
+        help="of steps, between two predictions each (8)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=4,
+        help="of ours and of the stock's in a block, in turn (4)",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="measure profile and links briefly, to try it",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object")
     chosen = parser.parse_args(arguments)
     if not 2 <= chosen.ranks <= max(available_cores(), 2):
-        parser.error(f"{chosen.ranks} ranks on {available_cores()} cores: give 2 or more, and at most one per core")
+        parser.error(
+            f"{chosen.ranks} ranks on {available_cores()} cores: give 2 or more, and at most one per core"
+        )
     if min(chosen.blocks, chosen.steps) < 1:
         parser.error("--blocks and --steps are at least 1")
     load = os.getloadavg()[0]
-    model, ranks, budget = chosen.model, chosen.ranks, QUICK_SECONDS if chosen.quick else BUDGET_SECONDS
+    model, ranks, budget = (
+        chosen.model,
+        chosen.ranks,
+        QUICK_SECONDS if chosen.quick else BUDGET_SECONDS,
+    )
     link = measured_link(ranks, quick=chosen.quick)
     found = plans(model, link, ranks, budget_seconds=budget)
     blocks, predicted = [], []
     with Ranks(model, list(found.values()), ranks) as launched:
         launched.block(1)  # warms up
-        predicted.append(predicted_again(model, link, ranks, found, budget_seconds=budget))
+        predicted.append(
+            predicted_again(model, link, ranks, found, budget_seconds=budget)
+        )
         for _ in range(chosen.blocks):
             blocks.append(launched.block(chosen.steps))
-            predicted.append(predicted_again(model, link, ranks, found, budget_seconds=budget))
+            predicted.append(
+                predicted_again(model, link, ranks, found, budget_seconds=budget)
+            )
     rows = [
         row(name, [each[name] for each in predicted], [each[index] for each in blocks])
         for index, name in enumerate(found)
     ]
     if chosen.json:
-        print(json.dumps({"load_before": load, "busy": load > BUSY_LOAD, "rows": [asdict(each) for each in rows]}))
+        print(
+            json.dumps(
+                {
+                    "load_before": load,
+                    "busy": load > BUSY_LOAD,
+                    "rows": [asdict(each) for each in rows],
+                }
+            )
+        )
         return
     print(table(rows))
     if load > BUSY_LOAD:
-        print(f"\nThe machine was busy before: {load:.1f} processes wanted a core. Predictions suffer most from that.")
+        print(
+            f"\nThe machine was busy before: {load:.1f} processes wanted a core. Predictions suffer most from that."
+        )
 
 
 if __name__ == "__main__":

@@ -56,14 +56,31 @@ class Ranks:
         paths = [folder / f"plan-{index}.json" for index in range(len(self._plans))]
         for path, plan in zip(paths, self._plans, strict=True):
             path.write_text(plan.model_dump_json(by_alias=True), encoding="utf-8")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self._count}"]
-        command += ["-m", "benchmarks.executor_ranks", self._model, str(folder), *map(str, paths)]
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads_per_rank(self._count))}
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={self._count}",
+        ]
+        command += [
+            "-m",
+            "benchmarks.executor_ranks",
+            self._model,
+            str(folder),
+            *map(str, paths),
+        ]
+        environment = os.environ | {
+            "OMP_NUM_THREADS": str(threads_per_rank(self._count))
+        }
         self._process = subprocess.Popen(command, env=environment)
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if error is None:
             write_whole(request_path(Path(self._folder.name), self._blocks), STOP)
@@ -78,8 +95,12 @@ class Ranks:
         write_whole(request_path(folder, block), str(steps))
         while not rows_path(folder, block).exists():
             if self._process.poll() is not None:
-                raise SystemExit(f"error: the ranks ended with code {self._process.returncode}")
+                raise SystemExit(
+                    f"error: the ranks ended with code {self._process.returncode}"
+                )
             time.sleep(POLL_SECONDS)
         self._blocks += 1
-        rows: list[dict[str, Any]] = json.loads(rows_path(folder, block).read_text(encoding="utf-8"))
+        rows: list[dict[str, Any]] = json.loads(
+            rows_path(folder, block).read_text(encoding="utf-8")
+        )
         return rows

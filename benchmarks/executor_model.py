@@ -20,7 +20,9 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """(samples, tokens) -> (samples, tokens, width)."""
-        embedded: torch.Tensor = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        embedded: torch.Tensor = (
+            self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        )
         return embedded
 
 
@@ -30,17 +32,32 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.attention_norm, self.feed_forward_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.projections, self.output = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.attention_norm, self.feed_forward_norm = (
+            nn.LayerNorm(width),
+            nn.LayerNorm(width),
+        )
+        self.projections, self.output = (
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+        )
+        self.wide, self.narrow = (
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(samples, tokens, width) -> the same."""
         projected = self.projections(self.attention_norm(hidden)).chunk(3, dim=-1)
-        queries, keys, values = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in projected)
-        attended = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        queries, keys, values = (
+            each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in projected
+        )
+        attended = functional.scaled_dot_product_attention(
+            queries, keys, values, is_causal=True
+        )
         hidden = hidden + self.output(attended.transpose(1, 2).flatten(2))
-        fed: torch.Tensor = hidden + self.narrow(functional.gelu(self.wide(self.feed_forward_norm(hidden))))
+        fed: torch.Tensor = hidden + self.narrow(
+            functional.gelu(self.wide(self.feed_forward_norm(hidden)))
+        )
         return fed
 
 
@@ -58,8 +75,14 @@ class Head(nn.Module):
         return logits
 
 
-def _gpt(blocks: int, width: int, heads: int, vocabulary: int) -> tuple[nn.Module, torch.Tensor]:
-    chain = (Embedding(vocabulary, width), *(Block(width, heads) for _ in range(blocks)), Head(vocabulary, width))
+def _gpt(
+    blocks: int, width: int, heads: int, vocabulary: int
+) -> tuple[nn.Module, torch.Tensor]:
+    chain = (
+        Embedding(vocabulary, width),
+        *(Block(width, heads) for _ in range(blocks)),
+        Head(vocabulary, width),
+    )
     return nn.Sequential(*chain), torch.zeros(1, LENGTH, dtype=torch.long)
 
 

@@ -18,7 +18,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.executor_launch import POLL_SECONDS, STOP, request_path, rows_path, write_whole
+from benchmarks.executor_launch import (
+    POLL_SECONDS,
+    STOP,
+    request_path,
+    rows_path,
+    write_whole,
+)
 from benchmarks.executor_model import LENGTH
 from planner.executor import Executor
 from planner.executor.checkpoint.materialise import materialise
@@ -47,7 +53,9 @@ class Handwritten:
     def __init__(self, plan: Plan, source: ModelSource) -> None:
         layout, self._micro_batches = plan.layout, plan.micro_batches
         mesh = init_device_mesh(
-            "cpu", (layout.pipeline_parallel_degree, layout.data_parallel_degree), mesh_dim_names=("pipeline", "data")
+            "cpu",
+            (layout.pipeline_parallel_degree, layout.data_parallel_degree),
+            mesh_dim_names=("pipeline", "data"),
         )
         pipeline, replica = mesh.get_local_rank("pipeline"), mesh.get_local_rank("data")
         whole = whole_model(source)
@@ -56,11 +64,15 @@ class Handwritten:
         stop = start + len(plan.stages[pipeline].layers)
         self._module: nn.Module = whole[start:stop]
         dataset = load_dataset("synthetic", data_spec(plan, source), seed=0)
-        (self._tokens,), _ = dataset(*local_part(0, share_of(plan, replica), layout.micro_batch_size))
+        (self._tokens,), _ = dataset(
+            *local_part(0, share_of(plan, replica), layout.micro_batch_size)
+        )
         self._is_first, self._is_last = start == 0, stop == len(whole)
         self._schedule: Any = None
         if layout.data_parallel_degree > 1:
-            self._module = DistributedDataParallel(self._module, process_group=mesh.get_group("data"))
+            self._module = DistributedDataParallel(
+                self._module, process_group=mesh.get_group("data")
+            )
         if len(plan.stages) > 1:
             edges = _crossing(source, layout.micro_batch_size)
             stage = PipelineStage(
@@ -72,12 +84,20 @@ class Handwritten:
                 (edges[stop],),
                 group=mesh.get_group("pipeline"),
             )
-            self._schedule = SCHEDULES[layout.schedule](stage, self._micro_batches, loss_fn=next_token)
-        self._optimizer = torch.optim.AdamW(self._module.parameters(), lr=LEARNING_RATE, fused=True)
+            self._schedule = SCHEDULES[layout.schedule](
+                stage, self._micro_batches, loss_fn=next_token
+            )
+        self._optimizer = torch.optim.AdamW(
+            self._module.parameters(), lr=LEARNING_RATE, fused=True
+        )
 
     def step(self) -> torch.Tensor | None:
         """One step."""
-        loss = accumulate(self._module, self._tokens, self._micro_batches) if self._schedule is None else self._pass()
+        loss = (
+            accumulate(self._module, self._tokens, self._micro_batches)
+            if self._schedule is None
+            else self._pass()
+        )
         self._optimizer.step()
         self._optimizer.zero_grad()
         return loss
@@ -96,9 +116,13 @@ class OneProcess:
     def __init__(self, plan: Plan, source: ModelSource) -> None:
         self._module = whole_model(source)
         job = plan.request.job
-        (self._tokens,), _ = load_dataset("synthetic", data_spec(plan, source), seed=0)(0, job.global_batch_size)
+        (self._tokens,), _ = load_dataset("synthetic", data_spec(plan, source), seed=0)(
+            0, job.global_batch_size
+        )
         self._micro_batches = job.global_batch_size // plan.layout.micro_batch_size
-        self._optimizer = torch.optim.AdamW(self._module.parameters(), lr=LEARNING_RATE, fused=True)
+        self._optimizer = torch.optim.AdamW(
+            self._module.parameters(), lr=LEARNING_RATE, fused=True
+        )
 
     def step(self) -> torch.Tensor:
         """One step."""
@@ -111,19 +135,30 @@ class OneProcess:
 def whole_model(source: ModelSource) -> nn.Module:
     """With the executor's initial values."""
     layers = len(source.cut().layers)
-    values = materialise(source, lambda model: source.cut().stage(model, 0, layers), device=torch.device("cpu"), seed=0)
+    values = materialise(
+        source,
+        lambda model: source.cut().stage(model, 0, layers),
+        device=torch.device("cpu"),
+        seed=0,
+    )
     model = source.build()
     model.load_state_dict(values.state_dict())
     return model
 
 
-def accumulate(module: nn.Module, tokens: torch.Tensor, micro_batches: int) -> torch.Tensor:
+def accumulate(
+    module: nn.Module, tokens: torch.Tensor, micro_batches: int
+) -> torch.Tensor:
     """Gradients of a batch, reduced with its last micro-batch; returns its mean loss."""
     parts = tokens.chunk(micro_batches)
     total = torch.zeros(())
     for index, part in enumerate(parts):
         is_last = index == len(parts) - 1
-        with module.no_sync() if isinstance(module, DistributedDataParallel) and not is_last else nullcontext():
+        with (
+            module.no_sync()
+            if isinstance(module, DistributedDataParallel) and not is_last
+            else nullcontext()
+        ):
             loss = next_token(module(part), part) / micro_batches
             loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
@@ -169,7 +204,9 @@ class Turns:
 
 def _mean(loss: torch.Tensor | None) -> float:
     """Over the ranks that have a loss."""
-    pair = torch.tensor([0.0, 0.0] if loss is None else [float(loss.detach()), 1.0], dtype=torch.float64)
+    pair = torch.tensor(
+        [0.0, 0.0] if loss is None else [float(loss.detach()), 1.0], dtype=torch.float64
+    )
     dist.all_reduce(pair)
     return float(pair[0] / pair[1])
 
@@ -178,7 +215,14 @@ class Comparison:
     """One plan, by all three kinds of step."""
 
     def __init__(self, plan: Plan, source: ModelSource) -> None:
-        self._executor = Executor(plan, source, data="synthetic", seed=0, learning_rate=LEARNING_RATE, device="cpu")
+        self._executor = Executor(
+            plan,
+            source,
+            data="synthetic",
+            seed=0,
+            learning_rate=LEARNING_RATE,
+            device="cpu",
+        )
         self._by_hand = Handwritten(plan, source)
         self._single = OneProcess(plan, source) if dist.get_rank() == 0 else None
         self._turns = Turns()
@@ -187,7 +231,10 @@ class Comparison:
         """Seconds of so many steps of ours and of the hand-written one, in turn, and of one of one process; the first
         of each kind warms up and is not told, here and in every block, since other work came between."""
         self._turns.seconds.clear()
-        kinds: tuple[Callable[[], None], ...] = (self._ours, lambda: self._turns.time("stock", self._by_hand.step))
+        kinds: tuple[Callable[[], None], ...] = (
+            self._ours,
+            lambda: self._turns.time("stock", self._by_hand.step),
+        )
         alone = _nothing if self._single is None else self._single.step
         for _ in range(2):
             self._turns.time("one process", alone, alone=True)

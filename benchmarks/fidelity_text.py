@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from planner.cli.console import table
-from planner.fidelity.metrics import Errors, Figures, Outcome, decisions_of, errors_of, rank_groups
+from planner.fidelity.metrics import (
+    Errors,
+    Figures,
+    Outcome,
+    decisions_of,
+    errors_of,
+    rank_groups,
+)
 from planner.spec.units import gibibytes, seconds
 
 UNKNOWN = "-"
@@ -34,14 +41,22 @@ class Target:
         """None: no such rows."""
         if self.reached is None:
             return None
-        return self.reached >= self.limit if self.at_least else self.reached <= self.limit
+        return (
+            self.reached >= self.limit if self.at_least else self.reached <= self.limit
+        )
 
     @property
     def cells(self) -> tuple[str, ...]:
         """Of the table's row."""
         sign = ">=" if self.at_least else "<="
         met = {True: "yes", False: "no", None: UNKNOWN}[self.is_met]
-        return self.name, f"{sign} {self._written(self.limit)}", self._written(self.reached), met, str(self.rows)
+        return (
+            self.name,
+            f"{sign} {self._written(self.limit)}",
+            self._written(self.reached),
+            met,
+            str(self.rows),
+        )
 
     def _written(self, value: float | None) -> str:
         if value is None:
@@ -51,18 +66,60 @@ class Target:
 
 def targets(outcomes: Sequence[Outcome]) -> list[Target]:
     """The targets of step time, order, memory and fitting, and what was reached."""
-    single = _errors(outcomes, "time", lambda one: _is(one, "vtrain") and one.run.nodes == 1)
-    multi = _errors(outcomes, "time", lambda one: _is(one, "vtrain") and one.run.nodes > 1)
-    found = [_mape("vtrain, one node: time MAPE", 0.05, single), _mape("vtrain, many nodes: time MAPE", 0.07, multi)]
-    for family in ("aleph_alpha", "papers", "lucie", "nanotron", "kempner", "torchtitan", "mosaic"):
+    single = _errors(
+        outcomes, "time", lambda one: _is(one, "vtrain") and one.run.nodes == 1
+    )
+    multi = _errors(
+        outcomes, "time", lambda one: _is(one, "vtrain") and one.run.nodes > 1
+    )
+    found = [
+        _mape("vtrain, one node: time MAPE", 0.05, single),
+        _mape("vtrain, many nodes: time MAPE", 0.07, multi),
+    ]
+    for family in (
+        "aleph_alpha",
+        "papers",
+        "lucie",
+        "nanotron",
+        "kempner",
+        "torchtitan",
+        "mosaic",
+    ):
         errors = _errors(outcomes, "time", partial(_is, family=family))
         median = errors.median if errors else None
-        found.append(Target(f"{family}: time, median error", 0.06, median, errors.rows if errors else 0))
+        found.append(
+            Target(
+                f"{family}: time, median error",
+                0.06,
+                median,
+                errors.rows if errors else 0,
+            )
+        )
     groups = [group for group in rank_groups(outcomes) if group.runs >= LEAST_RUNS]
     regret = sum(group.regret for group in groups) / len(groups) if groups else None
-    found.append(Target("mean regret, groups of 5 runs or more", 1.03, regret, len(groups), as_ratio=True))
-    found.append(_mape("memory MAPE, torch allocated", 0.04, _errors(outcomes, "memory", _is_allocated)))
-    found.append(_mape("Korthikanti: activations MAPE", 0.015, _errors(outcomes, "activation", lambda one: True)))
+    found.append(
+        Target(
+            "mean regret, groups of 5 runs or more",
+            1.03,
+            regret,
+            len(groups),
+            as_ratio=True,
+        )
+    )
+    found.append(
+        _mape(
+            "memory MAPE, torch allocated",
+            0.04,
+            _errors(outcomes, "memory", _is_allocated),
+        )
+    )
+    found.append(
+        _mape(
+            "Korthikanti: activations MAPE",
+            0.015,
+            _errors(outcomes, "activation", lambda one: True),
+        )
+    )
     return [*found, *_fit_targets(outcomes)]
 
 
@@ -70,10 +127,14 @@ def _fit_targets(outcomes: Sequence[Outcome]) -> tuple[Target, Target]:
     name, limit = "runs out of memory: accuracy", 0.97
     decided = decisions_of(outcomes)
     if decided is None:
-        return Target(name, limit, None, 0, at_least=True), Target("said to fit but ran out", 0.01, None, 0)
+        return Target(name, limit, None, 0, at_least=True), Target(
+            "said to fit but ran out", 0.01, None, 0
+        )
     return (
         Target(name, limit, decided.accuracy, decided.rows, at_least=True),
-        Target("said to fit but ran out", 0.01, decided.false_fit_rate, decided.said_to_fit),
+        Target(
+            "said to fit but ran out", 0.01, decided.false_fit_rate, decided.said_to_fit
+        ),
     )
 
 
@@ -83,7 +144,9 @@ def _is(one: Outcome, family: str) -> bool:
 
 def _is_allocated(one: Outcome) -> bool:
     """Memory as torch counted it; of the papers that of Zero Bubble, which alone was measured."""
-    return any(map(one.run.family.startswith, ALLOCATED)) or (_is(one, "papers") and not one.remarks.is_modelled)
+    return any(map(one.run.family.startswith, ALLOCATED)) or (
+        _is(one, "papers") and not one.remarks.is_modelled
+    )
 
 
 def _errors(outcomes: Sequence[Outcome], what: str, chosen: Choice) -> Errors | None:
@@ -91,12 +154,16 @@ def _errors(outcomes: Sequence[Outcome], what: str, chosen: Choice) -> Errors | 
 
 
 def _mape(name: str, limit: float, errors: Errors | None) -> Target:
-    return Target(name, limit, errors.mean if errors else None, errors.rows if errors else 0)
+    return Target(
+        name, limit, errors.mean if errors else None, errors.rows if errors else 0
+    )
 
 
 def targets_text(found: Sequence[Target]) -> str:
     """The table of targets."""
-    return table(("target", "limit", "reached", "met", "rows"), [one.cells for one in found])
+    return table(
+        ("target", "limit", "reached", "met", "rows"), [one.cells for one in found]
+    )
 
 
 def figures_text(found: dict[str, Figures]) -> str:
@@ -115,9 +182,19 @@ def figures_text(found: dict[str, Figures]) -> str:
         "bias",
     )
     rows = [
-        (name, str(one.rows), str(one.in_scope), *_cells(one.time), *_cells(one.memory)) for name, one in found.items()
+        (name, str(one.rows), str(one.in_scope), *_cells(one.time), *_cells(one.memory))
+        for name, one in found.items()
     ]
-    judged = ("family", "decided", "right", "false fits", "false refusals", "groups", "Spearman", "regret")
+    judged = (
+        "family",
+        "decided",
+        "right",
+        "false fits",
+        "false refusals",
+        "groups",
+        "Spearman",
+        "regret",
+    )
     decided = [
         (name, *_decision_cells(one), *_order_cells(one))
         for name, one in found.items()
@@ -129,7 +206,9 @@ def figures_text(found: dict[str, Figures]) -> str:
 def _cells(errors: Errors | None) -> tuple[str, ...]:
     if errors is None:
         return (UNKNOWN,) * 4
-    sizes = (f"{100 * value:.1f} %" for value in (errors.median, errors.mean, errors.p90))
+    sizes = (
+        f"{100 * value:.1f} %" for value in (errors.median, errors.mean, errors.p90)
+    )
     return (*sizes, f"{100 * errors.bias:+.1f} %")
 
 
@@ -137,7 +216,12 @@ def _decision_cells(one: Figures) -> tuple[str, ...]:
     made = one.decisions
     if made is None:
         return ("0", UNKNOWN, UNKNOWN, UNKNOWN)
-    return str(made.rows), f"{made.accuracy:.1%}", f"{made.false_fits} of {made.said_to_fit}", str(made.false_refusals)
+    return (
+        str(made.rows),
+        f"{made.accuracy:.1%}",
+        f"{made.false_fits} of {made.said_to_fit}",
+        str(made.false_refusals),
+    )
 
 
 def _order_cells(one: Figures) -> tuple[str, ...]:
@@ -154,11 +238,18 @@ def _left_out(found: dict[str, Figures]) -> list[str]:
         for name, one in found.items()
         for reason, count in (
             *one.out_of_scope.items(),
-            ("time is overhead by the row's own notes: in no time figure", one.time_left_out),
+            (
+                "time is overhead by the row's own notes: in no time figure",
+                one.time_left_out,
+            ),
         )
         if count
     ]
-    return [table(("family", "rows", "out of scope, or left out"), rows, left=(0, 2))] if rows else []
+    return (
+        [table(("family", "rows", "out of scope, or left out"), rows, left=(0, 2))]
+        if rows
+        else []
+    )
 
 
 def worst_text(outcomes: Sequence[Outcome], count: int) -> str:
@@ -219,4 +310,8 @@ def worst_memory_text(outcomes: Sequence[Outcome], count: int) -> str:
         )
         for one in held[:count]
     ]
-    return table(("worst in memory", "measured", "predicted", "error", "what ran"), rows, left=(0, 4))
+    return table(
+        ("worst in memory", "measured", "predicted", "error", "what ran"),
+        rows,
+        left=(0, 4),
+    )

@@ -45,17 +45,31 @@ class Winners:
     def cells(self) -> tuple[str, ...]:
         """Of the table's row."""
         name = f"{self.family}, simulated" if self.is_simulated else self.family
-        return name, str(self.groups.groups), str(self.groups.won), _expected(self.groups), self._spread()
+        return (
+            name,
+            str(self.groups.groups),
+            str(self.groups.won),
+            _expected(self.groups),
+            self._spread(),
+        )
 
     def _spread(self) -> str:
         if self.spread is None:
             return UNKNOWN
-        of = f"of host time ({self.spread.plans} traces)" if self.is_simulated else f"({self.spread.plans} plans)"
+        of = (
+            f"of host time ({self.spread.plans} traces)"
+            if self.is_simulated
+            else f"({self.spread.plans} plans)"
+        )
         return f"{100 * self.spread.sigma:.1f} % {of}"
 
 
 def _expected(found: Winnable) -> str:
-    return UNKNOWN if found.expected is None else f"{found.expected:.1f} ({found.least} to {found.most})"
+    return (
+        UNKNOWN
+        if found.expected is None
+        else f"{found.expected:.1f} ({found.least} to {found.most})"
+    )
 
 
 def winners_of(outcomes: Sequence[Outcome]) -> list[Winners]:
@@ -92,11 +106,26 @@ def winners_text(outcomes: Sequence[Outcome]) -> str:
     header = ("family", "groups", close, "a right model", "runs of one plan lie apart")
     parts = [table(header, [one.cells for one in winners_of(outcomes)])]
     exact = [
-        (family, str(sum(line.runs for line in each)), str(len(each)), f"{max(line.distance for line in each):.0e}")
+        (
+            family,
+            str(sum(line.runs for line in each)),
+            str(len(each)),
+            f"{max(line.distance for line in each):.0e}",
+        )
         for family, each in sorted(exact_lines(outcomes).items())
     ]
     if exact:
-        parts.append(table(("computed, not measured", "steps", "on straight lines", "farthest off"), exact))
+        parts.append(
+            table(
+                (
+                    "computed, not measured",
+                    "steps",
+                    "on straight lines",
+                    "farthest off",
+                ),
+                exact,
+            )
+        )
     return "\n\n".join(parts)
 
 
@@ -104,5 +133,8 @@ def winners_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """The same for machines."""
     return {
         "winners": [asdict(one) for one in winners_of(outcomes)],
-        "exact_lines": {family: [asdict(line) for line in each] for family, each in exact_lines(outcomes).items()},
+        "exact_lines": {
+            family: [asdict(line) for line in each]
+            for family, each in exact_lines(outcomes).items()
+        },
     }

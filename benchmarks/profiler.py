@@ -30,7 +30,14 @@ from torch.nn.functional import cross_entropy
 from planner.cost import price
 from planner.errors import PlannerError
 from planner.search import predict
-from planner.spec import Cluster, DeviceSpec, Job, ModelProfile, NodeGroup, PredictionLayout
+from planner.spec import (
+    Cluster,
+    DeviceSpec,
+    Job,
+    ModelProfile,
+    NodeGroup,
+    PredictionLayout,
+)
 from planner.spec.profile import Measurement
 from profiler import count, measure
 from profiler.measure_device import device_spec
@@ -44,7 +51,12 @@ BUDGET_SECONDS, QUICK_SECONDS = 5.0, 0.5
 """For the timed runs of one model by layer, and of the whole."""
 QUICK = ("gpt2", "mlp", "convolutions")
 
-LANGUAGE: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
+LANGUAGE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
 DECODER: dict[str, Any] = LANGUAGE | {
     "hidden_size": WIDTH,
     "intermediate_size": 2 * WIDTH,
@@ -56,7 +68,13 @@ DECODER: dict[str, Any] = LANGUAGE | {
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": LANGUAGE
-    | {"model_type": "gpt2", "n_layer": LAYERS, "n_head": 4, "n_embd": WIDTH, "n_positions": TOKENS}
+    | {
+        "model_type": "gpt2",
+        "n_layer": LAYERS,
+        "n_head": 4,
+        "n_embd": WIDTH,
+        "n_positions": TOKENS,
+    }
     | {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
     "llama": DECODER | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
     "qwen3": DECODER | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
@@ -67,12 +85,32 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"model_type": "bert", "architectures": ["BertForMaskedLM"]}
     | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     "t5": LANGUAGE
-    | {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "decoder_start_token_id": 0}
-    | {"d_model": WIDTH, "d_kv": WIDTH // 4, "d_ff": 2 * WIDTH, "num_layers": LAYERS, "num_heads": 4}
+    | {
+        "model_type": "t5",
+        "architectures": ["T5ForConditionalGeneration"],
+        "decoder_start_token_id": 0,
+    }
+    | {
+        "d_model": WIDTH,
+        "d_kv": WIDTH // 4,
+        "d_ff": 2 * WIDTH,
+        "num_layers": LAYERS,
+        "num_heads": 4,
+    }
     | {"dropout_rate": 0.0},
     "vit": {"model_type": "vit", "architectures": ["ViTForImageClassification"]}
-    | {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "intermediate_size": 2 * WIDTH}
-    | {"image_size": 64, "patch_size": 8, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    | {
+        "hidden_size": WIDTH,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "intermediate_size": 2 * WIDTH,
+    }
+    | {
+        "image_size": 64,
+        "patch_size": 8,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    },
 }
 """Small ones of these families, without dropout: with it, attention keeps more on a CPU than on what is counted for."""
 
@@ -90,21 +128,32 @@ def convolutions() -> tuple[nn.Module, Tensor]:
     """A user's own classifier of small images."""
     channels = (3, 16, 32, 64)
     blocks: list[nn.Module] = [
-        nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(inplace=True), nn.MaxPool2d(2))
+        nn.Sequential(
+            nn.Conv2d(a, b, 3, padding=1),
+            nn.BatchNorm2d(b),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
+        )
         for a, b in itertools.pairwise(channels)
     ]
-    return nn.Sequential(*blocks, nn.Sequential(nn.Flatten(), nn.Linear(64 * 16, 10))), torch.zeros(1, 3, 32, 32)
+    return nn.Sequential(
+        *blocks, nn.Sequential(nn.Flatten(), nn.Linear(64 * 16, 10))
+    ), torch.zeros(1, 3, 32, 32)
 
 
 class UNet(nn.Module):
     """Down, across and up again, with a long skip connection at every resolution (Ronneberger et al. 2015)."""
 
-    def __init__(self, channels: Sequence[int] = (3, 16, 32, 64), classes: int = 8) -> None:
+    def __init__(
+        self, channels: Sequence[int] = (3, 16, 32, 64), classes: int = 8
+    ) -> None:
         super().__init__()
         pairs = list(itertools.pairwise(channels))
         self.down = nn.ModuleList(_double(a, b) for a, b in pairs)
         self.bottom = _double(channels[-1], 2 * channels[-1])
-        self.up = nn.ModuleList(nn.ConvTranspose2d(2 * b, b, 2, stride=2) for _, b in reversed(pairs))
+        self.up = nn.ModuleList(
+            nn.ConvTranspose2d(2 * b, b, 2, stride=2) for _, b in reversed(pairs)
+        )
         self.merge = nn.ModuleList(_double(2 * b, b) for _, b in reversed(pairs))
         self.head = nn.Conv2d(channels[1], classes, 1)
         self.pool = nn.MaxPool2d(2)
@@ -125,7 +174,10 @@ class UNet(nn.Module):
 
 def _double(inputs: int, outputs: int) -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.Conv2d(outputs, outputs, 3, padding=1), nn.ReLU()
+        nn.Conv2d(inputs, outputs, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(outputs, outputs, 3, padding=1),
+        nn.ReLU(),
     )
 
 
@@ -136,9 +188,15 @@ def u_net() -> tuple[nn.Module, Tensor]:
 
 def sources() -> Mapping[str, Callable[[], ModelSource]]:
     """The twelve, by name: configurations, catalogue models, and a user's callables."""
-    configured = {name: partial(from_config, name, dict(config), where=name) for name, config in CONFIGS.items()}
+    configured = {
+        name: partial(from_config, name, dict(config), where=name)
+        for name, config in CONFIGS.items()
+    }
     catalogued = {name: partial(load_model, name) for name in ("resnet-50", "vgg16")}
-    called = {each.__name__: partial(load_model, f"{__name__}:{each.__name__}") for each in (mlp, convolutions, u_net)}
+    called = {
+        each.__name__: partial(load_model, f"{__name__}:{each.__name__}")
+        for each in (mlp, convolutions, u_net)
+    }
     return configured | catalogued | called
 
 
@@ -171,13 +229,19 @@ class Refused:
     reason: str
 
 
-def compare(name: str, source: ModelSource, spec: DeviceSpec, device: str, budget_seconds: float) -> Row:
+def compare(
+    name: str, source: ModelSource, spec: DeviceSpec, device: str, budget_seconds: float
+) -> Row:
     """Count, price and measure one model."""
     length = TOKENS if source.input_kind == "tokens" else 0
     sizes = (MICRO_BATCH_SIZE,)
     counted = count.profile(source, sequence_length=length, micro_batch_sizes=sizes)
     measured = measure.profile(
-        source, device=device, sequence_lengths=(length,), micro_batch_sizes=sizes, time_budget_seconds=budget_seconds
+        source,
+        device=device,
+        sequence_lengths=(length,),
+        micro_batch_sizes=sizes,
+        time_budget_seconds=budget_seconds,
     )
     whole = Whole(source, length, torch.device(device))
     kept = whole.saved_bytes()
@@ -186,7 +250,9 @@ def compare(name: str, source: ModelSource, spec: DeviceSpec, device: str, budge
     return Row(
         model=name,
         layers=len(counted.layers),
-        parameters=sum(parameter.numel() for parameter in source.blueprint.parameters()),
+        parameters=sum(
+            parameter.numel() for parameter in source.blueprint.parameters()
+        ),
         counted_bytes=sum(row.activation_bytes for row in plain_rows(measured)),
         saved_bytes=kept,
         analytic_seconds=seconds(price(counted, spec)),
@@ -199,22 +265,32 @@ def compare(name: str, source: ModelSource, spec: DeviceSpec, device: str, budge
 
 def plain_rows(profile: ModelProfile) -> list[Measurement]:
     """One row per layer: without recomputation, of the one size that was asked for."""
-    return [next(row for row in layer.measurements if row.recompute == "none") for layer in profile.layers]
+    return [
+        next(row for row in layer.measurements if row.recompute == "none")
+        for layer in profile.layers
+    ]
 
 
 def seconds(profile: ModelProfile) -> tuple[float, float]:
     """Forward and backward of all layers."""
     rows = plain_rows(profile)
-    backward = sum((row.backward_input_seconds or 0.0) + (row.backward_weight_seconds or 0.0) for row in rows)
+    backward = sum(
+        (row.backward_input_seconds or 0.0) + (row.backward_weight_seconds or 0.0)
+        for row in rows
+    )
     return sum(row.forward_seconds or 0.0 for row in rows), backward
 
 
 class Whole:
     """The whole model with its loss, on the device, in fp32."""
 
-    def __init__(self, source: ModelSource, sequence_length: int, device: torch.device) -> None:
+    def __init__(
+        self, source: ModelSource, sequence_length: int, device: torch.device
+    ) -> None:
         self.device = device
-        self.model = source.cut().stage(source.build(), 0, len(source.cut().layers)).to(device)
+        self.model = (
+            source.cut().stage(source.build(), 0, len(source.cut().layers)).to(device)
+        )
         self.inputs = source.example_inputs(MICRO_BATCH_SIZE, sequence_length, device)
         shape = self.model(*self.inputs).shape
         self.targets = torch.randint(shape[-1], shape[:-1], device=device)
@@ -235,12 +311,21 @@ class Whole:
     def saved_bytes(self) -> int:
         """What autograd keeps after the forward: every storage that lives, once, but for the model's own."""
         seen: list[weakref.ref[torch.UntypedStorage]] = []
-        owned = {tensor.untyped_storage()._cdata for tensor in (*self.model.parameters(), *self.model.buffers())}
+        owned = {
+            tensor.untyped_storage()._cdata
+            for tensor in (*self.model.parameters(), *self.model.buffers())
+        }
         owned.add(self.targets.untyped_storage()._cdata)
-        with saved_tensors(lambda tensor: seen.append(weakref.ref(tensor.untyped_storage()))):
+        with saved_tensors(
+            lambda tensor: seen.append(weakref.ref(tensor.untyped_storage()))
+        ):
             loss = self.loss()
         assert loss.requires_grad  # holds the graph, and with it what was saved
-        alive = {storage._cdata: storage.nbytes() for reference in seen if (storage := reference()) is not None}
+        alive = {
+            storage._cdata: storage.nbytes()
+            for reference in seen
+            if (storage := reference()) is not None
+        }
         return sum(size for key, size in alive.items() if key not in owned)
 
     def peak_bytes(self) -> int:
@@ -257,14 +342,24 @@ class Whole:
 
 def predicted_peak_bytes(profile: ModelProfile, sequence_length: int) -> int:
     """The cost model's, without what the process reserves beside its tensors."""
-    group = NodeGroup(device=profile.device_spec or profile.device, nodes=1, devices_per_node=1)
-    job = Job(global_batch_size=MICRO_BATCH_SIZE, sequence_length=sequence_length, precision="fp32")
+    group = NodeGroup(
+        device=profile.device_spec or profile.device, nodes=1, devices_per_node=1
+    )
+    job = Job(
+        global_batch_size=MICRO_BATCH_SIZE,
+        sequence_length=sequence_length,
+        precision="fp32",
+    )
     layout = PredictionLayout(micro_batch_size=MICRO_BATCH_SIZE)
-    (row,) = predict(profile, Cluster(node_groups=(group,)), job, layout).prediction.memory
+    (row,) = predict(
+        profile, Cluster(node_groups=(group,)), job, layout
+    ).prediction.memory
     return row.peak_bytes - row.reserved_bytes
 
 
-def rows(names: Sequence[str], device: str, budget_seconds: float) -> Iterator[Row | Refused]:
+def rows(
+    names: Sequence[str], device: str, budget_seconds: float
+) -> Iterator[Row | Refused]:
     """One per model, as they come."""
     spec = device_spec(device)
     for name in names:
@@ -288,7 +383,9 @@ def table(found: Sequence[Row | Refused]) -> Iterator[str]:
             f"{_milliseconds(row.analytic_seconds)} | {_milliseconds(row.by_layer_seconds)} | "
             f"{_milliseconds(row.measured_seconds)} |"
         )
-    yield from _peaks([row for row in found if isinstance(row, Row) and row.measured_peak_bytes])
+    yield from _peaks(
+        [row for row in found if isinstance(row, Row) and row.measured_peak_bytes]
+    )
 
 
 def _peaks(found: Sequence[Row]) -> Iterator[str]:
@@ -313,19 +410,33 @@ def _milliseconds(pair: tuple[float, float]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table, or one JSON object."""
-    parser = argparse.ArgumentParser(prog="benchmarks.profiler", description="Hold profiles to what really happens.")
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.profiler", description="Hold profiles to what really happens."
+    )
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
-    parser.add_argument("--models", type=lambda text: text.split(","), help=f"of {', '.join(sources())}")
-    parser.add_argument("--quick", action="store_true", help=f"{', '.join(QUICK)} only, with little time")
+    parser.add_argument(
+        "--models", type=lambda text: text.split(","), help=f"of {', '.join(sources())}"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"{', '.join(QUICK)} only, with little time",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object")
     chosen = parser.parse_args(arguments)
     names = chosen.models or (QUICK if chosen.quick else tuple(sources()))
     unknown = [name for name in names if name not in sources()]
     if unknown:
         parser.error(f"no model {unknown[0]!r}; there are {', '.join(sources())}")
-    found = list(rows(names, chosen.device, QUICK_SECONDS if chosen.quick else BUDGET_SECONDS))
+    found = list(
+        rows(names, chosen.device, QUICK_SECONDS if chosen.quick else BUDGET_SECONDS)
+    )
     if chosen.json:
-        print(json.dumps({"device": chosen.device, "models": [asdict(row) for row in found]}))
+        print(
+            json.dumps(
+                {"device": chosen.device, "models": [asdict(row) for row in found]}
+            )
+        )
     else:
         print("\n".join(table(found)))
 

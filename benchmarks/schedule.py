@@ -69,14 +69,19 @@ class Work:
         parts = schedule.virtual_stages * schedule.sequence_chunks
 
         def share(times: tuple[float, ...]) -> tuple[float, ...]:
-            return tuple(times[rank] / parts if parts > 1 else times[rank] for rank in schedule.stage_ranks)
+            return tuple(
+                times[rank] / parts if parts > 1 else times[rank]
+                for rank in schedule.stage_ranks
+            )
 
         boundaries = (self.transfer,) * (schedule.stages - 1)
         return Durations(
             forward=share(self.forward),
             backward_input=share(self.backward_input),
             backward_weight=share(self.backward_weight),
-            recompute=share(self.forward) if schedule.recompute_stop is not None else (),
+            recompute=share(self.forward)
+            if schedule.recompute_stop is not None
+            else (),
             transfer_forward=boundaries,
             transfer_backward=boundaries,
         )
@@ -84,8 +89,16 @@ class Work:
 
 WORKS = (
     Work("F = I = W = 10", (10,) * RANKS, (10,) * RANKS, (10,) * RANKS),
-    Work("10, 12, 8; transfer 2", (10,) * RANKS, (12,) * RANKS, (8,) * RANKS, transfer=2),
-    Work("10, 12, 8; rank 1 1.5 x; transfer 1", (10, 15, 10, 10), (12, 18, 12, 12), (8, 12, 8, 8), transfer=1),
+    Work(
+        "10, 12, 8; transfer 2", (10,) * RANKS, (12,) * RANKS, (8,) * RANKS, transfer=2
+    ),
+    Work(
+        "10, 12, 8; rank 1 1.5 x; transfer 1",
+        (10, 15, 10, 10),
+        (12, 18, 12, 12),
+        (8, 12, 8, 8),
+        transfer=1,
+    ),
 )
 
 
@@ -100,25 +113,42 @@ class Row:
     bubble_fraction: tuple[float, ...]
 
 
-def simulated(name: str, work: Work, virtual: int | None = None, chunks: int = 1) -> Simulation:
+def simulated(
+    name: str, work: Work, virtual: int | None = None, chunks: int = 1
+) -> Simulation:
     """A schedule of the comparison on one work."""
-    schedule = build(name, ranks=RANKS, micro_batches=MICRO_BATCHES, virtual_stages=virtual, sequence_chunks=chunks)
+    schedule = build(
+        name,
+        ranks=RANKS,
+        micro_batches=MICRO_BATCHES,
+        virtual_stages=virtual,
+        sequence_chunks=chunks,
+    )
     return simulate(schedule, work.durations(schedule))
 
 
 def synthesized(work: Work, limit: int | None) -> Simulation:
     """The best order of the comparison on one work; each is proven in well under a second."""
     durations = work.durations(build("1f1b", ranks=RANKS, micro_batches=MICRO_BATCHES))
-    found = synthesize(durations, ranks=RANKS, micro_batches=MICRO_BATCHES, memory_limit=limit)
+    found = synthesize(
+        durations, ranks=RANKS, micro_batches=MICRO_BATCHES, memory_limit=limit
+    )
     assert found is not None
     return found.simulation
 
 
 def comparison() -> list[Row]:
     """All schedules, and the synthesised ones with the memory of 1F1B, and without a limit."""
-    rows = [_row(name, [simulated(name, work, virtual, chunks) for work in WORKS]) for name, virtual, chunks in SHAPES]
-    rows.append(_row("synthesized, 4 held", [synthesized(work, RANKS) for work in WORKS]))
-    rows.append(_row("synthesized, any memory", [synthesized(work, None) for work in WORKS]))
+    rows = [
+        _row(name, [simulated(name, work, virtual, chunks) for work in WORKS])
+        for name, virtual, chunks in SHAPES
+    ]
+    rows.append(
+        _row("synthesized, 4 held", [synthesized(work, RANKS) for work in WORKS])
+    )
+    rows.append(
+        _row("synthesized, any memory", [synthesized(work, None) for work in WORKS])
+    )
     return rows
 
 
@@ -155,14 +185,24 @@ def speed(name: str, ranks: int, micro_batches: int, virtual: int | None) -> Spe
     """Measured once, in this process, from nothing."""
     gc.collect()
     began = time.perf_counter()
-    schedule = build(name, ranks=ranks, micro_batches=micro_batches, virtual_stages=virtual)
+    schedule = build(
+        name, ranks=ranks, micro_batches=micro_batches, virtual_stages=virtual
+    )
     built = time.perf_counter()
     simulate(schedule, Durations.uniform(schedule.stages, transfer=1))
     once = time.perf_counter()
     simulate(schedule, Durations.uniform(schedule.stages, forward=2))
     again = time.perf_counter()
     actions = sum(map(len, schedule.actions))
-    return Speed(schedule.name, ranks, micro_batches, actions, built - began, once - built, again - once)
+    return Speed(
+        schedule.name,
+        ranks,
+        micro_batches,
+        actions,
+        built - began,
+        once - built,
+        again - once,
+    )
 
 
 SPEEDS: tuple[tuple[str, int, int, int | None], ...] = (
@@ -190,8 +230,14 @@ class Instance:
 
     def solve(self, time_limit_seconds: float) -> Synthesis:
         """The best order; every instance has one."""
-        options = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _NOT_OPTIONS}
-        found = synthesize(self.durations, **options, time_limit_seconds=time_limit_seconds)
+        options = {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.name not in _NOT_OPTIONS
+        }
+        found = synthesize(
+            self.durations, **options, time_limit_seconds=time_limit_seconds
+        )
         assert found is not None
         return found
 
@@ -223,26 +269,55 @@ def instances() -> Iterator[Instance]:
         yield Instance(slow, uneven, 4, 8, limit)
     for limit in (4, 7):
         yield Instance(slow, uneven, 4, 8, limit, objective=Objective.SPAN)
-    uniform = Durations.uniform(8, forward=10, backward_input=12, backward_weight=8, transfer=2)
+    uniform = Durations.uniform(
+        8, forward=10, backward_input=12, backward_weight=8, transfer=2
+    )
     for limit in (8, 15):
         yield Instance("8 ranks, 16 micro-batches, equal stages", uniform, 8, 16, limit)
     turns = [10, 14] * 4
     mixed = Durations(
-        tuple(turns), tuple(each + 2 for each in turns), tuple(each - 2 for each in turns), (), (2,) * 7, (2,) * 7
+        tuple(turns),
+        tuple(each + 2 for each in turns),
+        tuple(each - 2 for each in turns),
+        (),
+        (2,) * 7,
+        (2,) * 7,
     )
     yield Instance("8 ranks, 16 micro-batches, slow and fast in turn", mixed, 8, 16, 8)
     in_a_v = WORKS[1].durations(build("zb-v", ranks=RANKS, micro_batches=MICRO_BATCHES))
-    yield Instance("4 ranks, 8 micro-batches, a V, equal stages", in_a_v, 4, 8, 8, virtual_stages=2)
+    yield Instance(
+        "4 ranks, 8 micro-batches, a V, equal stages", in_a_v, 4, 8, 8, virtual_stages=2
+    )
     stages = tuple(9 if stage == 1 else 6 for stage in range(8))
     slow_in_a_v = Durations(stages, stages, stages)
-    yield Instance("4 ranks, 8 micro-batches, a V, stage 1 1.5 x", slow_in_a_v, 4, 8, 8, virtual_stages=2)
+    yield Instance(
+        "4 ranks, 8 micro-batches, a V, stage 1 1.5 x",
+        slow_in_a_v,
+        4,
+        8,
+        8,
+        virtual_stages=2,
+    )
     loop = Placement.LOOP
     yield Instance(
-        "4 ranks, 8 micro-batches, a loop, stage 1 1.5 x", slow_in_a_v, 4, 8, 11, virtual_stages=2, placement=loop
+        "4 ranks, 8 micro-batches, a loop, stage 1 1.5 x",
+        slow_in_a_v,
+        4,
+        8,
+        11,
+        virtual_stages=2,
+        placement=loop,
     )
     growing = (5, 7) * 4
     chunks = Durations(growing, growing, growing, sequence_chunks=2)
-    yield Instance("4 ranks, 8 micro-batches, 2 chunks, the later 1.4 x", chunks, 4, 8, 5, sequence_chunks=2)
+    yield Instance(
+        "4 ranks, 8 micro-batches, 2 chunks, the later 1.4 x",
+        chunks,
+        4,
+        8,
+        5,
+        sequence_chunks=2,
+    )
 
 
 def gains(time_limit_seconds: float) -> Iterator[Gain]:
@@ -267,12 +342,25 @@ def pictures() -> Iterator[tuple[str, list[Timeline]]]:
     """(file name, timelines) of the documentation."""
     equal, _, uneven = WORKS
 
-    def drawn(name: str, work: Work, virtual: int | None = None, chunks: int = 1) -> Timeline:
+    def drawn(
+        name: str, work: Work, virtual: int | None = None, chunks: int = 1
+    ) -> Timeline:
         return from_simulation(simulated(name, work, virtual, chunks), title=name)
 
-    yield "one-stage-per-rank.svg", [drawn(name, equal) for name in ("gpipe", "1f1b", "zb-h1", "zb-h2")]
-    several = (("interleaved-1f1b", 2, 1), ("zb-v", 2, 1), ("dualpipev", 2, 1), ("seqpipe", 1, 2))
-    yield "several-stages-or-chunks.svg", [drawn(name, equal, virtual, chunks) for name, virtual, chunks in several]
+    yield (
+        "one-stage-per-rank.svg",
+        [drawn(name, equal) for name in ("gpipe", "1f1b", "zb-h1", "zb-h2")],
+    )
+    several = (
+        ("interleaved-1f1b", 2, 1),
+        ("zb-v", 2, 1),
+        ("dualpipev", 2, 1),
+        ("seqpipe", 1, 2),
+    )
+    yield (
+        "several-stages-or-chunks.svg",
+        [drawn(name, equal, virtual, chunks) for name, virtual, chunks in several],
+    )
     best = from_simulation(synthesized(uneven, RANKS), title="synthesized")
     yield "synthesized.svg", [drawn("zb-h1", uneven), best]
 
@@ -290,7 +378,8 @@ def comparison_table(rows: list[Row]) -> Iterator[str]:
     yield "|---|---:|---:|" + "---:|" * len(WORKS)
     for row in rows:
         cells = (
-            f"{makespan:g} ({bubble:.1%})" for makespan, bubble in zip(row.makespan, row.bubble_fraction, strict=True)
+            f"{makespan:g} ({bubble:.1%})"
+            for makespan, bubble in zip(row.makespan, row.bubble_fraction, strict=True)
         )
         yield f"| {row.schedule} | {row.peak_micro_batches:g} | {row.transfers} | {' | '.join(cells)} |"
 
@@ -311,7 +400,9 @@ def gain_table(rows: list[Gain]) -> Iterator[str]:
     yield "| instance | least | limit | best canonical | synthesized | lower bound | found after | ended after |"
     yield "|---|---|---:|---|---:|---:|---:|---:|"
     for row in rows:
-        canonical = f"{row.canonical} {row.canonical_value:g}" if row.canonical else "none fits"
+        canonical = (
+            f"{row.canonical} {row.canonical_value:g}" if row.canonical else "none fits"
+        )
         proof = "proven" if row.optimal else f"{row.lower_bound:g}"
         yield (
             f"| {row.instance} | {row.objective} | {row.memory_limit} | {canonical} | {row.value:g} | {proof} | "
@@ -321,10 +412,23 @@ def gain_table(rows: list[Gain]) -> Iterator[str]:
 
 def main() -> None:
     """Print the tables, or one JSON object."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.schedule", description=main.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.schedule", description=main.__doc__
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="also draw the pictures of the documentation")
-    parser.add_argument("--time-limit", type=float, default=20.0, metavar="S", help="seconds for each synthesis")
+    parser.add_argument(
+        "--pictures",
+        type=Path,
+        metavar="FOLDER",
+        help="also draw the pictures of the documentation",
+    )
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=20.0,
+        metavar="S",
+        help="seconds for each synthesis",
+    )
     arguments = parser.parse_args()
     speeds = [speed(*each) for each in SPEEDS]
     rows, solved = comparison(), list(gains(arguments.time_limit))

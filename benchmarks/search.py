@@ -37,7 +37,10 @@ PARTS = (
     ("llama-3.1-405b", "h100", 16384, 1024, None, 0.05),
 )
 """Arguments of `search_cases.parts`."""
-QUICK_PARTS = (("llama-3.1-8b", "h100", 64, 1024, None, 0.0), ("llama-3.1-8b", "h100", 64, 1024, 20.0, 0.0))
+QUICK_PARTS = (
+    ("llama-3.1-8b", "h100", 64, 1024, None, 0.0),
+    ("llama-3.1-8b", "h100", 64, 1024, 20.0, 0.0),
+)
 INSTANCES = 200
 GROWTH_RUNS = 3
 """Of every size that growth is told from, since one slow second bends the slope."""
@@ -55,18 +58,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows += growth(rows)
     after = machine()
     if arguments.json:
-        print(json.dumps({"before": before, "after": after, "rows": [asdict(row) for row in rows]}, indent=2))
+        print(
+            json.dumps(
+                {
+                    "before": before,
+                    "after": after,
+                    "rows": [asdict(row) for row in rows],
+                },
+                indent=2,
+            )
+        )
     else:
         print(text(rows, before, after))
     return FAILED if any(row.is_wrong for row in rows) else DONE
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.search", description="Time, memory and proof of plans")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.search",
+        description="Time, memory and proof of plans",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--case", choices=CASES, metavar="NAME", help=f"only this one: {', '.join(CASES)}")
-    parser.add_argument("--quick", action="store_true", help="fewer instances and smaller sizes")
-    parser.add_argument("--data", type=Path, metavar="PATH", help="folder of measured runs and PipeDream's profiles")
+    parser.add_argument(
+        "--case",
+        choices=CASES,
+        metavar="NAME",
+        help=f"only this one: {', '.join(CASES)}",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer instances and smaller sizes"
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="PATH",
+        help="folder of measured runs and PipeDream's profiles",
+    )
     parser.add_argument(
         "--time-limit",
         type=positive_seconds,
@@ -77,7 +104,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-CASES = ("small", "70b", "405b", "deepseek", "parts", "devices", "layers", "skips", "partitions", "winners")
+CASES = (
+    "small",
+    "70b",
+    "405b",
+    "deepseek",
+    "parts",
+    "devices",
+    "layers",
+    "skips",
+    "partitions",
+    "winners",
+)
 
 
 def tasks(arguments: argparse.Namespace) -> list[Task]:
@@ -86,18 +124,39 @@ def tasks(arguments: argparse.Namespace) -> list[Task]:
     devices, layers = (QUICK_DEVICES, QUICK_LAYERS) if quick else (DEVICES, LAYERS)
     return [
         Task("small", _PLANS, "small", (QUICK_INSTANCES if quick else INSTANCES,)),
-        Task("70b", _PLANS, "large", ("70b", "llama-3.1-70b", "h100", 64, 1024, 2.0, limit)),
+        Task(
+            "70b",
+            _PLANS,
+            "large",
+            ("70b", "llama-3.1-70b", "h100", 64, 1024, 2.0, limit),
+        ),
         *(
-            Task("405b", _PLANS, "large", ("405b", "llama-3.1-405b", "h100", 16384, each, 5.0, limit))
+            Task(
+                "405b",
+                _PLANS,
+                "large",
+                ("405b", "llama-3.1-405b", "h100", 16384, each, 5.0, limit),
+            )
             for each in (1024, 4096)
         ),
-        Task("deepseek", _PLANS, "large", ("deepseek", "deepseek-v3", "h800", 2048, 2048, 5.0, limit)),
-        *(Task("parts", _PLANS, "parts", each) for each in (QUICK_PARTS if quick else PARTS)),
+        Task(
+            "deepseek",
+            _PLANS,
+            "large",
+            ("deepseek", "deepseek-v3", "h800", 2048, 2048, 5.0, limit),
+        ),
+        *(
+            Task("parts", _PLANS, "parts", each)
+            for each in (QUICK_PARTS if quick else PARTS)
+        ),
         *(Task("devices", _PLANS, "on_devices", (each, limit)) for each in devices),
         *(Task("layers", _PLANS, "of_layers", (each, limit)) for each in layers),
         Task("skips", _PLANS, "different", (40 if quick else 200,)),
         Task("skips", _PLANS, "heterogeneous", ()),
-        *(Task("skips", _PLANS, "different", (40 if quick else 200, share)) for share in (10, 1)),
+        *(
+            Task("skips", _PLANS, "different", (40 if quick else 200, share))
+            for share in (10, 1)
+        ),
         Task("partitions", _PARTS, "partitions", (arguments.data,)),
         Task("winners", _PARTS, "winners", (arguments.data,)),
     ]
@@ -105,7 +164,10 @@ def tasks(arguments: argparse.Namespace) -> list[Task]:
 
 def _rows(task: Task, *, quick: bool) -> list[Row]:
     """Of a growing size the run of median length, or one whose plan is wrong."""
-    runs = [_run(task) for _ in range(GROWTH_RUNS if task.case in GROWING and not quick else 1)]
+    runs = [
+        _run(task)
+        for _ in range(GROWTH_RUNS if task.case in GROWING and not quick else 1)
+    ]
     wrong = [rows for rows in runs if any(row.is_wrong for row in rows)]
     return (wrong or sorted(runs, key=_seconds))[0 if wrong else len(runs) // 2]
 
@@ -124,7 +186,9 @@ def _run(task: Task) -> list[Row]:
 def in_child(task: Task) -> list[Row]:
     """The rows of a task; what it needs is imported here, so that the parent stays small and its memory does not
     count as a child's."""
-    rows: list[Row] = getattr(import_module(task.module), task.function)(*task.arguments)
+    rows: list[Row] = getattr(import_module(task.module), task.function)(
+        *task.arguments
+    )
     return rows
 
 

@@ -16,7 +16,16 @@ from hypothesis import HealthCheck, given, settings
 from benchmarks.search_rows import CHECKED, NOT_SEARCHED, PROVEN_GAP, Planned, Row
 from planner.errors import PlannerError
 from planner.search import make_request, plan
-from planner.spec import Cluster, Infeasible, Job, Link, ModelProfile, NodeGroup, Options, Plan
+from planner.spec import (
+    Cluster,
+    Infeasible,
+    Job,
+    Link,
+    ModelProfile,
+    NodeGroup,
+    Options,
+    Plan,
+)
 from planner.validate import check
 from profiler.counted import counted_profile
 from tests import builders
@@ -50,7 +59,11 @@ def small(count: int) -> list[Row]:
     complaints: list[object] = []
 
     @settings(
-        max_examples=count, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=count,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
     )
     @given(tight_instances())
     def compare(case: tuple[Instance, list[Priced]]) -> None:
@@ -62,7 +75,9 @@ def small(count: int) -> list[Row]:
         if isinstance(found, Infeasible):
             wrong.extend([run] if fitting else [])
             return
-        is_best = bool(fitting) and round(found.prediction.step_seconds * 1e9) == min(fitting)
+        is_best = bool(fitting) and round(found.prediction.step_seconds * 1e9) == min(
+            fitting
+        )
         wrong.extend([] if is_best and found.search.optimal else [run])
         complaints.extend(check(found, instance.profile).problems)
 
@@ -80,7 +95,15 @@ def small(count: int) -> list[Row]:
     ]
 
 
-def large(case: str, model: str, device: str, devices: int, samples: int, seconds: float, limit: float) -> list[Row]:
+def large(
+    case: str,
+    model: str,
+    device: str,
+    devices: int,
+    samples: int,
+    seconds: float,
+    limit: float,
+) -> list[Row]:
     """A model of the catalogue on a large cluster."""
     row = _planned(
         case,
@@ -88,14 +111,26 @@ def large(case: str, model: str, device: str, devices: int, samples: int, second
         lambda: counted_profile(model, sequence_length=SEQUENCE_LENGTH),
         _cluster(devices, H800_LINK if device == "h800" else None),
         samples,
-        target=f"proven <= {seconds:g} s" + (", <= 1 GiB" if devices > LAYERS_DEVICES else ""),
+        target=f"proven <= {seconds:g} s"
+        + (", <= 1 GiB" if devices > LAYERS_DEVICES else ""),
         limit=limit,
-        meets=lambda made: made.is_proven and made.seconds <= seconds and made.peak_memory_bytes <= MOST_BYTES,
+        meets=lambda made: (
+            made.is_proven
+            and made.seconds <= seconds
+            and made.peak_memory_bytes <= MOST_BYTES
+        ),
     )
     return [row]
 
 
-def parts(model: str, device: str, devices: int, samples: int, deadline: float | None, most_gap: float) -> list[Row]:
+def parts(
+    model: str,
+    device: str,
+    devices: int,
+    samples: int,
+    deadline: float | None,
+    most_gap: float,
+) -> list[Row]:
     """A model of the catalogue on any part of a large cluster: the cheapest token, or the fewest devices in time.
 
     Args:
@@ -114,10 +149,17 @@ def parts(model: str, device: str, devices: int, samples: int, deadline: float |
         lambda: counted_profile(model, sequence_length=SEQUENCE_LENGTH),
         _cluster(devices, H800_LINK if device == "h800" else None, PRICE_PER_HOUR),
         samples,
-        target=f"proven <= {seconds:g} s" if most_gap == 0 else f"proven or gap <= {most_gap:.0%} in {seconds:g} s",
+        target=f"proven <= {seconds:g} s"
+        if most_gap == 0
+        else f"proven or gap <= {most_gap:.0%} in {seconds:g} s",
         limit=PROVE_PARTS_SECONDS,
-        meets=lambda made: made.is_within(max(most_gap, PROVEN_GAP)) and (most_gap > 0 or made.seconds <= seconds),
-        wish={"objective": "cost"} if deadline is None else {"objective": "devices", "deadline_seconds": deadline},
+        meets=lambda made: (
+            made.is_within(max(most_gap, PROVEN_GAP))
+            and (most_gap > 0 or made.seconds <= seconds)
+        ),
+        wish={"objective": "cost"}
+        if deadline is None
+        else {"objective": "devices", "deadline_seconds": deadline},
     )
     return [row]
 
@@ -157,9 +199,14 @@ def equal_layers(count: int) -> ModelProfile:
     whole = counted_profile(GROWTH_MODEL, sequence_length=SEQUENCE_LENGTH)
     block = whole.layers[len(whole.layers) // 2]
     layers = tuple(
-        block.model_copy(update={"name": f"block.{place}", "modules": (f"block.{place}",)}) for place in range(count)
+        block.model_copy(
+            update={"name": f"block.{place}", "modules": (f"block.{place}",)}
+        )
+        for place in range(count)
     )
-    return whole.model_copy(update={"model": f"{count} equal layers", "layers": layers, "edges": ()})
+    return whole.model_copy(
+        update={"model": f"{count} equal layers", "layers": layers, "edges": ()}
+    )
 
 
 def different(layers: int, share: int | None = None) -> list[Row]:
@@ -227,14 +274,25 @@ def different_cluster() -> Cluster:
     """Eight nodes of eight."""
     nodes = DIFFERENT_DEVICES // DEVICES_PER_NODE
     intra, inter = builders.link(450e9, 4e-6), builders.link(50e9, 12e-6)
-    return builders.cluster(DIFFERENT_DEVICES, nodes=nodes, intra=intra, inter=inter, memory_bytes=80 * 10**9)
+    return builders.cluster(
+        DIFFERENT_DEVICES,
+        nodes=nodes,
+        intra=intra,
+        inter=inter,
+        memory_bytes=80 * 10**9,
+    )
 
 
 def group_cluster() -> Cluster:
     """Groups of different devices, two nodes of eight each."""
     return Cluster(
         node_groups=tuple(
-            NodeGroup(name=device, device=device, nodes=NODES_OF_GROUP, devices_per_node=DEVICES_PER_NODE)
+            NodeGroup(
+                name=device,
+                device=device,
+                nodes=NODES_OF_GROUP,
+                devices_per_node=DEVICES_PER_NODE,
+            )
             for device in GROUPS
         )
     )
@@ -256,11 +314,21 @@ def heterogeneous() -> list[Row]:
             meets=lambda made: made.is_within(DIFFERENT_GAP),
         )
     except PlannerError as error:
-        return [Row("skips", name, target, f"refused: {error.problems[0].message}", met=False)]
+        return [
+            Row(
+                "skips",
+                name,
+                target,
+                f"refused: {error.problems[0].message}",
+                met=False,
+            )
+        ]
     return [row]
 
 
-def _cluster(devices: int, intra: Link | None = None, price_per_hour: float | None = None) -> Cluster:
+def _cluster(
+    devices: int, intra: Link | None = None, price_per_hour: float | None = None
+) -> Cluster:
     """Nodes of eight H100; `intra`: with another link inside."""
     group = NodeGroup(
         device="h100-sxm5-80gb",
@@ -312,7 +380,9 @@ def _checked(problems: Sequence[object]) -> str:
     return str(problems[0]) if problems else CHECKED
 
 
-def _measured(found: Plan | Infeasible, seconds: float, processor: float, profile: float) -> Planned:
+def _measured(
+    found: Plan | Infeasible, seconds: float, processor: float, profile: float
+) -> Planned:
     took = Planned(
         seconds=seconds,
         processor_seconds=processor,
@@ -324,9 +394,16 @@ def _measured(found: Plan | Infeasible, seconds: float, processor: float, profil
     if isinstance(found, Infeasible):
         return took
     layout = found.layout.model_dump(mode="json")
-    return replace(took, gap=found.search.gap, step_seconds=found.prediction.step_seconds, layout=layout)
+    return replace(
+        took,
+        gap=found.search.gap,
+        step_seconds=found.prediction.step_seconds,
+        layout=layout,
+    )
 
 
 def peak_memory_bytes() -> int:
     """The most that this process held so far; Linux counts in KiB, macOS in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )

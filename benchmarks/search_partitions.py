@@ -38,15 +38,37 @@ WINNERS_TARGET = f"choice within {CLOSE - 1:.0%} of the best"
 def partitions(data: Path | None) -> list[Row]:
     """On every published profile: how much larger than the optimum the largest stage of either heuristic is."""
     name, target = "block partitions, PipeDream's profiles", "optimal never worse"
-    paths = sorted(data.rglob("graph.txt"), key=lambda path: path.parent.name) if data else []
+    paths = (
+        sorted(data.rglob("graph.txt"), key=lambda path: path.parent.name)
+        if data
+        else []
+    )
     if not paths:
         return [Row("partitions", name, target, NO_DATA, met=None)]
-    found = [partitioned(path.parent.name, layer_milliseconds(path.read_text(encoding="utf-8"))) for path in paths]
-    ratios = {method: [each[method] for one in found for each in one["parts"]] for method in HEURISTICS}
+    found = [
+        partitioned(
+            path.parent.name, layer_milliseconds(path.read_text(encoding="utf-8"))
+        )
+        for path in paths
+    ]
+    ratios = {
+        method: [each[method] for one in found for each in one["parts"]]
+        for method in HEURISTICS
+    }
     never_worse = min(map(min, ratios.values())) >= 1
     told = (f"{method} <= {max(each):.3f} x" for method, each in ratios.items())
     result = f"{len(found)} profiles: {', '.join(told)}"
-    return [Row("partitions", name, target, result, met=never_worse, details=tuple(found), is_exact=never_worse)]
+    return [
+        Row(
+            "partitions",
+            name,
+            target,
+            result,
+            met=never_worse,
+            details=tuple(found),
+            is_exact=never_worse,
+        )
+    ]
 
 
 def layer_milliseconds(text: str) -> tuple[float, ...]:
@@ -58,9 +80,15 @@ def layer_milliseconds(text: str) -> tuple[float, ...]:
     lines = text.splitlines()
     layers = [hit for line in lines if (hit := _LAYER.match(line))]
     edges = [(hit["from"], hit["to"]) for line in lines if (hit := _EDGE.match(line))]
-    times = {hit["id"]: float(hit["forward"]) + float(hit["backward"]) for hit in layers}
+    times = {
+        hit["id"]: float(hit["forward"]) + float(hit["backward"]) for hit in layers
+    }
     if not times or any(end not in times for edge in edges for end in edge):
-        raise DocumentError("is no profile of PipeDream.", field="graph.txt", mend="give the file as it was published.")
+        raise DocumentError(
+            "is no profile of PipeDream.",
+            field="graph.txt",
+            mend="give the file as it was published.",
+        )
     return tuple(times[name] for name in in_order(list(times), edges))
 
 
@@ -82,7 +110,11 @@ def in_order(names: Sequence[str], edges: Iterable[tuple[str, str]]) -> list[str
             if waits[each] == 0:
                 heapq.heappush(ready, (_number(each), each))
     if len(order) < len(names):
-        raise DocumentError("the edges run in a circle.", field="graph.txt", mend="give the file as it was published.")
+        raise DocumentError(
+            "the edges run in a circle.",
+            field="graph.txt",
+            mend="give the file as it was published.",
+        )
     return order
 
 
@@ -101,7 +133,10 @@ def compare(times: Sequence[float], parts: int) -> dict[str, float]:
     """Largest part of either heuristic over that of the optimum."""
     least = partition(times, parts, "optimal").bottleneck
     found: dict[str, float] = {"parts": parts}
-    return found | {method: partition(times, parts, method).bottleneck / least for method in HEURISTICS}
+    return found | {
+        method: partition(times, parts, method).bottleneck / least
+        for method in HEURISTICS
+    }
 
 
 def winners(data: Path | None) -> list[Row]:
@@ -116,12 +151,23 @@ def winners(data: Path | None) -> list[Row]:
     families: dict[str, list[RankGroup]] = defaultdict(list)
     predicted = outcomes(runs, read_remarks(data))
     for is_simulated, what in ((False, ""), (True, ", simulated")):
-        for group in rank_groups(one for one in predicted if one.remarks.is_simulated == is_simulated):
+        for group in rank_groups(
+            one for one in predicted if one.remarks.is_simulated == is_simulated
+        ):
             families[group.name.partition(": ")[0] + what].append(group)
     found = [won(family, families[family]) for family in sorted(families)]
     groups, close = (sum(one[kind] for one in found) for kind in ("groups", "close"))
     result = f"{close} of {groups} groups; worst {max((one['worst'] for one in found), default=1):.3f} x"
-    return [Row("winners", name, WINNERS_TARGET, result, met=close == groups, details=tuple(found))]
+    return [
+        Row(
+            "winners",
+            name,
+            WINNERS_TARGET,
+            result,
+            met=close == groups,
+            details=tuple(found),
+        )
+    ]
 
 
 def won(family: str, groups: Sequence[RankGroup]) -> dict[str, Any]:

@@ -18,7 +18,11 @@ BUSY_LOAD = 1.0
 
 def growth(rows: Sequence[Row]) -> list[Row]:
     """What the rows of a growing case say together: the exponents of time over size, below 1 slower than linearly."""
-    return [_grown(case, name, mine) for case, name in GROWING.items() if len(mine := _of(rows, case)) > 1]
+    return [
+        _grown(case, name, mine)
+        for case, name in GROWING.items()
+        if len(mine := _of(rows, case)) > 1
+    ]
 
 
 def _of(rows: Iterable[Row], case: str) -> list[Row]:
@@ -34,7 +38,8 @@ def _grown(case: str, name: str, rows: Sequence[Row]) -> Row:
         case=f"growth, {case}",
         name=f"{name}, {min(made)} to {max(made)}",
         target="exponent of time < 1",
-        result=f"clock {clock:.2f}, processor {processor:.2f}" + ("" if is_proven else "; not all proven"),
+        result=f"clock {clock:.2f}, processor {processor:.2f}"
+        + ("" if is_proven else "; not all proven"),
         met=is_proven and max(clock, processor) < 1,
         checked=next((row.checked for row in rows if row.is_wrong), rows[0].checked),
     )
@@ -46,9 +51,19 @@ def text(rows: Sequence[Row], before: dict[str, Any], after: dict[str, Any]) -> 
     parts = [planned_text(main), *(planned_text(_of(rows, case)) for case in GROWING)]
     for row in rows:
         if row.details:
-            parts.append({"partitions": partitions_text, "winners": winners_text}[row.case](row.details))
-    load = f"{before['cores']} cores; load {before['load']} before, {after['load']} after"
-    busy = "; the machine was not idle: seconds by the clock say little" if before["load"] > BUSY_LOAD else ""
+            parts.append(
+                {"partitions": partitions_text, "winners": winners_text}[row.case](
+                    row.details
+                )
+            )
+    load = (
+        f"{before['cores']} cores; load {before['load']} before, {after['load']} after"
+    )
+    busy = (
+        "; the machine was not idle: seconds by the clock say little"
+        if before["load"] > BUSY_LOAD
+        else ""
+    )
     return "\n\n".join([*filter(None, parts), load + busy])
 
 
@@ -56,7 +71,9 @@ def planned_text(rows: Sequence[Row]) -> str:
     """One line per row; without the columns of plans where none was made."""
     has_plans = any(row.planned is not None for row in rows)
     header = (*HEADER, *PLANNED) if has_plans else HEADER
-    lines = [(*_judged(row), *(_took(row.planned) if has_plans else ())) for row in rows]
+    lines = [
+        (*_judged(row), *(_took(row.planned) if has_plans else ())) for row in rows
+    ]
     return table(header, lines, left=range(len(HEADER))) if rows else ""
 
 
@@ -68,19 +85,37 @@ def _judged(row: Row) -> tuple[str, ...]:
 def _took(one: Planned | None) -> tuple[str, ...]:
     if one is None:
         return (NOT_SEARCHED,) * len(PLANNED)
-    times = (f"{each:.2f} s" for each in (one.seconds, one.processor_seconds, one.profile_seconds))
-    return (*times, gibibytes(one.peak_memory_bytes), str(one.layouts_considered), str(one.layouts_solved))
+    times = (
+        f"{each:.2f} s"
+        for each in (one.seconds, one.processor_seconds, one.profile_seconds)
+    )
+    return (
+        *times,
+        gibibytes(one.peak_memory_bytes),
+        str(one.layouts_considered),
+        str(one.layouts_solved),
+    )
 
 
 def partitions_text(found: Sequence[dict[str, Any]]) -> str:
     """Largest stage over the optimum's: one line per profile, two columns per number of parts."""
     parts = sorted({each["parts"] for one in found for each in one["parts"]})
-    header = ("profile", "layers", *(f"{kind}, {count}" for count in parts for kind in ("block", "histogram")))
+    header = (
+        "profile",
+        "layers",
+        *(f"{kind}, {count}" for count in parts for kind in ("block", "histogram")),
+    )
     rows = []
     for one in found:
         known = {each["parts"]: each for each in one["parts"]}
-        ratios = (known.get(count, {}).get(kind, math.nan) for count in parts for kind in ("block", "histogram"))
-        rows.append((one["profile"], str(one["layers"]), *(_ratio(each) for each in ratios)))
+        ratios = (
+            known.get(count, {}).get(kind, math.nan)
+            for count in parts
+            for kind in ("block", "histogram")
+        )
+        rows.append(
+            (one["profile"], str(one["layers"]), *(_ratio(each) for each in ratios))
+        )
     return table(header, rows)
 
 
@@ -92,6 +127,11 @@ def winners_text(found: Sequence[dict[str, Any]]) -> str:
     """One line per family."""
     header = ("family", "plans", "groups", "within 3 %", "worst")
     rows = [
-        (one["family"], *(str(one[key]) for key in ("plans", "groups", "close")), _ratio(one["worst"])) for one in found
+        (
+            one["family"],
+            *(str(one[key]) for key in ("plans", "groups", "close")),
+            _ratio(one["worst"]),
+        )
+        for one in found
     ]
     return table(header, rows)

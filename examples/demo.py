@@ -46,7 +46,9 @@ def main() -> int:
     """Run all steps; the exit status is that of the step that failed, or 0."""
     started = time.monotonic()
     OUTPUT.mkdir(exist_ok=True)
-    title("1. Profile GPT-2 small (124 M parameters) on this machine's CPU, as loaded as it will be")
+    title(
+        "1. Profile GPT-2 small (124 M parameters) on this machine's CPU, as loaded as it will be"
+    )
     planner("profile", MODEL, "--device", "cpu", "--sequence-length", str(SEQUENCE_LENGTH), "--micro-batch-sizes",
             MICRO_BATCH_SIZES, "--concurrency", str(CONCURRENCY), "-o", OUTPUT / "profile.json")  # fmt: skip
     title("2. Measure the links between four local ranks under torchrun (gloo)")
@@ -55,15 +57,24 @@ def main() -> int:
     write("job.json", job())
     write("cluster.json", cluster())
     if CONCURRENCY < RANKS:
-        write("profile.json", on_shared_cores(read("profile.json"), read("links.json")["pipeline_slowdown"]))
+        write(
+            "profile.json",
+            on_shared_cores(
+                read("profile.json"), read("links.json")["pipeline_slowdown"]
+            ),
+        )
     with service() as address:
         plan = request_plan(address)
-    title(f"4. Train {STEPS} steps by that stage map under torchrun, on the sources of Python's standard library")
+    title(
+        f"4. Train {STEPS} steps by that stage map under torchrun, on the sources of Python's standard library"
+    )
     planner("run", OUTPUT / "plan.json", "--model", MODEL, "--steps", str(STEPS), "--reference-steps",
             str(REFERENCE_STEPS), "-o", OUTPUT / "measured.json", "--metrics", OUTPUT / "metrics.jsonl")  # fmt: skip
     title("5. Draw what was predicted and what was measured")
     draw()
-    title(f"6. Train the first {SURVIVED_STEPS} of these steps again, and kill a rank on the way")
+    title(
+        f"6. Train the first {SURVIVED_STEPS} of these steps again, and kill a rank on the way"
+    )
     difference = survive()
     return finish(plan, difference, time.monotonic() - started)
 
@@ -78,17 +89,27 @@ def job() -> dict[str, Any]:
         "optimizer": "adamw",
         # What sharing cores costs was measured in a pipeline of all ranks, in which some always wait: one rank may be
         # lost of it, but ranks that all compute at once would slow each other more.
-        "constraints": {"pipeline_parallel_degree": {"min": RANKS - 1}, "schedule": "1f1b"} if shared else {},
+        "constraints": {
+            "pipeline_parallel_degree": {"min": RANKS - 1},
+            "schedule": "1f1b",
+        }
+        if shared
+        else {},
     }
 
 
 def cluster() -> dict[str, Any]:
     """Four CPU ranks as measured, each with too little memory for the whole model."""
     profile = read("profile.json")
-    whole = ADAMW_FP32_BYTES * (sum(layer["parameters"] for layer in profile["layers"]) - shared_parameters(profile))
+    whole = ADAMW_FP32_BYTES * (
+        sum(layer["parameters"] for layer in profile["layers"])
+        - shared_parameters(profile)
+    )
     device = profile["device_spec"]
     limit = int(DEVICE_MEMORY_FRACTION * (whole + (device["reserved_bytes"] or 0)))
-    say(f"each of {RANKS} devices may hold {limit / 2**30:.2f} GiB; the model alone needs {whole / 2**30:.2f} GiB")
+    say(
+        f"each of {RANKS} devices may hold {limit / 2**30:.2f} GiB; the model alone needs {whole / 2**30:.2f} GiB"
+    )
     group = {
         "name": "this-machine",
         "device": device | {"memory_bytes": limit},
@@ -101,17 +122,26 @@ def cluster() -> dict[str, Any]:
 
 def on_shared_cores(profile: dict[str, Any], slowdown: float) -> dict[str, Any]:
     """The layers were timed with a core for each; in the run, all ranks share them."""
-    say(f"{RANKS} ranks share {CONCURRENCY} cores, which slows a pipeline of them {slowdown:.2f} x, as measured")
+    say(
+        f"{RANKS} ranks share {CONCURRENCY} cores, which slows a pipeline of them {slowdown:.2f} x, as measured"
+    )
     say("so the job asks for such a pipeline")
     rows = [row for layer in profile["layers"] for row in layer["measurements"]]
     for row in rows:
-        row |= {name: value * slowdown for name, value in row.items() if name.endswith("_seconds") and value}
+        row |= {
+            name: value * slowdown
+            for name, value in row.items()
+            if name.endswith("_seconds") and value
+        }
     return profile
 
 
 def shared_parameters(profile: dict[str, Any]) -> int:
     """Elements that stand in the profile twice: GPT-2's head is its token embedding."""
-    return sum(shared["parameters"] * (len(shared["layers"]) - 1) for shared in profile["shared_parameters"])
+    return sum(
+        shared["parameters"] * (len(shared["layers"]) - 1)
+        for shared in profile["shared_parameters"]
+    )
 
 
 @contextmanager
@@ -120,9 +150,18 @@ def service() -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [*command_line("serve"), "--port", str(port), "--database", str(OUTPUT / "planner.db")]
+    command = [
+        *command_line("serve"),
+        "--port",
+        str(port),
+        "--database",
+        str(OUTPUT / "planner.db"),
+    ]
     show(command)
-    with (OUTPUT / "service.log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+    with (
+        (OUTPUT / "service.log").open("w") as log,
+        subprocess.Popen(command, stdout=log, stderr=log) as process,
+    ):
         try:
             address = f"http://127.0.0.1:{port}"
             wait_until_ready(address, process)
@@ -139,7 +178,9 @@ def wait_until_ready(address: str, process: subprocess.Popen[bytes]) -> None:
         try:
             urllib.request.urlopen(f"{address}/readyz", timeout=5).close()
             return
-        except OSError:  # refused, not ready (503), or too busy with starting to answer in time
+        except (
+            OSError
+        ):  # refused, not ready (503), or too busy with starting to answer in time
             time.sleep(0.1)
     sys.exit("the service is not ready after 30 seconds")
 
@@ -147,16 +188,28 @@ def wait_until_ready(address: str, process: subprocess.Popen[bytes]) -> None:
 def request_plan(address: str) -> dict[str, Any]:
     """Ask for a plan, first with the whole model on every device (which cannot be), then of any kind that the job
     permits."""
-    body = {"profile": read("profile.json"), "cluster": read("cluster.json"), "job": read("job.json")}
-    single = {"pipeline_parallel_degree": 1, "tensor_parallel_degree": 1, "zero_stage": 0}
-    alone = post(f"{address}/v1/plans", body | {"job": body["job"] | {"constraints": single}})
+    body = {
+        "profile": read("profile.json"),
+        "cluster": read("cluster.json"),
+        "job": read("job.json"),
+    }
+    single = {
+        "pipeline_parallel_degree": 1,
+        "tensor_parallel_degree": 1,
+        "zero_stage": 0,
+    }
+    alone = post(
+        f"{address}/v1/plans", body | {"job": body["job"] | {"constraints": single}}
+    )
     say(f"without a split: {alone.get('status')}: {alone['reasons'][0]}")
     begun = time.monotonic()
     plan = post(f"{address}/v1/plans", body)
     say(f"with one: plan {plan['id'][:12]} after {time.monotonic() - begun:.2f} s")
     begun = time.monotonic()
     again = post(f"{address}/v1/plans", body)
-    say(f"asked again: plan {again['id'][:12]} after {time.monotonic() - begun:.2f} s, without solving")
+    say(
+        f"asked again: plan {again['id'][:12]} after {time.monotonic() - begun:.2f} s, without solving"
+    )
     write("plan.json", plan)
     for sentence in plan["explanation"]:
         say(sentence)
@@ -176,7 +229,9 @@ def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
     try:
         with urllib.request.urlopen(request, timeout=120) as response:
             if response.status == 202:
-                sys.exit(f"no plan within the wait; poll {response.headers['Location']}")
+                sys.exit(
+                    f"no plan within the wait; poll {response.headers['Location']}"
+                )
             answer: dict[str, Any] = json.load(response)
             return answer
     except urllib.error.HTTPError as error:
@@ -200,16 +255,36 @@ def survive() -> float:
     """
     checkpoints = OUTPUT / "checkpoints"
     shutil.rmtree(checkpoints, ignore_errors=True)
-    command = [*command_line("run"), str(OUTPUT / "plan.json"), "--model", MODEL, "--steps", str(SURVIVED_STEPS)]
-    command += ["--checkpoint-dir", str(checkpoints), "--checkpoint-every", str(CHECKPOINT_EVERY), "--keep", "1"]
+    command = [
+        *command_line("run"),
+        str(OUTPUT / "plan.json"),
+        "--model",
+        MODEL,
+        "--steps",
+        str(SURVIVED_STEPS),
+    ]
+    command += [
+        "--checkpoint-dir",
+        str(checkpoints),
+        "--checkpoint-every",
+        str(CHECKPOINT_EVERY),
+        "--keep",
+        "1",
+    ]
     command += ["--elastic", "--json", "-o", str(OUTPUT / "survived.json")]
     show(command)
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stderr is not None
         killed = False
         for line in process.stderr:
             print(line, end="", flush=True)
-            if not killed and line.startswith("step ") and list(checkpoints.glob("step-*")):
+            if (
+                not killed
+                and line.startswith("step ")
+                and list(checkpoints.glob("step-*"))
+            ):
                 killed = kill_a_rank(process.pid)
     if process.returncode != 0:
         sys.exit(process.returncode)
@@ -240,26 +315,44 @@ def process_parents() -> Iterator[tuple[int, int]]:
     """Every process and its parent, as Linux tells them."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended
-            yield int(path.parent.name), int(path.read_text().rpartition(")")[2].split()[1])
+            yield (
+                int(path.parent.name),
+                int(path.read_text().rpartition(")")[2].split()[1]),
+            )
 
 
 def finish(plan: dict[str, Any], difference: float, seconds: float) -> int:
     """Say what came out, and fail if training did not learn, or did not go on as if nothing had happened."""
     measured = read("measured.json")
-    predicted, real = plan["prediction"]["step_seconds"], measured["median_step_seconds"]
-    say(f"step: predicted {predicted:.3f} s, measured {real:.3f} s ({100 * (predicted / real - 1):+.1f} %)")
-    say(f"loss: {measured['losses'][0]:.3f} -> {measured['losses'][-1]:.3f} after {measured['steps']} steps")
+    predicted, real = (
+        plan["prediction"]["step_seconds"],
+        measured["median_step_seconds"],
+    )
+    say(
+        f"step: predicted {predicted:.3f} s, measured {real:.3f} s ({100 * (predicted / real - 1):+.1f} %)"
+    )
+    say(
+        f"loss: {measured['losses'][0]:.3f} -> {measured['losses'][-1]:.3f} after {measured['steps']} steps"
+    )
     say(f"with a rank killed on the way, losses are those of the undisturbed run within {difference:.1e} "
         "(dropout is drawn per micro-batch, whose size another plan may change)")  # fmt: skip
-    say(f"all of it took {seconds:.0f} s; look at {OUTPUT / 'timeline.html'}, or open the traces in ui.perfetto.dev")
-    return 0 if measured["losses"][-1] < measured["losses"][0] and difference < TOLERANCE else 1
+    say(
+        f"all of it took {seconds:.0f} s; look at {OUTPUT / 'timeline.html'}, or open the traces in ui.perfetto.dev"
+    )
+    return (
+        0
+        if measured["losses"][-1] < measured["losses"][0] and difference < TOLERANCE
+        else 1
+    )
 
 
 def planner(*arguments: object, shown: int | None = None) -> None:
     """Run a `planner` command as a user would; `shown`: lines of its output to show."""
     command = [*command_line(str(arguments[0])), *map(str, arguments[1:])]
     show(command)
-    done = subprocess.run(command, stdout=subprocess.PIPE if shown is not None else None, text=True)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE if shown is not None else None, text=True
+    )
     if shown is not None:
         print("\n".join(done.stdout.splitlines()[:shown]), flush=True)
     if done.returncode != 0:

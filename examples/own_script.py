@@ -18,24 +18,35 @@ FEATURES, WIDTH, CLASSES = 64, 256, 10
 def model() -> tuple[nn.Module, torch.Tensor]:
     """A classifier, and an example of its input."""
     hidden = [each for _ in range(6) for each in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
-    return nn.Sequential(nn.Linear(FEATURES, WIDTH), *hidden, nn.Linear(WIDTH, CLASSES)), torch.zeros(1, FEATURES)
+    return nn.Sequential(
+        nn.Linear(FEATURES, WIDTH), *hidden, nn.Linear(WIDTH, CLASSES)
+    ), torch.zeros(1, FEATURES)
 
 
 def samples(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Samples start..stop-1, always the same ones: points, and which of ten directions each is nearest to."""
-    directions = torch.randn(FEATURES, CLASSES, generator=torch.Generator().manual_seed(0))
-    points = [torch.randn(FEATURES, generator=torch.Generator().manual_seed(index)) for index in range(start, stop)]
+    directions = torch.randn(
+        FEATURES, CLASSES, generator=torch.Generator().manual_seed(0)
+    )
+    points = [
+        torch.randn(FEATURES, generator=torch.Generator().manual_seed(index))
+        for index in range(start, stop)
+    ]
     inputs = torch.stack(points)
     return inputs, (inputs @ directions).argmax(dim=1)
 
 
 def main(plan: str) -> None:
     """Train, and let rank 0 say what came out."""
-    executor = Executor(plan, "examples.own_script:model", data="examples.own_script:samples")
+    executor = Executor(
+        plan, "examples.own_script:model", data="examples.own_script:samples"
+    )
     measured = executor.train(steps=60)
     executor.close()
     if executor.mesh.rank == 0:
-        print(f"{measured.devices}: loss {measured.losses[0]:.3f} -> {measured.losses[-1]:.3f}")
+        print(
+            f"{measured.devices}: loss {measured.losses[0]:.3f} -> {measured.losses[-1]:.3f}"
+        )
 
 
 if __name__ == "__main__":

@@ -42,7 +42,14 @@ class PlannerError(Exception):
     code = "planner-error"
     title = "The planner cannot go on"
 
-    def __init__(self, message: str, *, field: str = "", mend: str = "", problems: tuple[Problem, ...] = ()) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str = "",
+        mend: str = "",
+        problems: tuple[Problem, ...] = (),
+    ) -> None:
         self.problems = problems or (Problem(field, message, mend),)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 

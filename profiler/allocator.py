@@ -24,7 +24,9 @@ def keep_freed() -> None:
 
     Source: mallopt(3); PyTorch's performance tuning guide says the same of jemalloc's decay times.
     """
-    if any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ):
+    if any(
+        name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ
+    ):
         return
     with suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)

@@ -11,7 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import (
+    register_flop_formula,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 _library = torch.library.Library("planner", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
@@ -23,7 +27,9 @@ _library.define(  # type: ignore[no-untyped-call]
 )
 
 
-def efficient_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+def efficient_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> Tensor:
     """Query (batch, heads, queries, k), key (batch, heads, keys, k), value (batch, heads, keys, v), and a mask that
     broadcasts to (batch, heads, queries, keys) -> (batch, heads, queries, v); by shapes alone, on meta tensors."""
     bias = None if mask is None else _bias(mask, query, key)
@@ -33,11 +39,15 @@ def efficient_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """The mask as what is added to the scores."""
-    bias = torch.zeros_like(mask, dtype=query.dtype) if mask.dtype is torch.bool else mask
+    bias = (
+        torch.zeros_like(mask, dtype=query.dtype) if mask.dtype is torch.bool else mask
+    )
     return bias.expand(*query.shape[:3], key.shape[2])
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
     rows = query.new_empty(query.shape[:3], dtype=torch.float32)
     return _beside_heads(query, value.shape[3]), rows
 
@@ -59,31 +69,53 @@ def _attention_backward(
     wants_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     of_bias = query.new_empty((*query.shape[:3], key.shape[2]) if wants_bias else (0,))
-    return *(_beside_heads(each, each.shape[3]) for each in (query, key, value)), of_bias  # type: ignore[return-value]
+    return *(
+        _beside_heads(each, each.shape[3]) for each in (query, key, value)
+    ), of_bias  # type: ignore[return-value]
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None], output: tuple[Tensor, Tensor]) -> None:
+def _keep(
+    ctx: Any,
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    output: tuple[Tensor, Tensor],
+) -> None:
     ctx.save_for_backward(*inputs, *output)
 
 
-def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def _backward(
+    ctx: Any, gradient: Tensor, _: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     wants_bias = ctx.needs_input_grad[3]
-    *of_inputs, of_bias = torch.ops.planner.attention_backward(gradient, *ctx.saved_tensors, wants_bias)
+    *of_inputs, of_bias = torch.ops.planner.attention_backward(
+        gradient, *ctx.saved_tensors, wants_bias
+    )
     return *of_inputs, of_bias if wants_bias else None
 
 
 _library.impl("attention", _attention, "Meta")  # type: ignore[no-untyped-call]
 _library.impl("attention_backward", _attention_backward, "Meta")  # type: ignore[no-untyped-call]
-torch.library.register_autograd("planner::attention", _backward, setup_context=_keep, lib=_library)
+torch.library.register_autograd(
+    "planner::attention", _backward, setup_context=_keep, lib=_library
+)
 
 
-@register_flop_formula([torch.ops.planner.attention, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu])
+@register_flop_formula(
+    [
+        torch.ops.planner.attention,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    ]
+)
 def _forward_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
     return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
 
 
 @register_flop_formula(
-    [torch.ops.planner.attention_backward, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward]
+    [
+        torch.ops.planner.attention_backward,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    ]
 )
-def _backward_flops(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+def _backward_flops(
+    gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any
+) -> int:
     return int(sdpa_backward_flop_count(gradient, query, key, value))  # type: ignore[no-untyped-call]

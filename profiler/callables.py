@@ -31,7 +31,9 @@ def load_callable(reference: str, *, field: str) -> Callable[..., Any]:
         found = getattr(found, part, None)
     if not callable(found):
         raise DocumentError(
-            f"{module_name} has no callable {attribute!r}.", field=field, mend="name a function of the module."
+            f"{module_name} has no callable {attribute!r}.",
+            field=field,
+            mend="name a function of the module.",
         )
     return found  # type: ignore[no-any-return]
 

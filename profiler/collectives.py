@@ -35,12 +35,22 @@ _library.impl("all_gather", _all_gather, "Meta")  # type: ignore[no-untyped-call
 _library.impl("reduce_scatter", _reduce_scatter, "Meta")  # type: ignore[no-untyped-call]
 _library.impl("all_to_all", _all_to_all, "Meta")  # type: ignore[no-untyped-call]
 
-COLLECTIVES = frozenset({torch.ops.planner.all_gather, torch.ops.planner.reduce_scatter, torch.ops.planner.all_to_all})
+COLLECTIVES = frozenset(
+    {
+        torch.ops.planner.all_gather,
+        torch.ops.planner.reduce_scatter,
+        torch.ops.planner.all_to_all,
+    }
+)
 
 
 def _gathered(part: Tensor, parts: int, dimension: int) -> Tensor:
     joined: Tensor = torch.ops.planner.all_gather(part.contiguous(), parts)
-    return joined if dimension % part.dim() == 0 else torch.cat(joined.chunk(parts, 0), dimension)
+    return (
+        joined
+        if dimension % part.dim() == 0
+        else torch.cat(joined.chunk(parts, 0), dimension)
+    )
 
 
 def _scattered(whole: Tensor, parts: int, dimension: int) -> Tensor:

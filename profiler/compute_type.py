@@ -35,7 +35,9 @@ def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 def cast_inputs(inputs: Iterable[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
     """What goes into a model of this type: whole numbers stay."""
-    return tuple(each.to(dtype) if each.is_floating_point() else each for each in inputs)
+    return tuple(
+        each.to(dtype) if each.is_floating_point() else each for each in inputs
+    )
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
@@ -46,13 +48,19 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 def buffers_to_cast(model: nn.Module, dtype: torch.dtype) -> frozenset[str]:
     """Qualified names of a whole model's buffers that are of its parameters' type, when that is `dtype`."""
-    found = {name: buffer.dtype for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+    found = {
+        name: buffer.dtype
+        for name, buffer in model.named_buffers()
+        if buffer.is_floating_point()
+    }
     if _is_transformers(model) and dtype != torch.float32:
         return frozenset(found) & _made_in(dtype, model)
     return frozenset() if _is_transformers(model) else frozenset(found)
 
 
-def cast_rest(model: nn.Module, dtype: torch.dtype, *, buffers: Collection[str]) -> None:
+def cast_rest(
+    model: nn.Module, dtype: torch.dtype, *, buffers: Collection[str]
+) -> None:
     """Make a model, or a stage of it, fit for parameters of this type, in place.
 
     Args:
@@ -89,7 +97,11 @@ def _made_in(dtype: torch.dtype, model: Any) -> frozenset[str]:
     kept = set(again._keep_in_fp32_modules_strict or ())
     kept |= set(again._keep_in_fp32_modules or ()) if dtype == torch.float16 else set()
     named = again.named_buffers()
-    return frozenset(name for name, each in named if each.dtype == dtype and kept.isdisjoint(name.split(".")))
+    return frozenset(
+        name
+        for name, each in named
+        if each.dtype == dtype and kept.isdisjoint(name.split("."))
+    )
 
 
 def _is_transformers(model: nn.Module) -> bool:
@@ -100,7 +112,10 @@ def _normalise(norm: _NormBase, features: Tensor) -> Tensor:
     """The norm's forward, its weight and bias in the type of its statistics."""
     own, statistics = dict(norm._parameters), norm.running_mean
     assert statistics is not None
-    mixed = {name: None if each is None else each.to(statistics.dtype) for name, each in own.items()}
+    mixed = {
+        name: None if each is None else each.to(statistics.dtype)
+        for name, each in own.items()
+    }
     norm._parameters.update(mixed)  # type: ignore[arg-type]
     try:
         made: Tensor = type(norm).forward(norm, features)

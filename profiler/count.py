@@ -31,7 +31,11 @@ from profiler.shard import Exchanges, border_split, shard_layer
 from profiler.splits import WHOLE, Split, splits
 from profiler.tensor_parallel import refusal as tensor_refusal
 
-TORCH_TYPES: dict[DataType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TORCH_TYPES: dict[DataType, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 class Counter:
@@ -59,47 +63,77 @@ class Counter:
     @cached_property
     def _has_frozen(self) -> bool:
         """Has the model parameters that are not trained?"""
-        return not all(parameter.requires_grad for parameter in self.source.blueprint.parameters())
+        return not all(
+            parameter.requires_grad for parameter in self.source.blueprint.parameters()
+        )
 
     @cached_property
     def parameters(self) -> dict[str, int]:
         """Elements of a whole layer of every kind."""
-        return {kind: _elements(self._held(index)) for kind, index in self.representatives.items()}
+        return {
+            kind: _elements(self._held(index))
+            for kind, index in self.representatives.items()
+        }
 
     @cached_property
     def frozen_parameters(self) -> dict[str, int]:
         """Those of them that are not trained, of the kinds that have any."""
         held = {kind: self._held(index) for kind, index in self.representatives.items()}
-        found = {kind: _elements(each for each in of_kind if not each.requires_grad) for kind, of_kind in held.items()}
+        found = {
+            kind: _elements(each for each in of_kind if not each.requires_grad)
+            for kind, of_kind in held.items()
+        }
         return {kind: elements for kind, elements in found.items() if elements}
 
     def _held(self, index: int) -> list[nn.Parameter]:
         """Parameters of a layer of the blueprint, each once."""
         layer, model = self.layers[index], self.source.blueprint
         own = [model.get_parameter(name) for name in layer.parameters]
-        below = (each for name in layer.modules for each in model.get_submodule(name).parameters())
+        below = (
+            each
+            for name in layer.modules
+            for each in model.get_submodule(name).parameters()
+        )
         return list({id(each): each for each in (*own, *below)}.values())
 
-    def count(self, kind: str, micro_batch_size: int, sequence_length: int, split: Split = WHOLE) -> LayerCount:
+    def count(
+        self,
+        kind: str,
+        micro_batch_size: int,
+        sequence_length: int,
+        split: Split = WHOLE,
+    ) -> LayerCount:
         """Count the layer of this kind on one of the ranks that it is split over."""
         size = (micro_batch_size, sequence_length)
         trace = self._trace(kind, size, split)
         if not isinstance(self.cut.chain, TensorChain):
             for mode in trace.keeps_outputs:
-                change = self._unclaimed_bytes(kind, trace, mode, size) - self._bytes_kept_later(
+                change = self._unclaimed_bytes(
                     kind, trace, mode, size
-                )
+                ) - self._bytes_kept_later(kind, trace, mode, size)
                 trace = trace.keeping(mode, change)
             return trace.count
-        before, after = ([self._trace(other, size, split) for other in self._beside(kind, step)] for step in (-1, 1))
-        if not trace.keeps_inputs[0] and any(other.keeps_outputs["none"][0] for other in before):
+        before, after = (
+            [self._trace(other, size, split) for other in self._beside(kind, step)]
+            for step in (-1, 1)
+        )
+        if not trace.keeps_inputs[0] and any(
+            other.keeps_outputs["none"][0] for other in before
+        ):
             # Who keeps its own output (an activation in place) does not count it: the layer that takes it does.
             trace = trace.keeping("none", trace.count.input_bytes)
-        if "selective" in trace.keeps_outputs and not all(other.keeps_inputs[0] for other in after):
-            trace = trace.keeping("selective", trace.keeps_outputs["selective"][0] * trace.count.output_bytes)
+        if "selective" in trace.keeps_outputs and not all(
+            other.keeps_inputs[0] for other in after
+        ):
+            trace = trace.keeping(
+                "selective",
+                trace.keeps_outputs["selective"][0] * trace.count.output_bytes,
+            )
         if kind == self.layers[0].kind:
             for mode in trace.count.modes:
-                trace = trace.keeping(mode, self._bytes_ahead(size, replace(WHOLE, context=split.context)))
+                trace = trace.keeping(
+                    mode, self._bytes_ahead(size, replace(WHOLE, context=split.context))
+                )
         return trace.count
 
     def _bytes_ahead(self, size: Size, split: Split) -> int:
@@ -112,26 +146,45 @@ class Counter:
 
     def _beside(self, kind: str, step: int) -> set[str]:
         """Kinds of the layers right before (-1) or after (+1) layers of this kind."""
-        places = (index + step for index, layer in enumerate(self.layers) if layer.kind == kind)
-        return {self.layers[place].kind for place in places if 0 <= place < len(self.layers)}
+        places = (
+            index + step
+            for index, layer in enumerate(self.layers)
+            if layer.kind == kind
+        )
+        return {
+            self.layers[place].kind for place in places if 0 <= place < len(self.layers)
+        }
 
-    def _unclaimed_bytes(self, kind: str, trace: LayerTrace, mode: RecomputeMode, size: Size) -> int:
+    def _unclaimed_bytes(
+        self, kind: str, trace: LayerTrace, mode: RecomputeMode, size: Size
+    ) -> int:
         """Of outputs that the layer keeps (activations in place), and that no layer that takes them keeps too."""
         index = self.representatives[kind]
         total = 0
         for place, output in enumerate(trace.outputs):
             readers = self.cut.chain.readers(index, place, self.dtype)
-            claimed = any(self._trace(self.layers[at].kind, size, WHOLE).keeps_inputs[where] for at, where in readers)
+            claimed = any(
+                self._trace(self.layers[at].kind, size, WHOLE).keeps_inputs[where]
+                for at, where in readers
+            )
             if trace.keeps_outputs[mode][place] and readers and not claimed:
                 total += output.nbytes
         return total
 
-    def _bytes_kept_later(self, kind: str, trace: LayerTrace, mode: RecomputeMode, size: Size) -> int:
+    def _bytes_kept_later(
+        self, kind: str, trace: LayerTrace, mode: RecomputeMode, size: Size
+    ) -> int:
         """Of what the layer takes and keeps: what a later layer takes and keeps too, and counts. If that one stands in
         a later stage, it is held here as part of what the stage hands on."""
         inputs = self._inputs(self.representatives[kind], size, WHOLE)
-        kept = [place for place in range(len(inputs)) if mode != "none" or trace.keeps_inputs[place]]
-        indices = [index for index, layer in enumerate(self.layers) if layer.kind == kind]
+        kept = [
+            place
+            for place in range(len(inputs))
+            if mode != "none" or trace.keeps_inputs[place]
+        ]
+        indices = [
+            index for index, layer in enumerate(self.layers) if layer.kind == kind
+        ]
         return sum(
             inputs[place].untyped_storage().nbytes()
             for place in kept
@@ -140,12 +193,16 @@ class Counter:
 
     def _is_kept_later(self, index: int, place: int, size: Size) -> bool:
         later = self.cut.chain.later_takers(index, place, self.dtype)
-        return any(self._trace(self.layers[at].kind, size, WHOLE).keeps_inputs[where] for at, where in later)
+        return any(
+            self._trace(self.layers[at].kind, size, WHOLE).keeps_inputs[where]
+            for at, where in later
+        )
 
     def holds_experts(self, kind: str) -> bool:
         """Do layers of this kind hold experts? All others are the same whatever the expert-parallel degree."""
         modules = (
-            self.source.blueprint.get_submodule(name) for name in self.layers[self.representatives[kind]].modules
+            self.source.blueprint.get_submodule(name)
+            for name in self.layers[self.representatives[kind]].modules
         )
         return any(map(experts_of, modules))
 
@@ -196,7 +253,9 @@ class Counter:
     def takes(self, micro_batch_size: int, sequence_length: int) -> bool:
         """Does the model run on so few samples? Batch norm takes no mean of a single one, where nothing but samples
         stands beside its channels."""
-        if micro_batch_size > 1 or not any(isinstance(each, _BatchNorm) for each in self.source.blueprint.modules()):
+        if micro_batch_size > 1 or not any(
+            isinstance(each, _BatchNorm) for each in self.source.blueprint.modules()
+        ):
             return True
         try:
             for kind in self.representatives:
@@ -220,15 +279,31 @@ class Counter:
             return self._borders(size).takes[index]
         if index == 0:
             return self._examples(size[0], size[1] // split.context)[:1]
-        (output,) = self._trace(self.layers[index - 1].kind, size, border_split(split)).outputs
-        return (torch.empty(output.shape, dtype=output.dtype, device="meta", requires_grad=output.requires_grad),)
+        (output,) = self._trace(
+            self.layers[index - 1].kind, size, border_split(split)
+        ).outputs
+        return (
+            torch.empty(
+                output.shape,
+                dtype=output.dtype,
+                device="meta",
+                requires_grad=output.requires_grad,
+            ),
+        )
 
-    def _examples(self, micro_batch_size: int, sequence_length: int, device: str = "meta") -> tuple[Tensor, ...]:
-        return cast_inputs(self.source.example_inputs(micro_batch_size, sequence_length, device), self.dtype)
+    def _examples(
+        self, micro_batch_size: int, sequence_length: int, device: str = "meta"
+    ) -> tuple[Tensor, ...]:
+        return cast_inputs(
+            self.source.example_inputs(micro_batch_size, sequence_length, device),
+            self.dtype,
+        )
 
     def _borders(self, size: Size) -> Borders:
         if size not in self._known_borders:
-            self._known_borders[size] = self.cut.chain.borders(self._model(), self._examples, size)
+            self._known_borders[size] = self.cut.chain.borders(
+                self._model(), self._examples, size
+            )
         return self._known_borders[size]
 
     def _layer(self, index: int) -> nn.Module:
@@ -265,7 +340,9 @@ class Counter:
             stage = self._layer(index)
             exchanges = shard_layer(stage, self.source, index, split)
             for parameter in stage.parameters():
-                parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+                parameter.grad = (
+                    torch.empty_like(parameter) if parameter.requires_grad else None
+                )
             self._stages[index, split] = stage, exchanges
         return self._stages[index, split]
 
@@ -291,7 +368,9 @@ def check_request(
     known = source.expert_parallel_degrees() if set(experts) != {1} else (1,)
     reason = tensor_refusal(source) if set(degrees) - set(tensors) else ""
     only = source.cut().only_sequence
-    limits = Limits(source.name, takes_tokens, source.longest_sequence, tensors, known, reason, only)
+    limits = Limits(
+        source.name, takes_tokens, source.longest_sequence, tensors, known, reason, only
+    )
     limits.check(sequence_length, micro_batch_sizes, degrees, experts)
 
 
@@ -308,7 +387,9 @@ def _check_sequence(source: ModelSource, tokens: int, degree: int) -> None:
     reason = refusal(source)
     if reason:
         raise UnsupportedError(
-            f"{source.name} cannot be sequence-parallel: {reason}.", field="sequence_parallel", mend="leave it out."
+            f"{source.name} cannot be sequence-parallel: {reason}.",
+            field="sequence_parallel",
+            mend="leave it out.",
         )
     if degree == 1 or tokens % degree:
         raise DocumentError(
@@ -318,7 +399,13 @@ def _check_sequence(source: ModelSource, tokens: int, degree: int) -> None:
         )
 
 
-def check_spread(source: ModelSource, tensor: int, expert: int = 1, *, sequence_parallel: bool = False) -> None:
+def check_spread(
+    source: ModelSource,
+    tensor: int,
+    expert: int = 1,
+    *,
+    sequence_parallel: bool = False,
+) -> None:
     """Refuse degrees that a mixture's experts cannot be spread over (`profiler.expert_parallel`).
 
     Raises:
@@ -342,7 +429,9 @@ def check_spread(source: ModelSource, tensor: int, expert: int = 1, *, sequence_
         )
 
 
-def check_context(source: ModelSource, sequence_length: int, degrees: tuple[int, ...]) -> None:
+def check_context(
+    source: ModelSource, sequence_length: int, degrees: tuple[int, ...]
+) -> None:
     """Refuse context-parallel degrees that the model or the sequence does not take.
 
     Raises:
@@ -380,16 +469,38 @@ def count(
         DocumentError: a size or degree that the model does not take.
         UnsupportedError: the model cannot be split so.
     """
-    check_request(source, sequence_length, (micro_batch_size,), (tensor_parallel_degree,), (expert_parallel_degree,))
+    check_request(
+        source,
+        sequence_length,
+        (micro_batch_size,),
+        (tensor_parallel_degree,),
+        (expert_parallel_degree,),
+    )
     check_context(source, sequence_length, (context_parallel_degree,))
-    check_spread(source, tensor_parallel_degree, expert_parallel_degree, sequence_parallel=sequence_parallel)
+    check_spread(
+        source,
+        tensor_parallel_degree,
+        expert_parallel_degree,
+        sequence_parallel=sequence_parallel,
+    )
     if sequence_parallel:
-        _check_sequence(source, sequence_length // context_parallel_degree, tensor_parallel_degree)
+        _check_sequence(
+            source, sequence_length // context_parallel_degree, tensor_parallel_degree
+        )
     counter = Counter(source, dtype)
-    split = Split(tensor_parallel_degree, sequence_parallel, context_parallel_degree, expert_parallel_degree)
+    split = Split(
+        tensor_parallel_degree,
+        sequence_parallel,
+        context_parallel_degree,
+        expert_parallel_degree,
+    )
     size = (micro_batch_size, sequence_length, split)
     counts = {kind: counter.count(kind, *size) for kind in counter.representatives}
-    return {kind: each.measurement(*size, recompute) for kind, each in counts.items() if recompute in each.modes}
+    return {
+        kind: each.measurement(*size, recompute)
+        for kind, each in counts.items()
+        if recompute in each.modes
+    }
 
 
 def profile(
@@ -417,9 +528,17 @@ def profile(
         DocumentError: a size or degree that the model does not take.
         UnsupportedError: the model cannot be cut, or not be counted in shards.
     """
-    check_request(source, sequence_length, micro_batch_sizes, tensor_parallel_degrees, expert_parallel_degrees)
+    check_request(
+        source,
+        sequence_length,
+        micro_batch_sizes,
+        tensor_parallel_degrees,
+        expert_parallel_degrees,
+    )
     check_context(source, sequence_length, context_parallel_degrees)
-    check_spread(source, max(tensor_parallel_degrees), sequence_parallel=sequence_parallel)
+    check_spread(
+        source, max(tensor_parallel_degrees), sequence_parallel=sequence_parallel
+    )
     counter = Counter(source, dtype)
     found = splits(
         tensor_parallel_degrees,
@@ -429,7 +548,9 @@ def profile(
         context_degrees=context_parallel_degrees,
         experts=common_experts(source),
     )
-    taken = [size for size in micro_batch_sizes if counter.takes(size, sequence_length)] or micro_batch_sizes
+    taken = [
+        size for size in micro_batch_sizes if counter.takes(size, sequence_length)
+    ] or micro_batch_sizes
     counter.check_runs((taken[0], sequence_length))
     sizes = [(size, sequence_length, split) for split in found for size in taken]
     kinds = list(counter.representatives)
@@ -457,11 +578,16 @@ def profile(
         shared_parameters=counter.cut.shared_parameters,
         cut=source.starts,
         whole_sequences=source.whole_sequences if sequence_length else "",
-        environment={"torch": torch.__version__.partition("+")[0]} | _reason(counter.cut),
+        environment={"torch": torch.__version__.partition("+")[0]}
+        | _reason(counter.cut),
     )
 
 
 def _reason(cut: LayerCut) -> dict[str, str]:
     """Why the model is a single layer, for people."""
-    way = " Counted on one run with random values: others may take another way." if cut.needs_values else ""
+    way = (
+        " Counted on one run with random values: others may take another way."
+        if cut.needs_values
+        else ""
+    )
     return {"cut": f"one layer: {cut.reason}{way}"} if cut.reason else {}

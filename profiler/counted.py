@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from planner.errors import DocumentError, UnknownNameError
-from planner.spec.profile import DataType, Measurement, ModelProfile, SharedParameters, SkipEdge
+from planner.spec.profile import (
+    DataType,
+    Measurement,
+    ModelProfile,
+    SharedParameters,
+    SkipEdge,
+)
 from profiler.catalogue import entry
 from profiler.polynomials import evaluate, evaluate_layer
 from profiler.quantities import Limits, layer_profiles, rows_of
@@ -48,11 +54,21 @@ def counted_profile(
         DocumentError: a size or degree that the model does not take.
     """
     data = _stored(name)
-    degrees = tuple(data["tensor_parallel_degrees"] if tensor_parallel_degrees is None else tensor_parallel_degrees)
+    degrees = tuple(
+        data["tensor_parallel_degrees"]
+        if tensor_parallel_degrees is None
+        else tensor_parallel_degrees
+    )
     known = tuple(data.get("expert_parallel_degrees", (1,)))
-    experts = known if expert_parallel_degrees is None else tuple(expert_parallel_degrees)
+    experts = (
+        known if expert_parallel_degrees is None else tuple(expert_parallel_degrees)
+    )
     limits = Limits(
-        name, entry(name).takes_tokens, data["longest_sequence"], tuple(data["tensor_parallel_degrees"]), known
+        name,
+        entry(name).takes_tokens,
+        data["longest_sequence"],
+        tuple(data["tensor_parallel_degrees"]),
+        known,
     )
     limits.check(sequence_length, micro_batch_sizes, degrees, experts)
     found = splits(
@@ -62,7 +78,9 @@ def counted_profile(
         expert_degrees=experts,
         experts=data.get("experts", 0),
     )
-    sizes = [(size, sequence_length, split) for split in found for size in micro_batch_sizes]
+    sizes = [
+        (size, sequence_length, split) for split in found for size in micro_batch_sizes
+    ]
     return ModelProfile(
         model=name,
         device="counted",
@@ -72,7 +90,10 @@ def counted_profile(
         layers=layer_profiles(
             ((layer, kind, tuple(modules)) for layer, kind, modules in data["layers"]),
             data["parameters"],
-            {kind: _rows(data, kind, STORED_TYPE[dtype], sizes) for kind in data["parameters"]},
+            {
+                kind: _rows(data, kind, STORED_TYPE[dtype], sizes)
+                for kind in data["parameters"]
+            },
             data.get("frozen_parameters", {}),
         ),
         edges=tuple(
@@ -86,13 +107,18 @@ def counted_profile(
             )
             for start, stop, each in data.get("edges", {}).get(STORED_TYPE[dtype], ())
         ),
-        shared_parameters=tuple(SharedParameters.model_validate(shared) for shared in data["shared_parameters"]),
+        shared_parameters=tuple(
+            SharedParameters.model_validate(shared)
+            for shared in data["shared_parameters"]
+        ),
         whole_sequences=data.get("whole_sequences", ""),
         environment={"torch": data["torch"]},
     )
 
 
-def _rows(data: dict[str, Any], kind: str, dtype: str, sizes: list[tuple[int, int, Split]]) -> tuple[Measurement, ...]:
+def _rows(
+    data: dict[str, Any], kind: str, dtype: str, sizes: list[tuple[int, int, Split]]
+) -> tuple[Measurement, ...]:
     counts = data["counts"]
     if sizes and sizes[0][1] >= data.get("window", sizes[0][1] + 1):
         counts = counts | _windowed_counts(data)
@@ -100,10 +126,14 @@ def _rows(data: dict[str, Any], kind: str, dtype: str, sizes: list[tuple[int, in
     def count(split: Split) -> dict[str, Any]:
         # Layers without experts are not stored once more.
         plain = f"{dtype} {replace(split, expert=1).code} {kind}"
-        return cast("dict[str, Any]", counts.get(f"{dtype} {split.code} {kind}") or counts[plain])
+        return cast(
+            "dict[str, Any]",
+            counts.get(f"{dtype} {split.code} {kind}") or counts[plain],
+        )
 
     return rows_of(
-        ((b, s, split), evaluate_layer(count(split), (b, s // split.sequence_parts))) for b, s, split in sizes
+        ((b, s, split), evaluate_layer(count(split), (b, s // split.sequence_parts)))
+        for b, s, split in sizes
     )
 
 
@@ -136,8 +166,16 @@ def _stored(name: str) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Count and store."""
-    parser = argparse.ArgumentParser(prog="python -m profiler.counted", description=main.__doc__)
-    parser.add_argument("--write", nargs="*", metavar="NAME", required=True, help="models; none: the whole catalogue")
+    parser = argparse.ArgumentParser(
+        prog="python -m profiler.counted", description=main.__doc__
+    )
+    parser.add_argument(
+        "--write",
+        nargs="*",
+        metavar="NAME",
+        required=True,
+        help="models; none: the whole catalogue",
+    )
     names = parser.parse_args(arguments).write
     try:
         for name in names:

@@ -62,12 +62,22 @@ def count_model(source: ModelSource) -> dict[str, Any]:
         **_further_splits(source),
         **_whole_sequences(source),
         "parameters": counter.parameters,
-        **({"frozen_parameters": counter.frozen_parameters} if counter.frozen_parameters else {}),
+        **(
+            {"frozen_parameters": counter.frozen_parameters}
+            if counter.frozen_parameters
+            else {}
+        ),
         **_edges(source),
-        "shared_parameters": [shared.model_dump(mode="json") for shared in cut.shared_parameters],
+        "shared_parameters": [
+            shared.model_dump(mode="json") for shared in cut.shared_parameters
+        ],
         "layers": [(layer.name, layer.kind, layer.modules) for layer in cut.layers],
         "counts": counts,
-        **_windowed(source, {_key(*key): (counters[key[0]], key[2], key[1]) for key in keys}, counts),
+        **_windowed(
+            source,
+            {_key(*key): (counters[key[0]], key[2], key[1]) for key in keys},
+            counts,
+        ),
     }
 
 
@@ -85,19 +95,31 @@ def window_of(source: ModelSource) -> int | None:
     """Tokens of the sliding window of some of the model's layers; None: all attend to all tokens."""
     config = source.config and source.config.get_text_config()
     window: int | None = getattr(config, "sliding_window", None)
-    is_used = "sliding_attention" in (getattr(config, "layer_types", None) or ("sliding_attention",))
-    return window if window and is_used and window <= (source.longest_sequence or window) else None
+    is_used = "sliding_attention" in (
+        getattr(config, "layer_types", None) or ("sliding_attention",)
+    )
+    return (
+        window
+        if window and is_used and window <= (source.longest_sequence or window)
+        else None
+    )
 
 
 def _windowed(
-    source: ModelSource, fitted: dict[str, tuple[Counter, str, Split]], counts: dict[str, Any]
+    source: ModelSource,
+    fitted: dict[str, tuple[Counter, str, Split]],
+    counts: dict[str, Any],
 ) -> dict[str, Any]:
     """Under ``windowed_counts``, for sequences of ``window`` tokens and more: polynomials of their own of the layers
     that run other kernels then, with the window as a mask."""
     window = window_of(source)
     if window is None:
         return {}
-    found = {key: data for key, one in fitted.items() if (data := _fit(*one, window=window)) != counts[key]}
+    found = {
+        key: data
+        for key, one in fitted.items()
+        if (data := _fit(*one, window=window)) != counts[key]
+    }
     return {"window": window, "windowed_counts": found} if found else {}
 
 
@@ -105,8 +127,16 @@ def _further_splits(source: ModelSource) -> dict[str, Any]:
     """How the model can be split besides over tensor-parallel ranks, where it can."""
     shared = {"sequence_parallel": True} if source.can_split_sequences() else {}
     degrees, experts = source.expert_parallel_degrees(), common_experts(source)
-    spread = {"experts": experts} if experts and len(source.tensor_parallel_degrees()) > 1 else {}
-    return {**shared, **({"expert_parallel_degrees": degrees} if len(degrees) > 1 else {}), **spread}
+    spread = (
+        {"experts": experts}
+        if experts and len(source.tensor_parallel_degrees()) > 1
+        else {}
+    )
+    return {
+        **shared,
+        **({"expert_parallel_degrees": degrees} if len(degrees) > 1 else {}),
+        **spread,
+    }
 
 
 def _splits(source: ModelSource) -> tuple[Split, ...]:
@@ -127,7 +157,11 @@ def _edges(source: ModelSource) -> dict[str, Any]:
         by_size = {size: source.edges(size[1], TORCH_TYPES[dtype]) for size in sizes}
         first = next(iter(by_size.values()))
         found[dtype] = [
-            (edge.from_, edge.to, fit({size: edges[index].bytes for size, edges in by_size.items()}))
+            (
+                edge.from_,
+                edge.to,
+                fit({size: edges[index].bytes for size, edges in by_size.items()}),
+            )
             for index, edge in enumerate(first)
         ]
     return {"edges": found} if any(found.values()) else {}
@@ -146,11 +180,18 @@ def _fit(counter: Counter, kind: str, split: Split, window: int = 0) -> dict[str
         return counter.count(kind, size[0], size[1] * parts, split)
 
     tokens = counter.source.input_kind == "tokens"
-    several, one = (SEVERAL_SAMPLES, ONE_SAMPLE) if tokens else (SEVERAL_IMAGES, ONE_IMAGE)
-    several, one = (tuple((b, s + window) for b, s in sizes) for sizes in (several, one))
+    several, one = (
+        (SEVERAL_SAMPLES, ONE_SAMPLE) if tokens else (SEVERAL_IMAGES, ONE_IMAGE)
+    )
+    several, one = (
+        tuple((b, s + window) for b, s in sizes) for sizes in (several, one)
+    )
     data = fit_layer({size: count(size) for size in several})
     counts = {size: count(size) for size in one}
-    if any(_row(evaluate_layer(data, size)) != _row(count) for size, count in counts.items()):
+    if any(
+        _row(evaluate_layer(data, size)) != _row(count)
+        for size, count in counts.items()
+    ):
         data["one_sample"] = fit_layer(counts)
     return data
 
@@ -166,7 +207,13 @@ def _dump(data: dict[str, Any]) -> str:
         if key == "layers":
             text = "[\n" + ",\n".join(map(_compact, value)) + "\n]"
         elif key in ("counts", "windowed_counts"):
-            text = "{\n" + ",\n".join(f"{_compact(name)}:{_compact(each)}" for name, each in value.items()) + "\n}"
+            text = (
+                "{\n"
+                + ",\n".join(
+                    f"{_compact(name)}:{_compact(each)}" for name, each in value.items()
+                )
+                + "\n}"
+            )
         else:
             text = _compact(value)
         lines.append(f"{_compact(key)}:{text}")

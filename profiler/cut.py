@@ -90,16 +90,22 @@ class Chain(Protocol):
     def layer(self, model: nn.Module, index: int) -> nn.Module:
         """A stage of one layer, without what only passes through it."""
 
-    def parts(self, stage: nn.Module, index: int, layer: CutLayer) -> dict[str, nn.Module]:
+    def parts(
+        self, stage: nn.Module, index: int, layer: CutLayer
+    ) -> dict[str, nn.Module]:
         """The modules of a stage that run a layer, in order, by names that are the same in every stage."""
 
     def borders(self, model: nn.Module, inputs: InputMaker, size: Size) -> Borders:
         """Tensors at the borders of the layers of the whole model, which is on meta."""
 
-    def readers(self, index: int, place: int, dtype: torch.dtype) -> list[tuple[int, int]]:
+    def readers(
+        self, index: int, place: int, dtype: torch.dtype
+    ) -> list[tuple[int, int]]:
         """(layer, place among what it takes) of all layers that read this tensor of what layer `index` makes."""
 
-    def later_takers(self, index: int, place: int, dtype: torch.dtype) -> list[tuple[int, int]]:
+    def later_takers(
+        self, index: int, place: int, dtype: torch.dtype
+    ) -> list[tuple[int, int]]:
         """(layer, place among what it takes) of all layers behind `index` that take this tensor of what it takes."""
 
     def edges(self, sequence_length: int, dtype: torch.dtype) -> tuple[SkipEdge, ...]:
@@ -123,7 +129,9 @@ class TensorChain:
         """The output of every layer of the whole model."""
         raise NotImplementedError
 
-    def parts(self, stage: nn.Module, index: int, layer: CutLayer) -> dict[str, nn.Module]:
+    def parts(
+        self, stage: nn.Module, index: int, layer: CutLayer
+    ) -> dict[str, nn.Module]:
         """The layer's own modules, those that are there."""
         held = dict(stage.named_modules())
         return {name: held[name] for name in layer.modules if name in held}
@@ -131,15 +139,27 @@ class TensorChain:
     def borders(self, model: nn.Module, inputs: InputMaker, size: Size) -> Borders:
         """One tensor at every border."""
         given = inputs(*size)
-        outputs = (each.detach().requires_grad_(each.requires_grad) for each in self.outputs(model, given[0]))
+        outputs = (
+            each.detach().requires_grad_(each.requires_grad)
+            for each in self.outputs(model, given[0])
+        )
         crossing = (given, *((output,) for output in outputs))
-        return Borders(crossing, crossing[:-1], crossing[1:], tuple(output.nbytes for (output,) in crossing[1:]))
+        return Borders(
+            crossing,
+            crossing[:-1],
+            crossing[1:],
+            tuple(output.nbytes for (output,) in crossing[1:]),
+        )
 
-    def readers(self, index: int, place: int, dtype: torch.dtype) -> list[tuple[int, int]]:
+    def readers(
+        self, index: int, place: int, dtype: torch.dtype
+    ) -> list[tuple[int, int]]:
         """The next layer."""
         return [(index + 1, 0)]
 
-    def later_takers(self, index: int, place: int, dtype: torch.dtype) -> list[tuple[int, int]]:
+    def later_takers(
+        self, index: int, place: int, dtype: torch.dtype
+    ) -> list[tuple[int, int]]:
         """None: the tensor goes no further."""
         return []
 
@@ -162,7 +182,14 @@ class LayerCut:
     only_sequence: int = 0
     """Tokens per sample, of a model that does not run on fewer; 0: it does."""
 
-    def stage(self, model: nn.Module, start: int, stop: int, *, recompute: Recompute = NO_RECOMPUTE) -> nn.Module:
+    def stage(
+        self,
+        model: nn.Module,
+        start: int,
+        stop: int,
+        *,
+        recompute: Recompute = NO_RECOMPUTE,
+    ) -> nn.Module:
         """The part of `model` that holds layers start..stop (exclusive). The model is used up: build one per stage.
 
         The stage's forward takes what crosses its first border: what the model takes (token ids, images) for the first
@@ -181,7 +208,9 @@ class LayerCut:
         self._check(start, stop, recompute)
         return self._recomputing(self.chain.stage(model, start, stop), recompute)
 
-    def layer(self, model: nn.Module, index: int, *, recompute: RecomputeMode = "none") -> nn.Module:
+    def layer(
+        self, model: nn.Module, index: int, *, recompute: RecomputeMode = "none"
+    ) -> nn.Module:
         """One layer alone: its forward takes what the layer reads (`Borders.takes`) and returns what it makes.
 
         Raises:
@@ -267,7 +296,13 @@ def cut_model(
     from profiler.cut_graph import cut_graph
 
     try:
-        return cut_graph(model, maker, keywords=keywords, starts=starts, longest_sequence=longest_sequence)
+        return cut_graph(
+            model,
+            maker,
+            keywords=keywords,
+            starts=starts,
+            longest_sequence=longest_sequence,
+        )
     except UnsupportedError as error:
         refusals.append(error)
     from profiler.cut_whole import cut_whole
@@ -306,8 +341,16 @@ def _cut_simply(model: nn.Module, inputs: Tensor) -> LayerCut | None:
         UnsupportedError: it is no chain that hands on one tensor.
     """
     if isinstance(model, nn.Sequential):
-        return _cut_sequential(model, inputs) if _is_plain(model) and not _repeats_state(model) else None
-    if hasattr(model, "base_model") and hasattr(model, "config") and not inputs.is_floating_point():
+        return (
+            _cut_sequential(model, inputs)
+            if _is_plain(model) and not _repeats_state(model)
+            else None
+        )
+    if (
+        hasattr(model, "base_model")
+        and hasattr(model, "config")
+        and not inputs.is_floating_point()
+    ):
         from profiler.transformer_cut import cut_transformer
 
         return cut_transformer(model, inputs)
@@ -316,7 +359,9 @@ def _cut_simply(model: nn.Module, inputs: Tensor) -> LayerCut | None:
 
 def _is_plain(model: nn.Sequential) -> bool:
     """Does it do nothing but run its children?"""
-    is_own = type(model).forward is not nn.Sequential.forward or "forward" in vars(model)
+    is_own = type(model).forward is not nn.Sequential.forward or "forward" in vars(
+        model
+    )
     return not is_own and not has_hooks(model)
 
 
@@ -333,7 +378,9 @@ def has_hooks(module: nn.Module) -> bool:
 
 def _repeats_state(model: nn.Sequential) -> bool:
     """Does a child with parameters or buffers stand at several places?"""
-    repeated = (child for child in set(model) if sum(each is child for each in model) > 1)
+    repeated = (
+        child for child in set(model) if sum(each is child for each in model) > 1
+    )
     return any(child.state_dict() for child in repeated)
 
 
@@ -378,7 +425,9 @@ class SequentialChain(TensorChain):
 
 
 def _cut_sequential(model: nn.Sequential, inputs: Tensor) -> LayerCut:
-    names = tuple(model._modules)  # `named_children` leaves out children that stand at several places
+    names = tuple(
+        model._modules
+    )  # `named_children` leaves out children that stand at several places
     chain = SequentialChain(names)
     outputs = _chain_of_tensors(chain, model, inputs)
     signatures = [
@@ -389,9 +438,13 @@ def _cut_sequential(model: nn.Sequential, inputs: Tensor) -> LayerCut:
             given.requires_grad,
             _place(index, len(names)),
         )
-        for index, (name, given) in enumerate(zip(names, (inputs, *outputs), strict=False))
+        for index, (name, given) in enumerate(
+            zip(names, (inputs, *outputs), strict=False)
+        )
     ]
-    kinds = name_kinds(signatures, [type(model.get_submodule(name)).__name__ for name in names])
+    kinds = name_kinds(
+        signatures, [type(model.get_submodule(name)).__name__ for name in names]
+    )
     layers = tuple(
         # The loss belongs to the last layer and keeps its output, so recomputing that layer would save nothing.
         CutLayer(
@@ -411,10 +464,18 @@ def _place(index: int, count: int) -> tuple[bool, bool]:
     return index == 0, index == count - 1
 
 
-def _chain_of_tensors(chain: SequentialChain, model: nn.Module, inputs: Tensor) -> tuple[Tensor, ...]:
+def _chain_of_tensors(
+    chain: SequentialChain, model: nn.Module, inputs: Tensor
+) -> tuple[Tensor, ...]:
     try:
         outputs = chain.outputs(model, inputs)
-    except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError) as error:
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        IndexError,
+        NotImplementedError,
+    ) as error:
         raise UnsupportedError(
             f"the model does not run on meta tensors of shape {tuple(inputs.shape)}: {str(error).splitlines()[0]}",
             field="model",
@@ -430,7 +491,9 @@ def _chain_of_tensors(chain: SequentialChain, model: nn.Module, inputs: Tensor) 
     return outputs
 
 
-def find_shared_parameters(model: nn.Module, layers: Iterable[CutLayer]) -> tuple[SharedParameters, ...]:
+def find_shared_parameters(
+    model: nn.Module, layers: Iterable[CutLayer]
+) -> tuple[SharedParameters, ...]:
     """Parameters that modules of several layers hold, such as tied embeddings (Press and Wolf 2017)."""
     layer_of = {module: layer.name for layer in layers for module in layer.modules}
     names_by_parameter: dict[int, list[str]] = {}
@@ -440,7 +503,9 @@ def find_shared_parameters(model: nn.Module, layers: Iterable[CutLayer]) -> tupl
     for names in names_by_parameter.values():
         users = tuple(dict.fromkeys(_owner(name, layer_of) for name in names))
         if len(users) > 1:
-            shared.append(shared_parameters(names, users, model.get_parameter(names[0])))
+            shared.append(
+                shared_parameters(names, users, model.get_parameter(names[0]))
+            )
     return tuple(shared)
 
 
@@ -453,7 +518,9 @@ def tied_modules(models: Iterable[nn.Module]) -> set[str]:
     return {name for names in users.values() if len(names) > 1 for name in names}
 
 
-def shared_parameters(names: Iterable[str], users: Iterable[str], parameter: nn.Parameter) -> SharedParameters:
+def shared_parameters(
+    names: Iterable[str], users: Iterable[str], parameter: nn.Parameter
+) -> SharedParameters:
     """A parameter that several layers use."""
     return SharedParameters(
         names=tuple(names),

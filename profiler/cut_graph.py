@@ -28,11 +28,35 @@ from torch.utils._pytree import tree_flatten
 from planner.errors import LayoutError, UnsupportedError
 from planner.spec.profile import SharedParameters, SkipEdge
 from profiler.compute_type import cast, cast_inputs, dtype_of
-from profiler.cut import Borders, CutLayer, InputMaker, LayerCut, Size, Tensors, shared_parameters
-from profiler.cut_layers import Flow, Run, find_atoms, find_runs, lineage, matching, named_atoms
+from profiler.cut import (
+    Borders,
+    CutLayer,
+    InputMaker,
+    LayerCut,
+    Size,
+    Tensors,
+    shared_parameters,
+)
+from profiler.cut_layers import (
+    Flow,
+    Run,
+    find_atoms,
+    find_runs,
+    lineage,
+    matching,
+    named_atoms,
+)
 from profiler.cut_prune import aliases, has_children, prune
 from profiler.cut_stage import GraphStage
-from profiler.cut_trace import Attribute, Shape, Step, Trace, UntraceableError, Value, trace
+from profiler.cut_trace import (
+    Attribute,
+    Shape,
+    Step,
+    Trace,
+    UntraceableError,
+    Value,
+    trace,
+)
 from profiler.evaluating import evaluating
 from profiler.kinds import has_backward, name_kinds, signature
 from profiler.transformer_cut import meta_friendly
@@ -78,19 +102,32 @@ def cut_graph(
     """
     tracer = _tracer(model, inputs, keywords, starts, longest_sequence)
     flow = tracer.flow(tracer.probes[0])
-    runs = tuple(find_runs(model, flow, tracer.whole, matching(starts, flow.trace.called)))
+    runs = tuple(
+        find_runs(model, flow, tracer.whole, matching(starts, flow.trace.called))
+    )
     chain = GraphChain(tracer, runs)
     layers = tuple(_layers(model, chain, flow))
-    only = tracer.probes[0][1] if tracer.probes == at_one_length(longest_sequence) else 0
-    return LayerCut(layers, _shared_parameters(model, chain, flow), chain, only_sequence=only)
+    only = (
+        tracer.probes[0][1] if tracer.probes == at_one_length(longest_sequence) else 0
+    )
+    return LayerCut(
+        layers, _shared_parameters(model, chain, flow), chain, only_sequence=only
+    )
 
 
 def _tracer(
-    model: nn.Module, inputs: InputMaker, keywords: tuple[str, ...], starts: tuple[str, ...], longest_sequence: int
+    model: nn.Module,
+    inputs: InputMaker,
+    keywords: tuple[str, ...],
+    starts: tuple[str, ...],
+    longest_sequence: int,
 ) -> Tracer:
     """Of short sequences, or of the longest ones: a model with an embedding for every place takes those alone."""
     refusals = []
-    for sizes in (probes(longest_sequence), *([at_one_length(longest_sequence)] if longest_sequence else [])):
+    for sizes in (
+        probes(longest_sequence),
+        *([at_one_length(longest_sequence)] if longest_sequence else []),
+    ):
         tracer = Tracer(model, inputs, keywords, sizes)
         try:
             tracer.choose_atoms(starts)
@@ -115,21 +152,34 @@ class Tracer:
 
     def choose_atoms(self, starts: tuple[str, ...]) -> None:
         """Find the modules that stay whole."""
-        plain = {name: part for name, part in self.model.named_modules() if name and not has_children(part)}
+        plain = {
+            name: part
+            for name, part in self.model.named_modules()
+            if name and not has_children(part)
+        }
         fine = self._trace(self.probes[0], self.dtype, plain)
-        self.atoms = named_atoms(self.model, fine, starts) if starts else find_atoms(self.model, fine)
+        self.atoms = (
+            named_atoms(self.model, fine, starts)
+            if starts
+            else find_atoms(self.model, fine)
+        )
 
     @property
     def whole(self) -> dict[str, nn.Module]:
         """All modules that stay whole: those that were chosen, and those whose code cannot be written down."""
-        return {name: self.model.get_submodule(name) for name in _outermost((*self.atoms, *self._opaque))}
+        return {
+            name: self.model.get_submodule(name)
+            for name in _outermost((*self.atoms, *self._opaque))
+        }
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of the model as it was given."""
         return dtype_of(self.model)
 
-    def flow(self, size: Size, dtype: torch.dtype | None = None, *, evaluates: bool = False) -> Flow:
+    def flow(
+        self, size: Size, dtype: torch.dtype | None = None, *, evaluates: bool = False
+    ) -> Flow:
         """The traced run at this size and type.
 
         Args:
@@ -146,20 +196,45 @@ class Tracer:
                 run = self._trace(*key[:2], self.atoms, settled=settled)
             found = Flow(run, frozenset(_parameters(self.model)))
             first = next(iter(self._flows.values()), found)
-            if [_title(step) for step in found.trace.steps] != [_title(step) for step in first.trace.steps]:
-                where = "in evaluation" if evaluates else f"at micro-batch and sequence {size}"
+            if [_title(step) for step in found.trace.steps] != [
+                _title(step) for step in first.trace.steps
+            ]:
+                where = (
+                    "in evaluation"
+                    if evaluates
+                    else f"at micro-batch and sequence {size}"
+                )
                 raise _refusal(self.model, "", f"runs other operations {where}")
             self._flows[key] = found
         return self._flows[key]
 
-    def _trace(self, size: Size, dtype: torch.dtype, atoms: Mapping[str, nn.Module], *, settled: bool = False) -> Trace:
+    def _trace(
+        self,
+        size: Size,
+        dtype: torch.dtype,
+        atoms: Mapping[str, nn.Module],
+        *,
+        settled: bool = False,
+    ) -> Trace:
         """Modules whose code cannot be written down become atoms."""
         model = self._in(dtype)
         while True:
-            parts = {name: model.get_submodule(name) for name in _outermost((*atoms, *self._opaque))}
+            parts = {
+                name: model.get_submodule(name)
+                for name in _outermost((*atoms, *self._opaque))
+            }
             try:
-                with meta_friendly(), torch.enable_grad():  # shapes tell what carries gradients, whoever asks
-                    return trace(model, cast_inputs(self.inputs(*size), dtype), self.keywords, parts, settled=settled)
+                with (
+                    meta_friendly(),
+                    torch.enable_grad(),
+                ):  # shapes tell what carries gradients, whoever asks
+                    return trace(
+                        model,
+                        cast_inputs(self.inputs(*size), dtype),
+                        self.keywords,
+                        parts,
+                        settled=settled,
+                    )
             except UntraceableError as error:
                 if not error.scope or error.scope in parts:
                     raise _refusal(self.model, error.scope, error.reason) from error
@@ -176,7 +251,11 @@ class Tracer:
 def _outermost(names: Iterable[str]) -> list[str]:
     """The modules that stand below no other one of them."""
     known = set(names)
-    return [name for name in dict.fromkeys(names) if known.isdisjoint(list(lineage(name))[1:])]
+    return [
+        name
+        for name in dict.fromkeys(names)
+        if known.isdisjoint(list(lineage(name))[1:])
+    ]
 
 
 def _parameters(model: nn.Module) -> list[str]:
@@ -188,7 +267,9 @@ def _title(step: Step) -> tuple[Any, str]:
 
 
 def _refusal(model: nn.Module, scope: str, reason: str) -> UnsupportedError:
-    name = f"module {scope!r} of {type(model).__name__}" if scope else type(model).__name__
+    name = (
+        f"module {scope!r} of {type(model).__name__}" if scope else type(model).__name__
+    )
     return UnsupportedError(
         f"{name} {reason}.",
         field="model",
@@ -217,7 +298,9 @@ class GraphChain:
         """The run that the layers were found in."""
         return self.tracer.flow(self.tracer.probes[0])
 
-    def size_of(self, values: Select, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Size:
+    def size_of(
+        self, values: Select, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
+    ) -> Size:
         """Micro-batch size and sequence length at which these values have these shapes in a model of this type.
 
         Raises:
@@ -226,7 +309,9 @@ class GraphChain:
         # Sizes are the same in every type, and known of the first; but what is cast to it crosses in others only.
         for traced in dict.fromkeys((self.tracer.dtype, dtype)):
             size = self._solved(values, shapes, traced)
-            if size is not None and _shapes(self.tracer.flow(size, dtype), values) == tuple(map(tuple, shapes)):
+            if size is not None and _shapes(
+                self.tracer.flow(size, dtype), values
+            ) == tuple(map(tuple, shapes)):
                 return size
         raise LayoutError(
             f"the stage does not take tensors of shapes {list(map(tuple, shapes))}.",
@@ -234,12 +319,21 @@ class GraphChain:
             mend="give it what the stage before returns.",
         )
 
-    def _solved(self, values: Select, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> Size | None:
+    def _solved(
+        self, values: Select, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
+    ) -> Size | None:
         """By the runs of this type; None: other values cross in it, or no such size is whole."""
-        probes = [_shapes(self.tracer.flow(size, dtype), values) for size in self.tracer.probes]
+        probes = [
+            _shapes(self.tracer.flow(size, dtype), values)
+            for size in self.tracer.probes
+        ]
         if len(probes[0]) != len(shapes):
             return None
-        rows = [row for row in zip(shapes, *probes, strict=True) if len({len(size) for size in row}) == 1]
+        rows = [
+            row
+            for row in zip(shapes, *probes, strict=True)
+            if len({len(size) for size in row}) == 1
+        ]
         dimensions = [dimension for row in rows for dimension in zip(*row, strict=True)]
         (samples, tokens), (more, _), (_, longer) = self.tracer.probes
         batch, length = samples, tokens
@@ -253,23 +347,39 @@ class GraphChain:
     def stage(self, model: nn.Module, start: int, stop: int) -> nn.Module:
         """The model itself, other stages' modules taken out, its forward running the steps of layers start..stop."""
         return self._reduce(
-            model, start, stop, partial(self.values, boundary=start), partial(self.values, boundary=stop)
+            model,
+            start,
+            stop,
+            partial(self.values, boundary=start),
+            partial(self.values, boundary=stop),
         )
 
     def layer(self, model: nn.Module, index: int) -> nn.Module:
         """A stage of one layer that takes only what the layer reads, and returns only what it makes."""
-        return self._reduce(model, index, index + 1, self.runs[index].takes, self.runs[index].makes)
+        return self._reduce(
+            model, index, index + 1, self.runs[index].takes, self.runs[index].makes
+        )
 
-    def _reduce(self, model: nn.Module, start: int, stop: int, takes: Select, gives: Select) -> nn.Module:
-        steps = [step for run in self.runs[start:stop] for step in run.steps(self.reference)]
+    def _reduce(
+        self, model: nn.Module, start: int, stop: int, takes: Select, gives: Select
+    ) -> nn.Module:
+        steps = [
+            step for run in self.runs[start:stop] for step in run.steps(self.reference)
+        ]
         keep = {step.module for step in steps if step.module is not None}
-        prune(model, keep | aliases(model, keep), {name for step in steps for name in step.attributes})
+        prune(
+            model,
+            keep | aliases(model, keep),
+            {name for step in steps for name in step.attributes},
+        )
         model.forward = GraphStage(self, model, range(start, stop), takes, gives)
         model._forward_pre_hooks.clear()  # what they do stands among the steps
         model._forward_hooks.clear()
         return model
 
-    def parts(self, stage: nn.Module, index: int, layer: CutLayer) -> dict[str, nn.Module]:
+    def parts(
+        self, stage: nn.Module, index: int, layer: CutLayer
+    ) -> dict[str, nn.Module]:
         """The module that runs the layer."""
         return {layer.name: stage.__dict__["forward"].layers[index]}
 
@@ -282,24 +392,41 @@ class GraphChain:
             return tuple(make(flow.trace.shapes[value]) for value in values)
 
         return Borders(
-            crossing=tuple(on_meta(self.values(flow, boundary), _sent) for boundary in range(count + 1)),
+            crossing=tuple(
+                on_meta(self.values(flow, boundary), _sent)
+                for boundary in range(count + 1)
+            ),
             takes=tuple(on_meta(run.takes(flow), _within) for run in self.runs),
             makes=tuple(on_meta(run.makes(flow), _sent) for run in self.runs),
-            output_bytes=tuple(_nbytes(flow, self.handed_on(index, flow)) for index in range(count)),
+            output_bytes=tuple(
+                _nbytes(flow, self.handed_on(index, flow)) for index in range(count)
+            ),
         )
 
     def handed_on(self, index: int, flow: Flow) -> tuple[int, ...]:
         """Values that layer `index` makes for the next one; the last layer, what the model returns."""
-        stop = self.runs[index + 1].stop if index + 1 < len(self.runs) else len(flow.trace.steps) + 1
+        stop = (
+            self.runs[index + 1].stop
+            if index + 1 < len(self.runs)
+            else len(flow.trace.steps) + 1
+        )
         made = self.runs[index].makes(flow)
-        return tuple(value for value in made if any(self.runs[index].stop <= at < stop for at in flow.readers[value]))
+        return tuple(
+            value
+            for value in made
+            if any(self.runs[index].stop <= at < stop for at in flow.readers[value])
+        )
 
-    def readers(self, index: int, place: int, dtype: torch.dtype) -> list[tuple[int, int]]:
+    def readers(
+        self, index: int, place: int, dtype: torch.dtype
+    ) -> list[tuple[int, int]]:
         """(layer, place among what it takes) of all layers that read this tensor of what layer `index` makes."""
         flow = self._in(dtype)
         return self._takers(flow, self.runs[index].makes(flow)[place], 0)
 
-    def later_takers(self, index: int, place: int, dtype: torch.dtype) -> list[tuple[int, int]]:
+    def later_takers(
+        self, index: int, place: int, dtype: torch.dtype
+    ) -> list[tuple[int, int]]:
         """(layer, place among what it takes) of all layers behind `index` that take this tensor of what it takes."""
         flow = self._in(dtype)
         return self._takers(flow, self.runs[index].takes(flow)[place], index + 1)
@@ -333,18 +460,25 @@ def _nbytes(flow: Flow, values: Iterable[int]) -> int:
 
 def _sent(shape: Shape) -> Tensor:
     """As it crosses a border between stages."""
-    return torch.empty(shape.size, dtype=shape.dtype, device="meta", requires_grad=shape.requires_grad)
+    return torch.empty(
+        shape.size, dtype=shape.dtype, device="meta", requires_grad=shape.requires_grad
+    )
 
 
 def _within(shape: Shape) -> Tensor:
     """As a layer finds it behind another one of its stage: where it is not contiguous, kernels may copy it."""
-    tensor = torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype, device="meta")
+    tensor = torch.empty_strided(
+        shape.size, shape.stride, dtype=shape.dtype, device="meta"
+    )
     return tensor.requires_grad_(shape.requires_grad)
 
 
 def _layers(model: nn.Module, chain: GraphChain, flow: Flow) -> list[CutLayer]:
     runs = chain.runs
-    marks = [(_mark(model, chain, flow, index), index == 0, index == len(runs) - 1) for index in range(len(runs))]
+    marks = [
+        (_mark(model, chain, flow, index), index == 0, index == len(runs) - 1)
+        for index in range(len(runs))
+    ]
     kinds = name_kinds(marks, [_stem(model, flow, run) for run in runs])
     return [
         CutLayer(
@@ -365,13 +499,25 @@ def _layers(model: nn.Module, chain: GraphChain, flow: Flow) -> list[CutLayer]:
 def _attributes_of(model: nn.Module, flow: Flow, run: Run) -> list[str]:
     """Parameters that the code between the modules reads, by name."""
     known = set(_parameters(model))
-    return sorted({name for step in flow.trace.steps[run.start : run.stop] for name in step.attributes & known})
+    return sorted(
+        {
+            name
+            for step in flow.trace.steps[run.start : run.stop]
+            for name in step.attributes & known
+        }
+    )
 
 
 def _has_backward(model: nn.Module, flow: Flow, run: Run) -> bool:
     held = [model.get_parameter(name) for name in _attributes_of(model, flow, run)]
-    held += [each for name in run.modules(flow) for each in model.get_submodule(name).parameters()]
-    return has_backward(held, *(_sent(flow.trace.shapes[value]) for value in run.makes(flow)))
+    held += [
+        each
+        for name in run.modules(flow)
+        for each in model.get_submodule(name).parameters()
+    ]
+    return has_backward(
+        held, *(_sent(flow.trace.shapes[value]) for value in run.makes(flow))
+    )
 
 
 def _stem(model: nn.Module, flow: Flow, run: Run) -> str:
@@ -388,17 +534,27 @@ def _changes_received(flow: Flow, run: Run) -> bool:
     received = {shapes[value].storage for value in flow.live(run.start)} | {
         shapes[value].storage for value in flow.trace.inputs if run.start == 0
     }
-    return any(run.start <= index < run.stop for storage, index in flow.changed.items() if storage in received)
+    return any(
+        run.start <= index < run.stop
+        for storage, index in flow.changed.items()
+        if storage in received
+    )
 
 
-def _mark(model: nn.Module, chain: GraphChain, flow: Flow, index: int) -> tuple[Any, ...]:
+def _mark(
+    model: nn.Module, chain: GraphChain, flow: Flow, index: int
+) -> tuple[Any, ...]:
     """All that decides what a layer costs: its steps with their settings, the shapes of what it reads, and which of its
     tensors leave it, to the next layer or beyond."""
     run = chain.runs[index]
     local: dict[int, int] = {}
     rows: list[Any] = []
     for step in run.steps(flow):
-        read = (leaf.index for leaf in tree_flatten(step.arguments)[0] if isinstance(leaf, Value))
+        read = (
+            leaf.index
+            for leaf in tree_flatten(step.arguments)[0]
+            if isinstance(leaf, Value)
+        )
         for value in (value for value in dict.fromkeys(read) if value not in local):
             shape = flow.trace.shapes[value]
             rows.append(("takes", shape.size, shape.dtype, shape.requires_grad))
@@ -411,12 +567,19 @@ def _mark(model: nn.Module, chain: GraphChain, flow: Flow, index: int) -> tuple[
     return tuple(rows)
 
 
-def _describe(model: nn.Module, step: Step, local: Mapping[int, int]) -> tuple[Any, ...]:
+def _describe(
+    model: nn.Module, step: Step, local: Mapping[int, int]
+) -> tuple[Any, ...]:
     if step.module is not None:
         target: Any = signature(model.get_submodule(step.module))
     else:
         target = getattr(step.target, "__qualname__", repr(step.target))
-    attributes = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
+    attributes = dict(
+        (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        )
+    )
 
     def stand_in(leaf: Any) -> str:
         if isinstance(leaf, Value):
@@ -430,12 +593,20 @@ def _describe(model: nn.Module, step: Step, local: Mapping[int, int]) -> tuple[A
     return target, str(spec), tuple(map(stand_in, leaves)), step.gradients
 
 
-def _shared_parameters(model: nn.Module, chain: GraphChain, flow: Flow) -> tuple[SharedParameters, ...]:
+def _shared_parameters(
+    model: nn.Module, chain: GraphChain, flow: Flow
+) -> tuple[SharedParameters, ...]:
     """Parameters that several layers use, such as tied embeddings (Press and Wolf 2017)."""
     users: dict[int, list[str]] = {}
     for run in chain.runs:
-        owned = {id(each) for name in run.modules(flow) for each in model.get_submodule(name).parameters()}
-        owned |= {id(model.get_parameter(name)) for name in _attributes_of(model, flow, run)}
+        owned = {
+            id(each)
+            for name in run.modules(flow)
+            for each in model.get_submodule(name).parameters()
+        }
+        owned |= {
+            id(model.get_parameter(name)) for name in _attributes_of(model, flow, run)
+        }
         for key in owned:
             users.setdefault(key, []).append(run.name)
     names: dict[int, list[str]] = {}
@@ -448,7 +619,9 @@ def _shared_parameters(model: nn.Module, chain: GraphChain, flow: Flow) -> tuple
     )
 
 
-def skip_edges(chain: GraphChain, sequence_length: int, dtype: torch.dtype | None = None) -> tuple[SkipEdge, ...]:
+def skip_edges(
+    chain: GraphChain, sequence_length: int, dtype: torch.dtype | None = None
+) -> tuple[SkipEdge, ...]:
     """Tensors that layers take besides what the layer before made, with the bytes of one sample.
 
     A tensor that several layers take travels from one to the next: each edge starts at the last layer that had it, so
@@ -457,7 +630,11 @@ def skip_edges(chain: GraphChain, sequence_length: int, dtype: torch.dtype | Non
     """
     length = sequence_length or chain.tracer.probes[0][1]
     flow, nbytes = _of_one_sample(chain, length, dtype)
-    layer_of = {step: index for index, run in enumerate(chain.runs) for step in range(run.start, run.stop)}
+    layer_of = {
+        step: index
+        for index, run in enumerate(chain.runs)
+        for step in range(run.start, run.stop)
+    }
     layer_of |= {-1: 0, len(flow.trace.steps): len(chain.runs) - 1}
     sizes: dict[tuple[int, int], int] = {}
     for value, readers in flow.readers.items():
@@ -466,18 +643,27 @@ def skip_edges(chain: GraphChain, sequence_length: int, dtype: torch.dtype | Non
         maker = layer_of[flow.producer[value]]
         stops = sorted({maker, *(layer_of[reader] for reader in readers)})
         for before, after in pairwise(stops):
-            if not (before == maker and after == maker + 1 and flow.producer[value] >= 0):
+            if not (
+                before == maker and after == maker + 1 and flow.producer[value] >= 0
+            ):
                 sizes[before, after] = sizes.get((before, after), 0) + nbytes(value)
     names = [run.name for run in chain.runs]
     return tuple(
         SkipEdge.model_validate(
-            {"from": names[start], "to": names[stop], "bytes": size, "sequence_length": sequence_length}
+            {
+                "from": names[start],
+                "to": names[stop],
+                "bytes": size,
+                "sequence_length": sequence_length,
+            }
         )
         for (start, stop), size in sorted(sizes.items())
     )
 
 
-def _of_one_sample(chain: GraphChain, length: int, dtype: torch.dtype | None) -> tuple[Flow, Callable[[int], int]]:
+def _of_one_sample(
+    chain: GraphChain, length: int, dtype: torch.dtype | None
+) -> tuple[Flow, Callable[[int], int]]:
     """A run, and the bytes of its values in one of a single sample; of such, batch norm may have nothing to take the
     mean of."""
     try:
@@ -485,4 +671,9 @@ def _of_one_sample(chain: GraphChain, length: int, dtype: torch.dtype | None) ->
         return flow, lambda value: flow.trace.shapes[value].nbytes
     except UnsupportedError:
         two, three = (chain.tracer.flow((samples, length), dtype) for samples in (2, 3))
-        return two, lambda value: 2 * two.trace.shapes[value].nbytes - three.trace.shapes[value].nbytes
+        return (
+            two,
+            lambda value: (
+                2 * two.trace.shapes[value].nbytes - three.trace.shapes[value].nbytes
+            ),
+        )

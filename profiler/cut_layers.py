@@ -54,7 +54,11 @@ class Flow:
     def producer(self) -> dict[int, int]:
         """Step that makes a value; -1 for the model's inputs."""
         made = dict.fromkeys(self.trace.inputs, -1)
-        return made | {value: index for index, step in enumerate(self.trace.steps) for value in step.writes}
+        return made | {
+            value: index
+            for index, step in enumerate(self.trace.steps)
+            for value in step.writes
+        }
 
     @cached_property
     def readers(self) -> dict[int, list[int]]:
@@ -72,19 +76,28 @@ class Flow:
         return tuple(
             value
             for value, readers in sorted(self.readers.items())
-            if self.producer[value] < position <= readers[-1] and value not in self.constants
+            if self.producer[value] < position <= readers[-1]
+            and value not in self.constants
         )
 
     @cached_property
     def changed(self) -> dict[int, int]:
         """Last step that changes a storage in place."""
         shapes = self.trace.shapes
-        return {shapes[old].storage: index for index, step in enumerate(self.trace.steps) for old in step.changed}
+        return {
+            shapes[old].storage: index
+            for index, step in enumerate(self.trace.steps)
+            for old in step.changed
+        }
 
     def is_torn(self, position: int) -> bool:
         """Would tensors that share memory cross here apart, one of them to be changed in place?"""
         storages = [self.trace.shapes[value].storage for value in self.live(position)]
-        return any(self.changed.get(storage, -1) >= position for storage in storages if storages.count(storage) > 1)
+        return any(
+            self.changed.get(storage, -1) >= position
+            for storage in storages
+            if storages.count(storage) > 1
+        )
 
 
 def find_atoms(model: nn.Module, fine: Trace) -> dict[str, nn.Module]:
@@ -97,17 +110,27 @@ def find_atoms(model: nn.Module, fine: Trace) -> dict[str, nn.Module]:
     opened: set[str] = set()
     while True:
         atoms = tree.atoms(opened)
-        weighty = [name for name, module in atoms.items() if next(module.parameters(), None) is not None]
+        weighty = [
+            name
+            for name, module in atoms.items()
+            if next(module.parameters(), None) is not None
+        ]
         if len(weighty) >= FEWEST_LAYERS:
             return atoms
         able = [
             name
             for name in weighty
-            if has_children(atoms[name]) and (isinstance(atoms[name], nn.Sequential) or len(weighty) == 1)
+            if has_children(atoms[name])
+            and (isinstance(atoms[name], nn.Sequential) or len(weighty) == 1)
         ]
         if not able:
             return atoms
-        opened.add(max(able, key=lambda name: sum(each.numel() for each in atoms[name].parameters())))
+        opened.add(
+            max(
+                able,
+                key=lambda name: sum(each.numel() for each in atoms[name].parameters()),
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -124,7 +147,13 @@ class _Tree:
         self._collect("", self.model, open_names, found)
         return found
 
-    def _collect(self, name: str, module: nn.Module, open_names: set[str], found: dict[str, nn.Module]) -> None:
+    def _collect(
+        self,
+        name: str,
+        module: nn.Module,
+        open_names: set[str],
+        found: dict[str, nn.Module],
+    ) -> None:
         for child_name, child in module.named_children():
             path = f"{name}.{child_name}" if name else child_name
             if path in open_names or path not in self.fine.called:
@@ -136,7 +165,11 @@ class _Tree:
     def lists(self) -> tuple[str, ...]:
         """Names of all lists of blocks."""
         named = self.model.named_modules()
-        return tuple(name for name, part in named if isinstance(part, nn.ModuleList | nn.Sequential) and self._is(name))
+        return tuple(
+            name
+            for name, part in named
+            if isinstance(part, nn.ModuleList | nn.Sequential) and self._is(name)
+        )
 
     def _is(self, name: str) -> bool:
         """Rule (L1)."""
@@ -145,13 +178,19 @@ class _Tree:
         classes = [type(part) for part in blocks]
         if all(classes.count(each) < 2 for each in classes):
             return False
-        children = [f"{name}.{child}" if name else child for child, _ in module.named_children()]
+        children = [
+            f"{name}.{child}" if name else child for child, _ in module.named_children()
+        ]
         spans = [span for child in children if (span := self._span(child)) is not None]
         ordered = all(before[1] < after[0] for before, after in pairwise(spans))
-        return len(spans) > 1 and ordered and self._is_chain(name, spans[0][0], spans[1])
+        return (
+            len(spans) > 1 and ordered and self._is_chain(name, spans[0][0], spans[1])
+        )
 
     def _span(self, name: str) -> tuple[int, int] | None:
-        steps = [index for index, path in enumerate(self._paths) if is_below(path, name)]
+        steps = [
+            index for index, path in enumerate(self._paths) if is_below(path, name)
+        ]
         return (steps[0], steps[-1]) if steps else None
 
     @cached_property
@@ -162,13 +201,28 @@ class _Tree:
         """Does the second element work on what the first made, and is what the first took not needed any more?"""
         flow = Flow(self.fine, frozenset())
         steps = self.fine.steps
-        read_by_first = {value for step in steps[start : second[0]] for value in step.reads}
-        read_by_second = {value for step in steps[second[0] : second[1] + 1] for value in step.reads}
-        if not any(start <= flow.producer[value] < second[0] for value in read_by_second):
+        read_by_first = {
+            value for step in steps[start : second[0]] for value in step.reads
+        }
+        read_by_second = {
+            value for step in steps[second[0] : second[1] + 1] for value in step.reads
+        }
+        if not any(
+            start <= flow.producer[value] < second[0] for value in read_by_second
+        ):
             return False
         owner = _owner(self.model, name)
-        taken = {value for value in read_by_first - read_by_second - flow.constants if flow.producer[value] < start}
-        later = (index for value in taken for index in flow.readers[value] if second[0] <= index < len(steps))
+        taken = {
+            value
+            for value in read_by_first - read_by_second - flow.constants
+            if flow.producer[value] < start
+        }
+        later = (
+            index
+            for value in taken
+            for index in flow.readers[value]
+            if second[0] <= index < len(steps)
+        )
         return not any(is_below(self._paths[index], owner) for index in later)
 
 
@@ -192,7 +246,9 @@ def _owner(model: nn.Module, name: str) -> str:
     return name
 
 
-def named_atoms(model: nn.Module, fine: Trace, names: Sequence[str]) -> dict[str, nn.Module]:
+def named_atoms(
+    model: nn.Module, fine: Trace, names: Sequence[str]
+) -> dict[str, nn.Module]:
     """Atoms of a cut at named modules: the named ones, and beside their lineage every module as it was called.
 
     Args:
@@ -222,7 +278,9 @@ def matching(names: Sequence[str], called: frozenset[str]) -> set[str]:
             raise UnknownNameError(
                 f"no module {name!r} runs in the model.",
                 field="cut",
-                mend=f"did you mean {', '.join(close)}?" if close else "give qualified names of modules.",
+                mend=f"did you mean {', '.join(close)}?"
+                if close
+                else "give qualified names of modules.",
             )
     return {match for matches in found.values() for match in matches}
 
@@ -230,7 +288,10 @@ def matching(names: Sequence[str], called: frozenset[str]) -> set[str]:
 def _matches(name: str, called: frozenset[str]) -> list[str]:
     wanted = name.split(".")
     return [
-        each for each in called if len(parts := each.split(".")) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+        each
+        for each in called
+        if len(parts := each.split(".")) == len(wanted)
+        and all(map(fnmatchcase, parts, wanted))
     ]
 
 
@@ -262,27 +323,45 @@ class Run:
 
     def takes(self, flow: Flow) -> tuple[int, ...]:
         """Values of earlier layers, or inputs of the model, that it reads."""
-        read = {value for step in self.steps(flow) for value in step.reads} - flow.constants
-        return tuple(sorted(value for value in read if flow.producer[value] < self.start))
+        read = {
+            value for step in self.steps(flow) for value in step.reads
+        } - flow.constants
+        return tuple(
+            sorted(value for value in read if flow.producer[value] < self.start)
+        )
 
     def makes(self, flow: Flow) -> tuple[int, ...]:
         """Its values that later layers read, or that the model returns."""
         return tuple(
             value
             for value, readers in sorted(flow.readers.items())
-            if self.start <= flow.producer[value] < self.stop <= readers[-1] and value not in flow.constants
+            if self.start <= flow.producer[value] < self.stop <= readers[-1]
+            and value not in flow.constants
         )
 
 
-def find_runs(model: nn.Module, flow: Flow, atoms: Mapping[str, nn.Module], starts: Collection[str] = ()) -> list[Run]:
+def find_runs(
+    model: nn.Module,
+    flow: Flow,
+    atoms: Mapping[str, nn.Module],
+    starts: Collection[str] = (),
+) -> list[Run]:
     """The layers of a trace: rules (L4) and (L5).
 
     Args:
         flow: of the trace with these atoms.
         starts: modules of the user's named cut; empty: by the rules.
     """
-    calls = [(index, step.module) for index, step in enumerate(flow.trace.steps) if step.module is not None]
-    groups = list(_named_groups(calls, starts) if starts else _weighty(_groups(model, calls, atoms), atoms))
+    calls = [
+        (index, step.module)
+        for index, step in enumerate(flow.trace.steps)
+        if step.module is not None
+    ]
+    groups = list(
+        _named_groups(calls, starts)
+        if starts
+        else _weighty(_groups(model, calls, atoms), atoms)
+    )
     if not groups:
         return [Run("model", 0, len(flow.trace.steps))]
     bounds = [0]
@@ -290,7 +369,9 @@ def find_runs(model: nn.Module, flow: Flow, atoms: Mapping[str, nn.Module], star
         bounds.append(_cheapest(flow, before[-1][0] + 1, after[0][0]))
     bounds.append(len(flow.trace.steps))
     names = _unique(_title(group, atoms) for group in groups)
-    runs = [Run(name, *span) for name, span in zip(names, pairwise(bounds), strict=True)]
+    runs = [
+        Run(name, *span) for name, span in zip(names, pairwise(bounds), strict=True)
+    ]
     return _joined(runs, flow)
 
 
@@ -309,7 +390,9 @@ Call = tuple[int, str]
 """Index of the step, name of the module."""
 
 
-def _weighty(groups: Iterable[list[Call]], atoms: Mapping[str, nn.Module]) -> list[list[Call]]:
+def _weighty(
+    groups: Iterable[list[Call]], atoms: Mapping[str, nn.Module]
+) -> list[list[Call]]:
     """Groups without parameters join the next one, at the end the one before."""
     result: list[list[Call]] = []
     waiting: list[Call] = []
@@ -337,7 +420,9 @@ def _named_groups(calls: list[Call], starts: Collection[str]) -> Iterator[list[C
         yield group
 
 
-def _groups(model: nn.Module, calls: list[Call], atoms: Mapping[str, nn.Module]) -> Iterator[list[Call]]:
+def _groups(
+    model: nn.Module, calls: list[Call], atoms: Mapping[str, nn.Module]
+) -> Iterator[list[Call]]:
     """Rule (L4)."""
     has_blocks = any(has_children(atoms[name]) for _, name in calls)
     group: list[Call] = []
@@ -350,7 +435,11 @@ def _groups(model: nn.Module, calls: list[Call], atoms: Mapping[str, nn.Module])
             new_key = element or (call[1] if has_children(module) else "")
             starts = new_key != key or (bool(new_key) and repeated)
         else:
-            new_key, starts = "", _has_matrix(module) and any(_has_matrix(atoms[name]) for _, name in group)
+            new_key, starts = (
+                "",
+                _has_matrix(module)
+                and any(_has_matrix(atoms[name]) for _, name in group),
+            )
         if starts and group:
             yield group
             group = []
@@ -367,7 +456,9 @@ def _element(model: nn.Module, name: str) -> str:
     for parent in list(lineage(name))[1:]:
         above = parent.rpartition(".")[0]
         if isinstance(model.get_submodule(parent), CONTAINERS) and above:
-            found = parent if isinstance(model.get_submodule(above), CONTAINERS) else found
+            found = (
+                parent if isinstance(model.get_submodule(above), CONTAINERS) else found
+            )
     return found
 
 
@@ -380,15 +471,24 @@ def _cheapest(flow: Flow, first: int, last: int) -> int:
 
     def price(position: int) -> tuple[bool, int, bool, int]:
         shapes = [flow.trace.shapes[value] for value in flow.live(position)]
-        is_changed = any(flow.changed.get(shape.storage, -1) >= position for shape in shapes)
-        return flow.is_torn(position), sum(shape.nbytes for shape in shapes), is_changed, position
+        is_changed = any(
+            flow.changed.get(shape.storage, -1) >= position for shape in shapes
+        )
+        return (
+            flow.is_torn(position),
+            sum(shape.nbytes for shape in shapes),
+            is_changed,
+            position,
+        )
 
     return min(range(first, last + 1), key=price)
 
 
 def _title(group: list[Call], atoms: Mapping[str, nn.Module]) -> str:
     """The first module with parameters gives a layer its name."""
-    named = [name for _, name in group if next(atoms[name].parameters(), None) is not None]
+    named = [
+        name for _, name in group if next(atoms[name].parameters(), None) is not None
+    ]
     return named[0] if named else group[0][1]
 
 

@@ -13,11 +13,15 @@ def has_children(module: nn.Module) -> bool:
 def aliases(model: nn.Module, modules: set[str]) -> set[str]:
     """Modules that hold no parameters but those of these modules: further names of tied parameters, which checkpoints
     know them by."""
-    held = {id(each) for name in modules for each in model.get_submodule(name).parameters()}
+    held = {
+        id(each) for name in modules for each in model.get_submodule(name).parameters()
+    }
     return {
         name
         for name, part in model.named_modules()
-        if not has_children(part) and (own := {id(each) for each in part.parameters()}) and own <= held
+        if not has_children(part)
+        and (own := {id(each) for each in part.parameters()})
+        and own <= held
     }
 
 
@@ -40,7 +44,11 @@ def prune(model: nn.Module, modules: set[str], attributes: set[str]) -> None:
                 del module._modules[child_name]
         own = (module._parameters, module._buffers)
         for table in own:
-            for key in [key for key in table if (f"{name}.{key}" if name else key) not in attributes]:
+            for key in [
+                key
+                for key in table
+                if (f"{name}.{key}" if name else key) not in attributes
+            ]:
                 del table[key]
         return bool(module._modules or module._parameters or module._buffers)
 

@@ -50,7 +50,9 @@ class Call:
 
         step = self.step
         arguments, keywords = tree_unflatten(map(fill, self.leaves), self.spec)
-        target: Any = step.target if step.module is None else model.get_submodule(step.module)
+        target: Any = (
+            step.target if step.module is None else model.get_submodule(step.module)
+        )
         with nullcontext() if step.gradients else torch.no_grad():
             returned = tree_flatten(target(*arguments, **keywords))[0]
         for index, leaf in zip(step.results, returned, strict=True):
@@ -71,14 +73,18 @@ class Program:
     @classmethod
     def of(cls, flow: Flow, run: Run) -> Program:
         """The program of a layer."""
-        return cls(tuple(map(Call.of, run.steps(flow))), run.takes(flow), run.makes(flow))
+        return cls(
+            tuple(map(Call.of, run.steps(flow))), run.takes(flow), run.makes(flow)
+        )
 
 
 class GraphLayer(nn.Module):
     """One layer of a stage. It stands beside the model's tree, not in it, so that names stay the user's; hooks and
     recomputation take hold of it as of any module."""
 
-    def __init__(self, model: nn.Module, names: tuple[str, ...], attributes: Iterable[str]) -> None:
+    def __init__(
+        self, model: nn.Module, names: tuple[str, ...], attributes: Iterable[str]
+    ) -> None:
         super().__init__()
         self._model = [model]  # in a list, so that it is no submodule
         self._part_names = names
@@ -100,29 +106,51 @@ class GraphLayer(nn.Module):
 
 
 def _layer(model: nn.Module, chain: GraphChain, run: Run) -> GraphLayer:
-    attributes = (name for step in run.steps(chain.reference) for name in step.attributes)
+    attributes = (
+        name for step in run.steps(chain.reference) for name in step.attributes
+    )
     return GraphLayer(model, run.modules(chain.reference), attributes)
 
 
 def _device(model: nn.Module, received: tuple[Tensor, ...]) -> torch.device:
-    found = (*received[:1], *(parameter for _, parameter in zip(range(1), model.parameters(), strict=False)))
+    found = (
+        *received[:1],
+        *(
+            parameter
+            for _, parameter in zip(range(1), model.parameters(), strict=False)
+        ),
+    )
     return found[0].device if found else torch.device("cpu")
 
 
 class GraphStage:
     """The forward of a stage: takes and returns what is live at its borders, a tuple, or a tensor where it is one."""
 
-    def __init__(self, chain: GraphChain, model: nn.Module, indices: range, takes: Select, gives: Select) -> None:
+    def __init__(
+        self,
+        chain: GraphChain,
+        model: nn.Module,
+        indices: range,
+        takes: Select,
+        gives: Select,
+    ) -> None:
         self._chain = chain
         self._model = model
         self._takes, self._gives = takes, gives
         self._programs: dict[Any, _StageProgram] = {}
-        self.layers = {index: _layer(model, chain, chain.runs[index]) for index in indices}
+        self.layers = {
+            index: _layer(model, chain, chain.runs[index]) for index in indices
+        }
         """By index in the model, in order."""
 
-    def __call__(self, *received: Tensor, **named: Tensor) -> Tensor | tuple[Tensor, ...]:
+    def __call__(
+        self, *received: Tensor, **named: Tensor
+    ) -> Tensor | tuple[Tensor, ...]:
         """Run all layers."""
-        given = (*received, *(named[name] for name in self._chain.tracer.keywords if name in named))
+        given = (
+            *received,
+            *(named[name] for name in self._chain.tracer.keywords if name in named),
+        )
         stage = self._program(given)
         tensors: Tensors = {
             index: tensor.clone() if index in stage.changed else tensor
@@ -148,7 +176,9 @@ class GraphStage:
             if evaluates:
                 self._check_borders(flow, self._chain.tracer.flow(size, dtype))
             runs = [self._chain.runs[index] for index in self.layers]
-            self._programs[key] = _StageProgram.of(flow, runs, self._takes(flow), self._gives(flow))
+            self._programs[key] = _StageProgram.of(
+                flow, runs, self._takes(flow), self._gives(flow)
+            )
         return self._programs[key]
 
     def _check_borders(self, evaluated: Flow, trained: Flow) -> None:
@@ -180,8 +210,20 @@ class _StageProgram:
     """Taken values whose memory the stage writes: autograd refuses that for the leaves that schedules hand in."""
 
     @classmethod
-    def of(cls, flow: Flow, runs: Sequence[Run], takes: tuple[int, ...], gives: tuple[int, ...]) -> _StageProgram:
+    def of(
+        cls,
+        flow: Flow,
+        runs: Sequence[Run],
+        takes: tuple[int, ...],
+        gives: tuple[int, ...],
+    ) -> _StageProgram:
         """The program of these layers."""
-        storages = {storage for storage, index in flow.changed.items() if runs[0].start <= index < runs[-1].stop}
-        changed = frozenset(value for value in takes if flow.trace.shapes[value].storage in storages)
+        storages = {
+            storage
+            for storage, index in flow.changed.items()
+            if runs[0].start <= index < runs[-1].stop
+        }
+        changed = frozenset(
+            value for value in takes if flow.trace.shapes[value].storage in storages
+        )
         return cls(takes, tuple(Program.of(flow, run) for run in runs), gives, changed)

@@ -29,7 +29,9 @@ from torch.utils.checkpoint import CheckpointFunction
 from profiler.host_random import restore, states
 
 META = torch.device("meta")
-RANDOM = frozenset({"bernoulli", "multinomial", "normal", "poisson", "dropout", "uniform_", "normal_"})
+RANDOM = frozenset(
+    {"bernoulli", "multinomial", "normal", "poisson", "dropout", "uniform_", "normal_"}
+)
 """Functions that draw numbers; so do all whose name starts with ``rand``."""
 
 
@@ -85,7 +87,10 @@ class Step:
     @property
     def writes(self) -> tuple[int, ...]:
         """Values that the call makes."""
-        return (*(index for index in self.results if index is not None), *(new for _, new in self.changes))
+        return (
+            *(index for index in self.results if index is not None),
+            *(new for _, new in self.changes),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,20 +162,31 @@ def trace(
     numbers = tuple(recorder.adopt(tensor) for tensor in inputs)
     with recorder.calls(), META, recorder:
         try:
-            output = model(**dict(zip(keywords, inputs, strict=True))) if keywords else model(*inputs)
+            output = (
+                model(**dict(zip(keywords, inputs, strict=True)))
+                if keywords
+                else model(*inputs)
+            )
         except UntraceableError:
             raise
         except Exception as error:  # any: it is the user's code
             message = str(error).strip() or type(error).__name__
             raise UntraceableError(
-                recorder.scope, f"does not run on meta tensors: {message.splitlines()[0]}"
+                recorder.scope,
+                f"does not run on meta tensors: {message.splitlines()[0]}",
             ) from error
         finally:
             restore(drawn)
     if settled:
         _refuse_changes(before, _attribute_values(model, atoms))
     results = tuple(recorder.number(tensor) for tensor in output_tensors(output))
-    return Trace(tuple(recorder.steps), numbers, results, recorder.shapes, frozenset(recorder.called))
+    return Trace(
+        tuple(recorder.steps),
+        numbers,
+        results,
+        recorder.shapes,
+        frozenset(recorder.called),
+    )
 
 
 def output_tensors(output: Any) -> tuple[Tensor, ...]:
@@ -188,10 +204,17 @@ class _Recorder(TorchFunctionMode):
         self.steps: list[Step] = []
         self.shapes: dict[int, Shape] = {}
         self._atoms = {id(module): name for name, module in atoms.items()}
-        self._names = {id(module): name for name, module in reversed(list(model.named_modules()))}
-        self._attributes = {id(each): name for name, each in reversed(list(_attributes(model)))}
+        self._names = {
+            id(module): name for name, module in reversed(list(model.named_modules()))
+        }
+        self._attributes = {
+            id(each): name for name, each in reversed(list(_attributes(model)))
+        }
         # What atoms hold they read by themselves, and parameters stand in every stage that reads them.
-        held = (*model.parameters(), *(each for atom in atoms.values() for each in atom.buffers()))
+        held = (
+            *model.parameters(),
+            *(each for atom in atoms.values() for each in atom.buffers()),
+        )
         self._lasting = {id(each) for each in held}
         self._numbers: dict[int, int] = {}
         self._alive: list[Tensor] = []
@@ -217,10 +240,16 @@ class _Recorder(TorchFunctionMode):
         index = len(self.shapes)
         self._alive.append(tensor)  # so that no other tensor gets its id
         with torch._C.DisableTorchFunction():
-            storage = self._storages.setdefault(id(tensor.untyped_storage()), len(self._storages))
+            storage = self._storages.setdefault(
+                id(tensor.untyped_storage()), len(self._storages)
+            )
             self._alive.append(tensor.untyped_storage())  # type: ignore[arg-type]
             self.shapes[index] = Shape(
-                tuple(tensor.shape), tensor.dtype, tensor.requires_grad, storage, tensor.stride()
+                tuple(tensor.shape),
+                tensor.dtype,
+                tensor.requires_grad,
+                storage,
+                tensor.stride(),
             )
         self._numbers[id(tensor)] = index
         return index
@@ -229,7 +258,8 @@ class _Recorder(TorchFunctionMode):
         """The number of a tensor of the run."""
         if id(tensor) not in self._numbers:
             raise UntraceableError(
-                self.scope, "uses a tensor that no torch function made here (a torch.autograd.Function of its own?)"
+                self.scope,
+                "uses a tensor that no torch function made here (a torch.autograd.Function of its own?)",
             )
         return self._numbers[id(tensor)]
 
@@ -243,7 +273,12 @@ class _Recorder(TorchFunctionMode):
                 return original(module, *arguments, **keywords)
             if id(module) in self._atoms:
                 name = self._atoms[id(module)]
-                return self._record(name, lambda: original(module, *arguments, **keywords), arguments, keywords)
+                return self._record(
+                    name,
+                    lambda: original(module, *arguments, **keywords),
+                    arguments,
+                    keywords,
+                )
             self._enter(self._names.get(id(module), self.scope))
             output = original(module, *arguments, **keywords)
             self._refuse_draws()
@@ -267,31 +302,59 @@ class _Recorder(TorchFunctionMode):
                 return run(*rest)
             if function is BackwardHookFunction:
                 raise UntraceableError(self.scope, "has a hook to its backward")
-            return self._record(own, lambda: own(*arguments, **keywords), arguments, keywords)
+            return self._record(
+                own, lambda: own(*arguments, **keywords), arguments, keywords
+            )
 
         with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
             yield
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Write the function down, unless it stands inside an atom."""
         if self._inside:
             return func(*args, **(kwargs or {}))
         if (reason := _untold(func)) is not None:
             raise UntraceableError(self.scope, reason)
-        return self._record(func, lambda: func(*args, **(kwargs or {})), args, kwargs or {})
+        return self._record(
+            func, lambda: func(*args, **(kwargs or {})), args, kwargs or {}
+        )
 
-    def _record(self, target: Any, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _record(
+        self,
+        target: Any,
+        run: Callable[[], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         if _autocast() != self._autocast:
             raise UntraceableError(self.scope, "computes under torch.autocast")
-        given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        given = [
+            leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)
+        ]
         versions = [tensor._version for tensor in given]
-        places = {id(tensor): self._numbers[id(tensor)] for tensor in given if id(tensor) in self._numbers}
+        places = {
+            id(tensor): self._numbers[id(tensor)]
+            for tensor in given
+            if id(tensor) in self._numbers
+        }
         output = self._run(target, run)
         returned = tree_flatten(output)[0]
-        changed = [tensor for tensor, version in zip(given, versions, strict=True) if tensor._version != version]
-        if isinstance(target, str) or changed or any(isinstance(leaf, Tensor) for leaf in returned):
+        changed = [
+            tensor
+            for tensor, version in zip(given, versions, strict=True)
+            if tensor._version != version
+        ]
+        if (
+            isinstance(target, str)
+            or changed
+            or any(isinstance(leaf, Tensor) for leaf in returned)
+        ):
             self._write(target, (args, kwargs), places, returned, changed)
         return output
 
@@ -312,10 +375,17 @@ class _Recorder(TorchFunctionMode):
     def _refuse_draws(self) -> None:
         """Refuse numbers that were drawn since an atom last ran."""
         if states() != self._random:
-            raise UntraceableError(self.scope, "draws random numbers that are not torch's")
+            raise UntraceableError(
+                self.scope, "draws random numbers that are not torch's"
+            )
 
     def _write(
-        self, target: Any, arguments: Any, places: dict[int, int], returned: list[Any], changed: list[Tensor]
+        self,
+        target: Any,
+        arguments: Any,
+        places: dict[int, int],
+        returned: list[Any],
+        changed: list[Tensor],
     ) -> None:
         reads: set[int] = set()
         attributes: set[str] = set()
@@ -333,10 +403,19 @@ class _Recorder(TorchFunctionMode):
             return Value(index)
 
         stood = tree_map(stand_in, arguments)
-        if not isinstance(target, str) and any(id(tensor) in self._lasting for tensor in changed):
-            raise UntraceableError(self.scope, "changes a parameter, or a buffer of another module, in place")
-        known = {id(tensor): places[id(tensor)] for tensor in changed if id(tensor) in places}
-        results = tuple(self.adopt(leaf) if isinstance(leaf, Tensor) else None for leaf in returned)
+        if not isinstance(target, str) and any(
+            id(tensor) in self._lasting for tensor in changed
+        ):
+            raise UntraceableError(
+                self.scope,
+                "changes a parameter, or a buffer of another module, in place",
+            )
+        known = {
+            id(tensor): places[id(tensor)] for tensor in changed if id(tensor) in places
+        }
+        results = tuple(
+            self.adopt(leaf) if isinstance(leaf, Tensor) else None for leaf in returned
+        )
         made = {id(leaf) for leaf in returned if isinstance(leaf, Tensor)}
         changes = tuple(
             (old, self.adopt(tensor))
@@ -373,7 +452,11 @@ def _untold(function: Any) -> str | None:
     """What a function does besides returning tensors and changing them in place; None: nothing."""
     if function in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
         return "hooks to the gradient of a tensor"
-    return "sets an attribute of a tensor" if getattr(function, "__name__", "") == "__set__" else None
+    return (
+        "sets an attribute of a tensor"
+        if getattr(function, "__name__", "") == "__set__"
+        else None
+    )
 
 
 Values = dict[tuple[str, str], Any]
@@ -387,7 +470,11 @@ def _attribute_values(model: nn.Module, atoms: Mapping[str, nn.Module]) -> Value
         (name, key): value
         for name, part in model.named_modules()
         if id(part) not in within
-        for key, value in (*vars(part).items(), *part._buffers.items(), *part._parameters.items())
+        for key, value in (
+            *vars(part).items(),
+            *part._buffers.items(),
+            *part._parameters.items(),
+        )
         if isinstance(value, int | float | str | Tensor | None)
     }
 
@@ -395,14 +482,24 @@ def _attribute_values(model: nn.Module, atoms: Mapping[str, nn.Module]) -> Value
 def _refuse_changes(before: Values, after: Values) -> None:
     for place, value in after.items():
         old = before.get(place)
-        is_same = value is old if isinstance(value, Tensor) or isinstance(old, Tensor) else value == old
+        is_same = (
+            value is old
+            if isinstance(value, Tensor) or isinstance(old, Tensor)
+            else value == old
+        )
         if not is_same:
-            raise UntraceableError(place[0], f"changes its attribute {place[1]!r} whenever it runs")
+            raise UntraceableError(
+                place[0], f"changes its attribute {place[1]!r} whenever it runs"
+            )
 
 
 def is_constant(step: Step, constants: set[int], parameters: frozenset[str]) -> bool:
     """Does the step compute from nothing but sizes, buffers and other constants, always the same?"""
     name = getattr(step.target, "__name__", "")
     draws = name in RANDOM or name.startswith("rand")
-    is_fixed = step.reads <= constants and step.keeps_state and not step.attributes & parameters
+    is_fixed = (
+        step.reads <= constants
+        and step.keeps_state
+        and not step.attributes & parameters
+    )
     return step.module is None and is_fixed and not draws

@@ -15,7 +15,16 @@ from torch import Tensor, nn
 from planner.errors import UnsupportedError
 from planner.spec.profile import SkipEdge
 from profiler.compute_type import cast, cast_inputs, dtype_of
-from profiler.cut import Borders, CutLayer, InputMaker, LayerCut, RealModel, Size, Tensors, detachable
+from profiler.cut import (
+    Borders,
+    CutLayer,
+    InputMaker,
+    LayerCut,
+    RealModel,
+    Size,
+    Tensors,
+    detachable,
+)
 from profiler.cut_trace import output_tensors
 from profiler.transformer_cut import meta_friendly
 
@@ -47,11 +56,20 @@ def cut_whole(
     for chain, (tokens, only) in product(chains, lengths.items()):
         try:
             outputs = chain.borders(model, inputs, (2, tokens)).makes[-1]
-        except Exception:  # any: it is the user's code; why it does not run was found before
+        except (
+            Exception
+        ):  # any: it is the user's code; why it does not run was found before
             continue
         if any(each.requires_grad for each in outputs):
             needs_values = chain.real is not None
-            return LayerCut((WHOLE,), (), chain, reason=reason, needs_values=needs_values, only_sequence=only)
+            return LayerCut(
+                (WHOLE,),
+                (),
+                chain,
+                reason=reason,
+                needs_values=needs_values,
+                only_sequence=only,
+            )
     raise refusals[-1] from None
 
 
@@ -73,7 +91,9 @@ class WholeChain:
         """The same."""
         return self.stage(model, index, index + 1)
 
-    def parts(self, stage: nn.Module, index: int, layer: CutLayer) -> dict[str, nn.Module]:
+    def parts(
+        self, stage: nn.Module, index: int, layer: CutLayer
+    ) -> dict[str, nn.Module]:
         """The model."""
         return {layer.name: stage}
 
@@ -85,13 +105,19 @@ class WholeChain:
         else:
             with meta_friendly():
                 output = _run(model, self.keywords, given)
-        return Borders((given, output), (given,), (output,), (sum(each.nbytes for each in output),))
+        return Borders(
+            (given, output), (given,), (output,), (sum(each.nbytes for each in output),)
+        )
 
-    def readers(self, index: int, place: int, dtype: torch.dtype) -> list[tuple[int, int]]:
+    def readers(
+        self, index: int, place: int, dtype: torch.dtype
+    ) -> list[tuple[int, int]]:
         """Nobody."""
         return []
 
-    def later_takers(self, index: int, place: int, dtype: torch.dtype) -> list[tuple[int, int]]:
+    def later_takers(
+        self, index: int, place: int, dtype: torch.dtype
+    ) -> list[tuple[int, int]]:
         """Nobody."""
         return []
 
@@ -108,22 +134,34 @@ def same_numbers() -> Iterator[None]:
         yield
 
 
-def _run_really(real: RealModel, keywords: tuple[str, ...], size: Size, dtype: torch.dtype) -> Tensors:
+def _run_really(
+    real: RealModel, keywords: tuple[str, ...], size: Size, dtype: torch.dtype
+) -> Tensors:
     """What the real model returns at this size, on meta."""
     with same_numbers():
         model = cast(real.build(), dtype)
         output = _run(model, keywords, cast_inputs(real.inputs(*size), dtype))
     return tuple(
-        torch.empty(each.shape, dtype=each.dtype, device="meta", requires_grad=each.requires_grad) for each in output
+        torch.empty(
+            each.shape,
+            dtype=each.dtype,
+            device="meta",
+            requires_grad=each.requires_grad,
+        )
+        for each in output
     )
 
 
-def _run(forward: Callable[..., Any], keywords: tuple[str, ...], given: Tensors) -> Tensors:
+def _run(
+    forward: Callable[..., Any], keywords: tuple[str, ...], given: Tensors
+) -> Tensors:
     named = dict(zip(keywords, given, strict=True)) if keywords else {}
     return output_tensors(forward(**named) if named else forward(*given))
 
 
-def _forward(forward: Callable[..., Any], keywords: tuple[str, ...], *given: Tensor) -> Tensor | Tensors:
+def _forward(
+    forward: Callable[..., Any], keywords: tuple[str, ...], *given: Tensor
+) -> Tensor | Tensors:
     """One tensor, or several."""
     output = tuple(map(detachable, _run(forward, keywords, given)))
     return output[0] if len(output) == 1 else output

@@ -31,7 +31,13 @@ from torch.utils._pytree import tree_leaves
 from profiler.cut import CutLayer, tied_modules
 from profiler.derive_vocabulary import vocabulary_of
 from profiler.split_attention import can_split, split_attention
-from profiler.split_products import Product, product_of, reads_split_features, split_columns, split_rows
+from profiler.split_products import (
+    Product,
+    product_of,
+    reads_split_features,
+    split_columns,
+    split_rows,
+)
 from profiler.split_tensor import IndivisibleError, NoRuleError, SplitTensor, take_part
 from profiler.transformer_cut import friendly_to
 
@@ -76,7 +82,12 @@ def derive(source: ModelSource) -> DerivedSplit:
     for ranks in RANKS:
         found, was_indivisible = _derive(source, ranks)
         if not found.is_empty:
-            return replace(found, vocabulary=vocabulary_of(source, _Shapes(1), {*found.columns, *found.rows}))
+            return replace(
+                found,
+                vocabulary=vocabulary_of(
+                    source, _Shapes(1), {*found.columns, *found.rows}
+                ),
+            )
         if not was_indivisible:
             return found
     return NOTHING
@@ -98,15 +109,21 @@ def _derive(source: ModelSource, ranks: int) -> tuple[DerivedSplit, bool]:
         divisor = divisor if found.is_empty else gcd(divisor, found.divisor)
         for other in (layer for layer in cut.layers if layer.kind == kind):
             names = partial(_renamed, cut.layers[index], other)
-            columns |= {names(name): sections for name, sections in found.columns.items()}
+            columns |= {
+                names(name): sections for name, sections in found.columns.items()
+            }
             rows += map(names, found.rows)
             attentions += map(names, found.attentions)
-    return DerivedSplit(columns, tuple(rows), tuple(attentions), divisor or 1), was_indivisible
+    return DerivedSplit(
+        columns, tuple(rows), tuple(attentions), divisor or 1
+    ), was_indivisible
 
 
 def _products(model: nn.Module, layer: CutLayer) -> int:
     """Products in a layer; attention has two."""
-    modules = [each for name in layer.modules for each in model.get_submodule(name).modules()]
+    modules = [
+        each for name in layer.modules for each in model.get_submodule(name).modules()
+    ]
     return sum((product_of(each) is not None) + 2 * can_split(each) for each in modules)
 
 
@@ -155,15 +172,22 @@ class _Shapes:
         return length % self.ranks == 0
 
 
-def hold_on_meta(ranks: int, parameter: nn.Parameter, dimension: int, sections: int) -> nn.Parameter:
+def hold_on_meta(
+    ranks: int, parameter: nn.Parameter, dimension: int, sections: int
+) -> nn.Parameter:
     """What one of so many ranks holds of a parameter (`profiler.split_products.Hold`), without values."""
     shape = list(parameter.shape)
     if shape[dimension] % sections:
         raise NoRuleError(f"{shape[dimension]} are not {sections} sections")
     if shape[dimension] % (ranks * sections):
-        raise IndivisibleError(f"{shape[dimension]} are not divided by {ranks * sections}")
+        raise IndivisibleError(
+            f"{shape[dimension]} are not divided by {ranks * sections}"
+        )
     shape[dimension] //= ranks
-    return nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device=parameter.device), parameter.requires_grad)
+    return nn.Parameter(
+        torch.empty(shape, dtype=parameter.dtype, device=parameter.device),
+        parameter.requires_grad,
+    )
 
 
 @contextmanager
@@ -171,8 +195,12 @@ def _functions_refused() -> Iterator[None]:
     """Within, no `torch.autograd.Function` takes a split tensor: nobody knows whether its backward may."""
     run: Any = torch.autograd.Function.apply
 
-    def apply(function: type[torch.autograd.Function], *arguments: Any, **keywords: Any) -> Any:
-        if any(isinstance(each, SplitTensor) for each in tree_leaves((arguments, keywords))):
+    def apply(
+        function: type[torch.autograd.Function], *arguments: Any, **keywords: Any
+    ) -> Any:
+        if any(
+            isinstance(each, SplitTensor) for each in tree_leaves((arguments, keywords))
+        ):
             raise NoRuleError(f"{function.__name__}, a torch.autograd.Function")
         return run.__func__(function, *arguments, **keywords)
 
@@ -198,10 +226,16 @@ class _Layer:
         samples, tokens = SIZE
         tokens = self.source.tokens_of_probe(tokens)
         self.inputs = self.source.borders(samples, tokens).takes[self.index]
-        self.module = self.source.cut().layer(copy.deepcopy(self.source.blueprint), self.index)
+        self.module = self.source.cut().layer(
+            copy.deepcopy(self.source.blueprint), self.index
+        )
         named = dict(self.module.named_modules())
-        self.products = {name: each for name, each in named.items() if product_of(each) is not None}
-        self.attentions = {name: each for name, each in named.items() if can_split(each)}
+        self.products = {
+            name: each for name, each in named.items() if product_of(each) is not None
+        }
+        self.attentions = {
+            name: each for name, each in named.items() if can_split(each)
+        }
 
     def split(self, tied: set[str]) -> DerivedSplit:
         """Greedily, product by product in the order in which they run."""
@@ -210,12 +244,16 @@ class _Layer:
             if name in tied or f"{name}.out_proj" in tied or name in found.rows:
                 continue
             if name in self.attentions:
-                found = self._try(found.columns, tied, (*found.attentions, name)) or found
+                found = (
+                    self._try(found.columns, tied, (*found.attentions, name)) or found
+                )
                 continue
             product = product_of(self.products[name])
             assert product is not None
             for sections in SECTIONS if product.features == -1 else SECTIONS[:1]:
-                more = self._try(found.columns | {name: sections}, tied, found.attentions)
+                more = self._try(
+                    found.columns | {name: sections}, tied, found.attentions
+                )
                 if more is not None:
                     found = more
                     break
@@ -241,26 +279,43 @@ class _Layer:
     def _running(self) -> AbstractContextManager[Any]:
         return friendly_to(self.module)
 
-    def _try(self, columns: dict[str, int], tied: set[str], attentions: tuple[str, ...]) -> DerivedSplit | None:
+    def _try(
+        self, columns: dict[str, int], tied: set[str], attentions: tuple[str, ...]
+    ) -> DerivedSplit | None:
         """None: some rank could not go on alone, or the layer would hand on a part."""
         ranks, rows = _Shapes(self.ranks), list[str]()
-        touched = [*self.products.values(), *self.attentions.values(), *(a.out_proj for a in self.attentions.values())]
-        kept = [(module, dict(module._parameters), vars(module).get("forward")) for module in touched]
+        touched = [
+            *self.products.values(),
+            *self.attentions.values(),
+            *(a.out_proj for a in self.attentions.values()),
+        ]
+        kept = [
+            (module, dict(module._parameters), vars(module).get("forward"))
+            for module in touched
+        ]
         try:
             for name in attentions:
-                split_attention(self.attentions[name], ranks, partial(hold_on_meta, self.ranks))
+                split_attention(
+                    self.attentions[name], ranks, partial(hold_on_meta, self.ranks)
+                )
             for name, module in self.products.items():
                 if name in columns:
-                    split_columns(module, columns[name], ranks, partial(hold_on_meta, self.ranks))
+                    split_columns(
+                        module, columns[name], ranks, partial(hold_on_meta, self.ranks)
+                    )
                 else:
                     hold = None if name in tied else partial(hold_on_meta, self.ranks)
-                    module.forward = partial(_whole_or_rows, module, module.forward, ranks, hold, rows, name)
+                    module.forward = partial(
+                        _whole_or_rows, module, module.forward, ranks, hold, rows, name
+                    )
             with self._running(), _functions_refused():
                 made = self.module(*self.inputs)
         except IndivisibleError:
             self.was_indivisible = True
             return None
-        except Exception:  # any: with other shapes inside, the user's code may stumble anywhere
+        except (
+            Exception
+        ):  # any: with other shapes inside, the user's code may stumble anywhere
             return None
         finally:
             for module, parameters, forward in kept:
@@ -274,7 +329,13 @@ class _Layer:
 
 
 def _whole_or_rows(
-    module: nn.Module, whole: Any, ranks: _Shapes, hold: Any, rows: list[str], name: str, input: Tensor
+    module: nn.Module,
+    whole: Any,
+    ranks: _Shapes,
+    hold: Any,
+    rows: list[str],
+    name: str,
+    input: Tensor,
 ) -> Tensor:
     """A product that is whole unless it reads split features."""
     product = product_of(module)

@@ -27,7 +27,9 @@ SIZE = (2, 6)
 """Samples and tokens of the run."""
 
 
-def vocabulary_of(source: ModelSource, ranks: Ranks, split: Collection[str] = ()) -> tuple[str, ...]:
+def vocabulary_of(
+    source: ModelSource, ranks: Ranks, split: Collection[str] = ()
+) -> tuple[str, ...]:
     """Qualified names of the modules.
 
     Args:
@@ -37,13 +39,23 @@ def vocabulary_of(source: ModelSource, ranks: Ranks, split: Collection[str] = ()
     if source.vocabulary_size == 0:
         return ()
     model = source.blueprint
-    found = {name for name, module in model.named_modules() if has_rows(module, source.vocabulary_size)}
+    found = {
+        name
+        for name, module in model.named_modules()
+        if has_rows(module, source.vocabulary_size)
+    }
     found -= set(split)
     groups = _users(source)
-    while torn := {name for users in groups if not users <= found for name in users & found}:
+    while torn := {
+        name for users in groups if not users <= found for name in users & found
+    }:
         found -= torn
     for index, layer in enumerate(source.cut().layers):
-        inside = {name for name in found if any(f"{name}.".startswith(f"{each}.") for each in layer.modules)}
+        inside = {
+            name
+            for name in found
+            if any(f"{name}.".startswith(f"{each}.") for each in layer.modules)
+        }
         if inside and not _runs(source, index, inside, ranks):
             return ()
     return tuple(sorted(found))
@@ -56,7 +68,9 @@ def _users(source: ModelSource) -> list[set[str]]:
         owners.setdefault(id(parameter), set()).add(name.rpartition(".")[0])
     for layer in source.cut().layers:
         for name in layer.parameters:
-            owners[id(source.blueprint.get_parameter(name))].add(f"code of {layer.name}")
+            owners[id(source.blueprint.get_parameter(name))].add(
+                f"code of {layer.name}"
+            )
     return [users for users in owners.values() if len(users) > 1]
 
 
@@ -69,13 +83,17 @@ def _runs(source: ModelSource, index: int, names: set[str], ranks: Ranks) -> boo
         if name not in names:
             continue
         kept = dict(module.named_parameters(recurse=False))
-        module.forward = partial(_look_up if isinstance(module, nn.Embedding) else _multiply, kept)
+        module.forward = partial(
+            _look_up if isinstance(module, nn.Embedding) else _multiply, kept
+        )
         for each, parameter in kept.items():
             module._parameters[each] = SplitTensor(parameter, 0, ranks)
     try:
         with friendly_to(layer):
             made = layer(*takes)
-    except Exception:  # any: it is the user's code, which may stumble over the stand-in anywhere
+    except (
+        Exception
+    ):  # any: it is the user's code, which may stumble over the stand-in anywhere
         return False
     return not any(isinstance(each, SplitTensor) for each in tree_leaves(made))
 

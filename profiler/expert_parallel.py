@@ -62,7 +62,9 @@ class Group(Protocol):
     def routes(self, experts: Tensor, count: int) -> Routes:
         """The routes of rows sorted by expert; `experts`: number of each row's, of `count`."""
 
-    def exchange(self, rows: Tensor, sent: list[int] | None, received: list[int] | None) -> Tensor:
+    def exchange(
+        self, rows: Tensor, sent: list[int] | None, received: list[int] | None
+    ) -> Tensor:
         """Rows that came, from the first rank to the last; differentiable."""
 
 
@@ -94,20 +96,28 @@ class Alone:
         """See `Group`."""
         return Routes(None, None, experts)
 
-    def exchange(self, rows: Tensor, sent: list[int] | None, received: list[int] | None) -> Tensor:
+    def exchange(
+        self, rows: Tensor, sent: list[int] | None, received: list[int] | None
+    ) -> Tensor:
         """See `Group`."""
         return rows
 
 
 def experts_of(stage: nn.Module) -> dict[str, nn.Module]:
     """Modules that hold experts, by qualified name."""
-    return {name: module for name, module in stage.named_modules() if _holds_experts(module)}
+    return {
+        name: module for name, module in stage.named_modules() if _holds_experts(module)
+    }
 
 
 def _holds_experts(module: nn.Module) -> bool:
     own = list(module.parameters(recurse=False))
     number = getattr(module, "num_experts", None)
-    return hasattr(module, "_is_expert_parallel") and bool(own) and all(each.shape[0] == number for each in own)
+    return (
+        hasattr(module, "_is_expert_parallel")
+        and bool(own)
+        and all(each.shape[0] == number for each in own)
+    )
 
 
 def refusal(source: ModelSource) -> str:
@@ -129,7 +139,9 @@ def degrees(source: ModelSource) -> tuple[int, ...]:
 
 def common_experts(source: ModelSource) -> int:
     """The largest number that divides the experts of every layer; 0 where there are none that are known here."""
-    return gcd(*(int(module.num_experts) for module in experts_of(source.blueprint).values()))  # type: ignore[arg-type]
+    return gcd(
+        *(int(module.num_experts) for module in experts_of(source.blueprint).values())
+    )  # type: ignore[arg-type]
 
 
 def local_share(parameter: Tensor, rank: int, ranks: int) -> Tensor:
@@ -161,7 +173,11 @@ def share_out(
     def forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Tokens (tokens, features), numbers and weights of their experts (tokens, k) -> (tokens, features)."""
         if tensors is not None:
-            hidden, index, weights = tensors.gather(hidden), tensors.gather(index), tensors.gather(weights)
+            hidden, index, weights = (
+                tensors.gather(hidden),
+                tensors.gather(index),
+                tensors.gather(weights),
+            )
         chosen, order = index.reshape(-1).sort(stable=True)
         if tensors is not None:
             chosen, order = _own(chosen, order, held, tensors)
@@ -175,14 +191,18 @@ def share_out(
         if tensors is not None:
             summed = weighted.new_zeros(hidden.shape).index_add(0, tokens, weighted)
             return tensors.scatter(summed.to(hidden.dtype))
-        by_token = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+        by_token = torch.empty_like(order).scatter_(
+            0, order, torch.arange(order.shape[0], device=order.device)
+        )
         summed = weighted[by_token].view(*index.shape, hidden.shape[-1]).sum(1)
         return summed.to(hidden.dtype)
 
     experts.forward = forward
 
 
-def _own(experts: Tensor, order: Tensor, held: int, tensors: TensorRanks) -> tuple[Tensor, Tensor]:
+def _own(
+    experts: Tensor, order: Tensor, held: int, tensors: TensorRanks
+) -> tuple[Tensor, Tensor]:
     """Of rows sorted by expert those of this tensor rank's experts, still sorted, and numbered among these alone.
 
     Args:
@@ -205,5 +225,11 @@ def _run(run: Callable[..., Tensor], rows: Tensor, experts: Tensor) -> Tensor:
     return run(rows, experts.unsqueeze(-1), weights)[:number]
 
 
-def _in_place(module: nn.Module, parameters: Callable[[], Mapping[str, Tensor]] | None) -> AbstractContextManager[Any]:
-    return nullcontext() if parameters is None else _reparametrize_module(module, dict(parameters()))
+def _in_place(
+    module: nn.Module, parameters: Callable[[], Mapping[str, Tensor]] | None
+) -> AbstractContextManager[Any]:
+    return (
+        nullcontext()
+        if parameters is None
+        else _reparametrize_module(module, dict(parameters()))
+    )

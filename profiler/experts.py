@@ -20,7 +20,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 _library = torch.library.Library("planner", "DEF")  # type: ignore[no-untyped-call]
 _library.define("grouped_mm(Tensor rows, Tensor weights, Tensor ends) -> Tensor")  # type: ignore[no-untyped-call]
-_library.define("grouped_mm_weight(Tensor rows, Tensor gradients, Tensor ends) -> Tensor")  # type: ignore[no-untyped-call]
+_library.define(
+    "grouped_mm_weight(Tensor rows, Tensor gradients, Tensor ends) -> Tensor"
+)  # type: ignore[no-untyped-call]
 
 
 def grouped_product(rows: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
@@ -43,7 +45,9 @@ class _Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(context: Any, rows: Tensor, weights: Tensor, ends: Tensor, waiting: list[Any]) -> Tensor:
+    def forward(
+        context: Any, rows: Tensor, weights: Tensor, ends: Tensor, waiting: list[Any]
+    ) -> Tensor:
         """(rows, k) x (experts, k, n) -> (rows, n)."""
         context.save_for_backward(rows, weights, ends)
         context.waiting = waiting
@@ -56,7 +60,12 @@ class _Product(torch.autograd.Function):
         rows, weights, ends = context.saved_tensors
         context.waiting[:] = [(rows, gradients[0], ends)]
         stand_in = weights.new_empty(()).expand(weights.shape)
-        return torch.ops.planner.grouped_mm(gradients[0], weights.transpose(1, 2), ends), stand_in, None, None
+        return (
+            torch.ops.planner.grouped_mm(gradients[0], weights.transpose(1, 2), ends),
+            stand_in,
+            None,
+            None,
+        )
 
 
 class _Weights(torch.autograd.Function):

@@ -27,7 +27,12 @@ from profiler.recompute import own_forward, replace_forward
 from profiler.split_group import largest_in_group
 from profiler.split_products import Columns, Rows, linear_product
 from profiler.split_tensor import SplitTensor
-from profiler.tensor_parallel import COLUMN_STYLES, DERIVED_ROWS, ROW_STYLES, sections_of
+from profiler.tensor_parallel import (
+    COLUMN_STYLES,
+    DERIVED_ROWS,
+    ROW_STYLES,
+    sections_of,
+)
 
 if TYPE_CHECKING:
     from profiler.models import ModelSource
@@ -37,7 +42,9 @@ OF_ROWS: frozenset[Operand] = frozenset({"weight", "input"})
 OF_TOKENS: frozenset[Operand] = frozenset({"input", "gradient"})
 
 
-def float8_modules(model: nn.Module, source: ModelSource, degree: int = 1) -> tuple[str, ...]:
+def float8_modules(
+    model: nn.Module, source: ModelSource, degree: int = 1
+) -> tuple[str, ...]:
     """Names of the modules of a model, or of a stage of it, whose products run in fp8: its linear layers, but for those
     of the model's last layer, which makes the logits, and those of whose weight, or a tensor-parallel rank's part of
     it, `MULTIPLE` does not divide both sizes.
@@ -46,14 +53,21 @@ def float8_modules(model: nn.Module, source: ModelSource, degree: int = 1) -> tu
         model: not split yet.
         degree: of tensor parallelism.
     """
-    styles = tensor_parallel.split_modules(model, tensor_parallel.plan(source)) if degree > 1 else {}
+    styles = (
+        tensor_parallel.split_modules(model, tensor_parallel.plan(source))
+        if degree > 1
+        else {}
+    )
     last = source.cut().layers[-1].modules
     return tuple(
         name
         for name, module in model.named_modules()
         if not any(name == each or name.startswith(f"{each}.") for each in last)
         and own_forward(module) is None
-        and all(size % MULTIPLE == 0 for size in _sizes(module, styles.get(name, ""), degree))
+        and all(
+            size % MULTIPLE == 0
+            for size in _sizes(module, styles.get(name, ""), degree)
+        )
     )
 
 
@@ -64,7 +78,10 @@ def _sizes(module: nn.Module, style: str, degree: int) -> tuple[float, ...]:
         return (1,)
     weight: Any = module.weight
     inputs, outputs = weight.shape[product.inputs], weight.shape[product.outputs]
-    is_row, is_column = style in ROW_STYLES | {DERIVED_ROWS}, style in COLUMN_STYLES or sections_of(style) > 0
+    is_row, is_column = (
+        style in ROW_STYLES | {DERIVED_ROWS},
+        style in COLUMN_STYLES or sections_of(style) > 0,
+    )
     return inputs / (degree if is_row else 1), outputs / (degree if is_column else 1)
 
 
@@ -99,12 +116,16 @@ def run_in_float8(model: nn.Module, names: Collection[str]) -> None:
         if isinstance(split, Columns | Rows):
             operands = OF_COLUMNS if isinstance(split, Columns) else OF_ROWS
             run = partial(_run, Parts(operands, split.ranks.largest))
-            replace_forward(module, replace(split, product=replace(split.product, run=run)))
+            replace_forward(
+                module, replace(split, product=replace(split.product, run=run))
+            )
         else:
             replace_forward(module, partial(_forward, module))
 
 
-def _run(parts: Parts, module: nn.Module, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _run(
+    parts: Parts, module: nn.Module, input: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
     """See `profiler.split_products.Product`."""
     made = float8_product(input, _as_matrix(module, weight), parts)
     return made if bias is None else made + bias
@@ -126,7 +147,15 @@ def _forward(module: nn.Module, input: Tensor) -> Tensor:
     if isinstance(input, SplitTensor):
         enter = input.ranks.enter
         parts = Parts(OF_TOKENS, input.ranks.largest)
-        return input.like(_run(parts, module, input.local, enter(weight), None if bias is None else enter(bias)))
+        return input.like(
+            _run(
+                parts,
+                module,
+                input.local,
+                enter(weight),
+                None if bias is None else enter(bias),
+            )
+        )
     return _run(WHOLE, module, input, weight, bias)
 
 
@@ -135,10 +164,14 @@ def _of_shards(module: nn.Module, input: Tensor, weight: DTensor, bias: Any) -> 
     assert isinstance(input, DTensor)  # by their hooks
     mesh = weight.device_mesh
     is_column = weight.placements == (Shard(0),)
-    parts = Parts(OF_COLUMNS if is_column else OF_ROWS, partial(largest_in_group, mesh=mesh))
+    parts = Parts(
+        OF_COLUMNS if is_column else OF_ROWS, partial(largest_in_group, mesh=mesh)
+    )
     # A column-wise product sees all features: this rank's outputs make a part of the sum that is their gradient.
     given: tuple[Placement, ...] = (Partial(),) if is_column else input.placements
-    made = _run(parts, module, input.to_local(grad_placements=given), weight.to_local(), None)
+    made = _run(
+        parts, module, input.to_local(grad_placements=given), weight.to_local(), None
+    )
     spread: Tensor = DTensor.from_local(
         made, mesh, [Shard(made.dim() - 1) if is_column else Partial()], run_check=False
     )

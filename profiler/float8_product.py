@@ -52,7 +52,9 @@ def float8_product(input: Tensor, weight: Tensor, parts: Parts = WHOLE) -> Tenso
         parts: of split tensors.
     """
     # Views, so that neither is a leaf of the graph: autograd does not tell of leaves whether it wants their gradients.
-    made: Tensor = _Float8Product.apply(input.view_as(input), weight.view_as(weight), parts)  # type: ignore[no-untyped-call]
+    made: Tensor = _Float8Product.apply(
+        input.view_as(input), weight.view_as(weight), parts
+    )  # type: ignore[no-untyped-call]
     return made
 
 
@@ -64,17 +66,25 @@ class _Float8Product(torch.autograd.Function):
         cast = partial(_cast, scales, _settings(rows.device))
         of_input, of_weight = context.needs_input_grad[:2]
         # A frozen weight has no gradient that the input would be kept for; nor does what nothing trained leads to.
-        context.save_for_backward(input if of_weight else None, weight if of_input else None)
+        context.save_for_backward(
+            input if of_weight else None, weight if of_input else None
+        )
         context.scales, context.parts = scales, parts
         made = torch.mm(cast(rows, "input"), cast(weight, "weight"))
         return made.reshape(*input.shape[:-1], weight.shape[1])
 
     @staticmethod
-    def backward(context: Any, *gradients: Any) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(
+        context: Any, *gradients: Any
+    ) -> tuple[Tensor | None, Tensor | None, None]:
         input, weight = context.saved_tensors
         incoming = gradients[0].reshape(-1, gradients[0].shape[-1])
         scales = context.scales | _scales({"gradient": incoming}, context.parts)
-        cast = partial(_cast, scales, _settings(incoming.device, pads=incoming.shape[0] % MULTIPLE > 0))
+        cast = partial(
+            _cast,
+            scales,
+            _settings(incoming.device, pads=incoming.shape[0] % MULTIPLE > 0),
+        )
         gradient = cast(incoming, "gradient")
         of_input = of_weight = None
         if _is_wanted(context, 0):
@@ -98,19 +108,27 @@ def _is_wanted(context: Any, place: int) -> bool:
 
 def _scales(tensors: dict[Operand, Tensor], parts: Parts) -> dict[Operand, Tensor]:
     """By what tensors are multiplied before they are cast, numbers in fp32; one exchange for all that are split."""
-    found: dict[Operand, Tensor] = {operand: _largest_of(tensor) for operand, tensor in tensors.items()}
+    found: dict[Operand, Tensor] = {
+        operand: _largest_of(tensor) for operand, tensor in tensors.items()
+    }
     split = [operand for operand in tensors if operand in parts.operands]
     if split and parts.largest is not None:
         whole = parts.largest(torch.stack([found[operand] for operand in split]))
         found.update(zip(split, whole.unbind(), strict=True))
     to_scale = torchao("float8.float8_utils").amax_to_scale
-    return {operand: to_scale(value, _types()[operand]) for operand, value in found.items()}
+    return {
+        operand: to_scale(value, _types()[operand]) for operand, value in found.items()
+    }
 
 
 @cache
 def _types() -> dict[Operand, torch.dtype]:
     config = torchao("float8.config")
-    return {"input": config.e4m3_dtype, "weight": config.e4m3_dtype, "gradient": config.e5m2_dtype}
+    return {
+        "input": config.e4m3_dtype,
+        "weight": config.e4m3_dtype,
+        "gradient": config.e5m2_dtype,
+    }
 
 
 def _largest_of(matrix: Tensor) -> Tensor:
@@ -121,13 +139,21 @@ def _largest_of(matrix: Tensor) -> Tensor:
     return _kernels(matrix.device).largest(lines.view(-1))
 
 
-def _cast(scales: dict[Operand, Tensor], settings: Any, matrix: Tensor, operand: Operand) -> Tensor:
+def _cast(
+    scales: dict[Operand, Tensor], settings: Any, matrix: Tensor, operand: Operand
+) -> Tensor:
     """A matrix in fp8 with its scale, laid out as it was, as torchao's products take it."""
     turned, dtype = _is_turned(matrix), _types()[operand]
     lines = matrix.t() if turned else matrix.contiguous()
-    bits = _kernels(matrix.device).cast(lines.view(-1), scales[operand], dtype).view(lines.shape)
+    bits = (
+        _kernels(matrix.device)
+        .cast(lines.view(-1), scales[operand], dtype)
+        .view(lines.shape)
+    )
     tensors = torchao("float8.float8_training_tensor")
-    place = tensors.GemmInputRole["GRAD_OUTPUT" if operand == "gradient" else operand.upper()]
+    place = tensors.GemmInputRole[
+        "GRAD_OUTPUT" if operand == "gradient" else operand.upper()
+    ]
     made: Tensor = tensors.Float8TrainingTensor(
         bits.t() if turned else bits, scales[operand], matrix.dtype, settings, place
     )
@@ -156,7 +182,9 @@ def _largest_value(numbers: Tensor) -> Tensor:
 
 def _scaled(numbers: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """As torchao's cast, bit by bit, which also clamps; but no finite number times its scale rounds beyond the type."""
-    return (numbers * scale.view(1)).to(dtype)  # in fp32: a scale without a dimension would leave bf16 as it is
+    return (numbers * scale.view(1)).to(
+        dtype
+    )  # in fp32: a scale without a dimension would leave bf16 as it is
 
 
 PLAIN = Kernels(_largest_value, _scaled)
@@ -165,7 +193,12 @@ PLAIN = Kernels(_largest_value, _scaled)
 @cache
 def compiled(backend: str = "inductor") -> Kernels:
     """One kernel each, which read the numbers once: what fp8 gains would go otherwise."""
-    return Kernels(*(torch.compile(each, dynamic=True, backend=backend) for each in (_largest_value, _scaled)))
+    return Kernels(
+        *(
+            torch.compile(each, dynamic=True, backend=backend)
+            for each in (_largest_value, _scaled)
+        )
+    )
 
 
 @cache
@@ -173,7 +206,10 @@ def _kernels(device: torch.device) -> Kernels:
     """Compiled on devices that gain by fp8, where a compiler is at hand."""
     if not multiplies_float8(device):
         return PLAIN
-    some, one = torch.ones(MULTIPLE, device=device, dtype=torch.bfloat16), torch.ones((), device=device)
+    some, one = (
+        torch.ones(MULTIPLE, device=device, dtype=torch.bfloat16),
+        torch.ones((), device=device),
+    )
     try:
         compiled().largest(some), compiled().cast(some, one, _types()["input"])
     except RuntimeError:  # of inductor and triton, such as that there is no C compiler
@@ -189,7 +225,10 @@ def _settings(device: torch.device, *, pads: bool = False) -> Any:
     Args:
         pads: the weight's gradient, which is a sum over tokens, whose number `MULTIPLE` may not divide.
     """
-    tensors, emulates = torchao("float8.float8_training_tensor"), not multiplies_float8(device)
+    tensors, emulates = (
+        torchao("float8.float8_training_tensor"),
+        not multiplies_float8(device),
+    )
     return tensors.LinearMMConfig(
         output=tensors.ScaledMMConfig(emulates, use_fast_accum=True),
         grad_input=tensors.ScaledMMConfig(emulates),
@@ -199,7 +238,9 @@ def _settings(device: torch.device, *, pads: bool = False) -> Any:
 
 def multiplies_float8(device: torch.device) -> bool:
     """Has the device products in fp8? On others the same numbers are multiplied in fp32: as exact, and no faster."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
+    return (
+        device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
+    )
 
 
 def remark(precision: str | None, device: torch.device) -> str:

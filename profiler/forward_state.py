@@ -56,7 +56,8 @@ class ForwardRun:
         is_known = state.changing is not None
         held = {place: _value(place) for place in state.places()}
         self._before = {
-            place: None if is_known and _is_statistic(place) else _copy(value) for place, value in held.items()
+            place: None if is_known and _is_statistic(place) else _copy(value)
+            for place, value in held.items()
         }
         self._random = states() if state.draws or not is_known else None
         yield
@@ -89,7 +90,11 @@ class ForwardRun:
 
 def _places(module: nn.Module) -> Iterator[Place]:
     for part in module.modules():
-        plain = (key for key, value in vars(part).items() if isinstance(value, int | float | Tensor))
+        plain = (
+            key
+            for key, value in vars(part).items()
+            if isinstance(value, int | float | Tensor)
+        )
         yield from ((part, key) for key in (*plain, *part._buffers))
 
 

@@ -24,7 +24,9 @@ def restore(found: States) -> None:
     if numpy is not None:
         kind, keys, *rest = numpy
         module = sys.modules["numpy"]
-        module.random.set_state((kind, module.frombuffer(keys, dtype=module.uint32), *rest))
+        module.random.set_state(
+            (kind, module.frombuffer(keys, dtype=module.uint32), *rest)
+        )
 
 
 def seed(number: int) -> None:

@@ -15,9 +15,22 @@ def signature(module: nn.Module) -> tuple[Any, ...]:
     """All that decides what a module costs: classes, settings and shapes of everything below it, and what is frozen."""
     rows = []
     for name, part in module.named_modules():
-        named = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
-        shapes = tuple((key, tuple(value.shape), value.requires_grad) for key, value in named)
-        rows.append((name, type(part).__qualname__, part.extra_repr(), shapes, tuple(_settings(part))))
+        named = (
+            *part.named_parameters(recurse=False),
+            *part.named_buffers(recurse=False),
+        )
+        shapes = tuple(
+            (key, tuple(value.shape), value.requires_grad) for key, value in named
+        )
+        rows.append(
+            (
+                name,
+                type(part).__qualname__,
+                part.extra_repr(),
+                shapes,
+                tuple(_settings(part)),
+            )
+        )
     return tuple(rows)
 
 
@@ -43,4 +56,7 @@ def name_kinds(signatures: Iterable[Any], stems: Iterable[str]) -> list[str]:
 
 def has_backward(parameters: Iterable[nn.Parameter], *outputs: Tensor) -> bool:
     """Has a layer anything to recompute? None has in which all is frozen, and that nothing trained leads to."""
-    return any(each.requires_grad for each in outputs) or next(iter(parameters), None) is None
+    return (
+        any(each.requires_grad for each in outputs)
+        or next(iter(parameters), None) is None
+    )

@@ -63,8 +63,12 @@ class LayerTrace:
         """The same layer, charged in this mode with so many bytes that it did not count."""
         old = self.count.modes[mode]
         temporaries = tuple(value - size_bytes for value in old.temporaries)
-        new = replace(old, kept_bytes=old.kept_bytes + size_bytes, temporaries=temporaries)
-        return replace(self, count=replace(self.count, modes={**self.count.modes, mode: new}))
+        new = replace(
+            old, kept_bytes=old.kept_bytes + size_bytes, temporaries=temporaries
+        )
+        return replace(
+            self, count=replace(self.count, modes={**self.count.modes, mode: new})
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +111,11 @@ class _Part:
         Args:
             functions: of the forward's kernels.
         """
-        unsaved = [place for place in self.places if mode == "full" or not is_saved(functions[place])]
+        unsaved = [
+            place
+            for place in self.places
+            if mode == "full" or not is_saved(functions[place])
+        ]
         return unsaved[: self.again]
 
 
@@ -155,9 +163,14 @@ class _Pass:
         return tuple(value + shared_bytes - kept_bytes for value in self.live)
 
     def _kept(self, inputs: Tensors, outputs: Tensors) -> _Kept:
-        storages = {id(storage): storage for reference in self.saved if (storage := reference()) is not None}
+        storages = {
+            id(storage): storage
+            for reference in self.saved
+            if (storage := reference()) is not None
+        }
         of_inputs, of_outputs = (
-            tuple(id(each.untyped_storage()) in storages for each in side) for side in (inputs, outputs)
+            tuple(id(each.untyped_storage()) in storages for each in side)
+            for side in (inputs, outputs)
         )
         for output in outputs:
             storages.pop(id(output.untyped_storage()), None)
@@ -174,7 +187,11 @@ class _Pass:
 def _weights_of_others(stage: nn.Module) -> list[Tensor]:
     """Parameters that stand in no linear layer: those of attention (`nn.MultiheadAttention`), or a module's own."""
     linear = [each for each in stage.modules() if linear_product(each) is not None]
-    known = {id(parameter) for module in linear for parameter in module.parameters(recurse=False)}
+    known = {
+        id(parameter)
+        for module in linear
+        for parameter in module.parameters(recurse=False)
+    }
     return [parameter for parameter in stage.parameters() if id(parameter) not in known]
 
 
@@ -206,7 +223,13 @@ class LayerRun:
         self.recomputable = recomputable
         self.has_frozen = has_frozen
 
-    def trace(self, inputs: Tensors, shapes: ParameterShapes, *, handed_bytes: int | None = None) -> LayerTrace:
+    def trace(
+        self,
+        inputs: Tensors,
+        shapes: ParameterShapes,
+        *,
+        handed_bytes: int | None = None,
+    ) -> LayerTrace:
         """All figures of one micro-batch.
 
         Args:
@@ -219,7 +242,9 @@ class LayerRun:
         self._run(plain, inputs)
         exchanges = self.exchanges.take()
         kept = plain.kept
-        modes: dict[RecomputeMode, ModeCount] = {"none": ModeCount(kept.own_bytes, plain.above(kept.own_bytes))}
+        modes: dict[RecomputeMode, ModeCount] = {
+            "none": ModeCount(kept.own_bytes, plain.above(kept.own_bytes))
+        }
         keeps_outputs: dict[RecomputeMode, tuple[bool, ...]] = {"none": kept.outputs}
         for mode, (found, keeps) in self._recomputed(inputs, plain).items():
             modes[mode], keeps_outputs[mode] = found, keeps
@@ -228,7 +253,9 @@ class LayerRun:
             backward_input_flops=plain.input_flops,
             backward_weight_flops=plain.backward_flops - plain.input_flops,
             input_bytes=sum(tensor.nbytes for tensor in inputs),
-            output_bytes=sum(each.nbytes for each in plain.outputs) if handed_bytes is None else handed_bytes,
+            output_bytes=sum(each.nbytes for each in plain.outputs)
+            if handed_bytes is None
+            else handed_bytes,
             backward_bytes=plain.backward_bytes,
             local_parameters=shapes.elements,
             local_frozen_parameters=shapes.frozen_elements,
@@ -241,7 +268,9 @@ class LayerRun:
         )
         return LayerTrace(count, kept.inputs, keeps_outputs, plain.outputs, kept.ahead)
 
-    def _recomputed(self, inputs: Tensors, plain: _Pass) -> dict[RecomputeMode, _Recomputed]:
+    def _recomputed(
+        self, inputs: Tensors, plain: _Pass
+    ) -> dict[RecomputeMode, _Recomputed]:
         """The modes that recompute. Selective is left out where it runs nothing again, or the same as full."""
         if not self.recomputable:
             return {}
@@ -263,7 +292,9 @@ class LayerRun:
                 return None
             raise
 
-    def _recompute(self, mode: RecomputeMode, inputs: Tensors, plain: _Pass) -> _Recomputed:
+    def _recompute(
+        self, mode: RecomputeMode, inputs: Tensors, plain: _Pass
+    ) -> _Recomputed:
         """The layer in a mode."""
         seen = _Pass()
         observed = [(module, _Part(seen.watcher)) for module in self.parts]
@@ -271,7 +302,11 @@ class LayerRun:
             keeps_outputs = self._run(seen, inputs, input_flops=False)
         self.exchanges.take()  # written down twice
         seen.kept = plain.kept
-        recomputed = [place for _, part in observed for place in part.recomputed(seen.functions, mode)]
+        recomputed = [
+            place
+            for _, part in observed
+            for place in part.recomputed(seen.functions, mode)
+        ]
         count = ModeCount(
             kept_bytes=seen.between_bytes,
             temporaries=seen.above(seen.between_bytes),
@@ -280,19 +315,30 @@ class LayerRun:
         )
         return count, keeps_outputs
 
-    def _run(self, seen: _Pass, inputs: Tensors, *, input_flops: bool = True) -> tuple[bool, ...]:
+    def _run(
+        self, seen: _Pass, inputs: Tensors, *, input_flops: bool = True
+    ) -> tuple[bool, ...]:
         """Forward and backward; which outputs does something but the caller hold between them?"""
-        inputs = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs)
+        inputs = tuple(
+            tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs
+        )
         watcher = seen.watcher
         for tensor in (*self.stage.parameters(), *self.stage.buffers()):
             watcher.own((tensor, tensor.grad))
-        if not hasattr(self.stage, "config"):  # transformers' layers multiply by routers of experts at most besides
+        if not hasattr(
+            self.stage, "config"
+        ):  # transformers' layers multiply by routers of experts at most besides
             watcher.tell_apart(_weights_of_others(self.stage))
         with self._kernels(), watcher:
             outputs, ends = self._forward(seen, inputs)
             seen.see_forward(inputs, outputs)
-            edges, gradients = [get_gradient_edge(end) for end in ends], [torch.empty_like(end) for end in ends]
-            made = [(output.shape, output.dtype, output.requires_grad) for output in outputs]
+            edges, gradients = (
+                [get_gradient_edge(end) for end in ends],
+                [torch.empty_like(end) for end in ends],
+            )
+            made = [
+                (output.shape, output.dtype, output.requires_grad) for output in outputs
+            ]
             held = [weakref.ref(output.untyped_storage()) for output in outputs]
             del ends
             if not self.with_loss:
@@ -301,14 +347,18 @@ class LayerRun:
             trained = [tensor for tensor in inputs if tensor.requires_grad]
             if input_flops and trained and edges:
                 watcher.start_phase()
-                torch.autograd.grad(edges, trained, gradients, retain_graph=True, allow_unused=True)
+                torch.autograd.grad(
+                    edges, trained, gradients, retain_graph=True, allow_unused=True
+                )
                 seen.input_flops = watcher.flops
             keeps_outputs = tuple(reference() is not None for reference in held)
             watcher.start_phase()
             if edges:
                 torch.autograd.backward(edges, gradients)
             seen.see_backward()
-        seen.outputs = tuple(torch.empty(a, dtype=b, device="meta", requires_grad=c) for a, b, c in made)
+        seen.outputs = tuple(
+            torch.empty(a, dtype=b, device="meta", requires_grad=c) for a, b, c in made
+        )
         return keeps_outputs
 
     def _prepare(self, inputs: Tensors) -> None:
@@ -352,4 +402,6 @@ class LayerRun:
         with _disable_current_modes():
             targets.zero_()
         watcher.own((targets,))
-        return functional.cross_entropy(output.flatten(0, -2).float(), targets.flatten())
+        return functional.cross_entropy(
+            output.flatten(0, -2).float(), targets.flatten()
+        )

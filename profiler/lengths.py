@@ -8,7 +8,9 @@ from planner.errors import SpecError
 from planner.spec.profile import Measurement, ModelProfile
 
 
-def at_lengths(profile_at: Callable[[int], ModelProfile], lengths: Sequence[int]) -> ModelProfile:
+def at_lengths(
+    profile_at: Callable[[int], ModelProfile], lengths: Sequence[int]
+) -> ModelProfile:
     """The profile with the rows of all lengths, each layer's in the order of the lengths.
 
     Layers are the same at every length, and so are their kinds; of the edges, those of the longest sequence are kept,
@@ -27,8 +29,14 @@ def at_lengths(profile_at: Callable[[int], ModelProfile], lengths: Sequence[int]
     rows: dict[str, tuple[Measurement, ...]] = {}
     for profile in profiles.values():
         own = {layer.kind: layer.measurements for layer in profile.layers}
-        rows = {kind: rows.get(kind, ()) + measurements for kind, measurements in own.items()}
-    layers = tuple(layer.model_copy(update={"measurements": rows[layer.kind]}) for layer in longest.layers)
+        rows = {
+            kind: rows.get(kind, ()) + measurements
+            for kind, measurements in own.items()
+        }
+    layers = tuple(
+        layer.model_copy(update={"measurements": rows[layer.kind]})
+        for layer in longest.layers
+    )
     return longest.model_copy(update={"layers": layers})
 
 

@@ -25,7 +25,13 @@ from planner.spec import Links, read
 from profiler.links_contention import pipeline_slowdown
 from profiler.links_fit import fit_levels
 from profiler.links_groups import find_nodes, make_group, shapes
-from profiler.links_measure import OPERATIONS, Sampling, check_request, default_sizes, measure_rows
+from profiler.links_measure import (
+    OPERATIONS,
+    Sampling,
+    check_request,
+    default_sizes,
+    measure_rows,
+)
 from profiler.links_overlap import overlap_slowdown
 from profiler.links_torchrun import print_progress, run_torchrun, under_torchrun
 from profiler.progress import Progress
@@ -76,9 +82,17 @@ class LinkOptions:
             ("ranks_per_node", self.ranks_per_node),
         ):
             if value is not None and not value > 0:
-                raise SpecError(f"{value} is not above 0.", field=field, mend="give a positive number.")
+                raise SpecError(
+                    f"{value} is not above 0.",
+                    field=field,
+                    mend="give a positive number.",
+                )
         if self.sizes is not None and self.max_bytes is not None:
-            raise SpecError("sizes are given, so max_bytes has no meaning.", field="max_bytes", mend="leave it out.")
+            raise SpecError(
+                "sizes are given, so max_bytes has no meaning.",
+                field="max_bytes",
+                mend="leave it out.",
+            )
         if self.max_bytes is not None and self.max_bytes < LEAST_MAX_BYTES:
             raise SpecError(
                 f"{self.max_bytes} bytes leave fewer than two sizes.",
@@ -88,7 +102,9 @@ class LinkOptions:
 
     def sizes_on(self, device: torch.device) -> tuple[int, ...]:
         """What is exchanged by ranks on such devices, in bytes."""
-        return default_sizes(device, self.max_bytes) if self.sizes is None else self.sizes
+        return (
+            default_sizes(device, self.max_bytes) if self.sizes is None else self.sizes
+        )
 
 
 LEAST_MAX_BYTES = 4096
@@ -119,15 +135,27 @@ def launch_links(
     if under_torchrun():
         return measure_links(options, progress=progress)
     if ranks < 2:
-        raise SpecError(f"a link has two ends, but ranks is {ranks}.", field="ranks", mend="give at least 2 ranks.")
+        raise SpecError(
+            f"a link has two ends, but ranks is {ranks}.",
+            field="ranks",
+            mend="give at least 2 ranks.",
+        )
     with tempfile.TemporaryDirectory(prefix="planner-links-") as folder:
         output = Path(folder) / "links.json"
         arguments = ["--output", str(output), "--options", json.dumps(asdict(options))]
-        run_torchrun("profiler.links", arguments, ranks, timeout_seconds=timeout_seconds, progress=progress)
+        run_torchrun(
+            "profiler.links",
+            arguments,
+            ranks,
+            timeout_seconds=timeout_seconds,
+            progress=progress,
+        )
         return read(Links, output)
 
 
-def measure_links(options: LinkOptions | None = None, *, progress: Progress | None = None) -> Links:
+def measure_links(
+    options: LinkOptions | None = None, *, progress: Progress | None = None
+) -> Links:
     """The links between the ranks that torchrun started; every rank must call it, and every rank gets them.
 
     Uses the default process group where there is one, else makes one for the time of the measurement.
@@ -151,16 +179,25 @@ def measure_links(options: LinkOptions | None = None, *, progress: Progress | No
 
 def _share_cores(device: torch.device) -> bool:
     """All ranks compute on the cores of this one machine."""
-    return device.type == "cpu" and int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == dist.get_world_size()
+    return (
+        device.type == "cpu"
+        and int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == dist.get_world_size()
+    )
 
 
 def _slowdowns(options: LinkOptions, device: torch.device) -> dict[bool, float]:
     """`Link.overlap_slowdown` of the largest group inside a node (False), and of the largest across nodes (True)."""
     nodes, ranks_per_node = find_nodes(options.ranks_per_node, device)
-    flat = [shape for shape in shapes(nodes, ranks_per_node) if shape.nodes in (1, shape.ranks)]
+    flat = [
+        shape
+        for shape in shapes(nodes, ranks_per_node)
+        if shape.nodes in (1, shape.ranks)
+    ]
     largest = {shape.nodes > 1: shape for shape in flat}  # shapes grow
     return {
-        across: overlap_slowdown(make_group(shape, nodes, ranks_per_node), device, options.repeats)
+        across: overlap_slowdown(
+            make_group(shape, nodes, ranks_per_node), device, options.repeats
+        )
         for across, shape in largest.items()
     }
 
@@ -174,7 +211,9 @@ def _process_group(backend: str | None) -> Iterator[torch.device]:
     backend = backend or _default_backend()
     device = _device(backend)
     bound = device if device.type == "cuda" else None
-    dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT_SECONDS), device_id=bound)
+    dist.init_process_group(
+        backend, timeout=timedelta(seconds=TIMEOUT_SECONDS), device_id=bound
+    )
     try:
         yield device
     finally:
@@ -191,21 +230,40 @@ def _device(backend: str) -> torch.device:
 
 def _default_backend() -> str:
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return "nccl" if torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks else "gloo"
+    return (
+        "nccl"
+        if torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks
+        else "gloo"
+    )
 
 
 def _check_backend(backend: str | None) -> None:
     if backend is not None and backend not in BACKENDS:
-        raise SpecError(f"no backend {backend!r}.", field="backend", mend=f"use one of {', '.join(BACKENDS)}.")
+        raise SpecError(
+            f"no backend {backend!r}.",
+            field="backend",
+            mend=f"use one of {', '.join(BACKENDS)}.",
+        )
     if backend == "nccl" and not torch.cuda.is_available():
-        raise SpecError("nccl needs GPUs, and torch sees none.", field="backend", mend="use gloo.")
+        raise SpecError(
+            "nccl needs GPUs, and torch sees none.", field="backend", mend="use gloo."
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """One rank of `launch_links`."""
-    parser = argparse.ArgumentParser(prog="profiler.links", description="Measure links; run it under torchrun.")
-    parser.add_argument("--output", type=Path, required=True, help="file that rank 0 writes the links to, as JSON")
-    parser.add_argument("--options", type=json.loads, default={}, help="fields of LinkOptions, as JSON")
+    parser = argparse.ArgumentParser(
+        prog="profiler.links", description="Measure links; run it under torchrun."
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        help="file that rank 0 writes the links to, as JSON",
+    )
+    parser.add_argument(
+        "--options", type=json.loads, default={}, help="fields of LinkOptions, as JSON"
+    )
     parsed = parser.parse_args(arguments)
     try:
         links = measure_links(LinkOptions(**parsed.options), progress=print_progress)

@@ -45,7 +45,9 @@ def pipeline_slowdown(repeats: int) -> float:
         _pass_down_and_back(compute, rank, ranks)
         taken = most(perf_counter() - began, compute.device)
         samples.append(taken / ((2 * ranks - 1) * (1 + BACKWARD) * alone))
-    return max(1.0, statistics.median(samples[1:]))  # the first one makes the connections
+    return max(
+        1.0, statistics.median(samples[1:])
+    )  # the first one makes the connections
 
 
 def _pass_down_and_back(compute: Compute, rank: int, ranks: int) -> None:

@@ -50,7 +50,9 @@ class Term:
         return self.hops + ratio * self.bytes
 
 
-def fit(rows: Sequence[LinkMeasurement], *, overlap_slowdown: float | None = None) -> Link:
+def fit(
+    rows: Sequence[LinkMeasurement], *, overlap_slowdown: float | None = None
+) -> Link:
     """The link whose ring formulas come closest to the rows, by equation (4); of every operation by itself, too.
 
     Rows of groups with several ranks on several nodes run over two links, so they are kept but not fitted.
@@ -86,7 +88,9 @@ def fit(rows: Sequence[LinkMeasurement], *, overlap_slowdown: float | None = Non
 
 
 def fit_levels(
-    rows: Sequence[LinkMeasurement], slowdowns: Mapping[bool, float], pipeline_slowdown: float | None = None
+    rows: Sequence[LinkMeasurement],
+    slowdowns: Mapping[bool, float],
+    pipeline_slowdown: float | None = None,
 ) -> Links:
     """The links inside and between nodes, each from the rows of its level.
 
@@ -95,7 +99,10 @@ def fit_levels(
         slowdowns: `Link.overlap_slowdown` by whether the groups span several nodes; a level may be missing.
         pipeline_slowdown: of the link inside a node.
     """
-    levels = {across: [row for row in rows if (row.nodes > 1) is across] for across in (False, True)}
+    levels = {
+        across: [row for row in rows if (row.nodes > 1) is across]
+        for across in (False, True)
+    }
     found = {
         across: fit(level, overlap_slowdown=slowdowns.get(across)) if level else None
         for across, level in levels.items()
@@ -127,17 +134,32 @@ def _solve(rows: Sequence[LinkMeasurement]) -> tuple[float, float]:
     least, largest = NEGLIGIBLE * min(ratios), max(ratios) / NEGLIGIBLE
     ratio = _root(terms, least, largest)
     latency = _best_latency(terms, ratio)
-    bandwidth = max(term.bytes / term.seconds for term in terms) if ratio == least else 1.0 / (ratio * latency)
+    bandwidth = (
+        max(term.bytes / term.seconds for term in terms)
+        if ratio == least
+        else 1.0 / (ratio * latency)
+    )
     return 0.0 if ratio == largest else latency, bandwidth
 
 
-def residual(latency_seconds: float, bandwidth_bytes_per_second: float, rows: Sequence[LinkMeasurement]) -> float:
+def residual(
+    latency_seconds: float,
+    bandwidth_bytes_per_second: float,
+    rows: Sequence[LinkMeasurement],
+) -> float:
     """Root mean square of log(predicted / measured) over the rows: 0.1 is typically 10 % off."""
-    errors = [math.log(predict(latency_seconds, bandwidth_bytes_per_second, row) / row.seconds) for row in rows]
+    errors = [
+        math.log(
+            predict(latency_seconds, bandwidth_bytes_per_second, row) / row.seconds
+        )
+        for row in rows
+    ]
     return math.sqrt(math.fsum(error * error for error in errors) / len(errors))
 
 
-def predict(latency_seconds: float, bandwidth_bytes_per_second: float, row: LinkMeasurement) -> float:
+def predict(
+    latency_seconds: float, bandwidth_bytes_per_second: float, row: LinkMeasurement
+) -> float:
     """Seconds that equations (1) to (3) give for the exchange of a row."""
     hops, moved_bytes = factors_of(row)
     return hops * latency_seconds + moved_bytes / bandwidth_bytes_per_second
@@ -163,7 +185,9 @@ def _root(terms: Sequence[Term], least: float, largest: float) -> float:
         return largest
     low, high = math.log(least), math.log(largest)
     while low < (middle := (low + high) / 2) < high:
-        low, high = (middle, high) if _slope(terms, math.exp(middle)) < 0 else (low, middle)
+        low, high = (
+            (middle, high) if _slope(terms, math.exp(middle)) < 0 else (low, middle)
+        )
     return math.exp(middle)
 
 
@@ -171,7 +195,9 @@ def _slope(terms: Sequence[Term], ratio: float) -> float:
     """Left side of (6)."""
     rising = math.fsum(term.bytes / term.seconds for term in terms)
     total = math.fsum(term.over_latency(ratio) / term.seconds for term in terms)
-    falling = math.fsum(term.seconds * term.bytes / term.over_latency(ratio) ** 2 for term in terms)
+    falling = math.fsum(
+        term.seconds * term.bytes / term.over_latency(ratio) ** 2 for term in terms
+    )
     inverse = math.fsum(term.seconds / term.over_latency(ratio) for term in terms)
     return rising / total - falling / inverse
 

@@ -50,7 +50,11 @@ def group_sizes(count: int) -> tuple[int, ...]:
     >>> group_sizes(6)
     (2, 4, 6)
     """
-    powers = {1 << exponent for exponent in range(1, count.bit_length()) if 1 << exponent <= count}
+    powers = {
+        1 << exponent
+        for exponent in range(1, count.bit_length())
+        if 1 << exponent <= count
+    }
     return tuple(sorted(powers | {count})) if count > 1 else ()
 
 
@@ -62,11 +66,15 @@ def shapes(nodes: int, ranks_per_node: int) -> tuple[Shape, ...]:
     """
     inside = [Shape(ranks, 1) for ranks in group_sizes(ranks_per_node)]
     places = sorted({1, ranks_per_node})
-    across = [Shape(count * each, count) for count in group_sizes(nodes) for each in places]
+    across = [
+        Shape(count * each, count) for count in group_sizes(nodes) for each in places
+    ]
     return (*inside, *across)
 
 
-def groups_of(shape: Shape, nodes: int, ranks_per_node: int) -> tuple[tuple[int, ...], ...]:
+def groups_of(
+    shape: Shape, nodes: int, ranks_per_node: int
+) -> tuple[tuple[int, ...], ...]:
     """Global ranks of all groups of a shape; ranks that make no whole group stand in none.
 
     >>> groups_of(Shape(2, 2), nodes=2, ranks_per_node=2)
@@ -101,11 +109,16 @@ def world_size() -> int:
         RunError: there is no process group, or it has one rank.
     """
     if not dist.is_initialized():
-        raise RunError("there is no process group.", mend="call torch.distributed.init_process_group first.")
+        raise RunError(
+            "there is no process group.",
+            mend="call torch.distributed.init_process_group first.",
+        )
     world = dist.get_world_size()
     if world < 2:
         raise RunError(
-            "a link has two ends, but there is one rank.", field="ranks", mend="start at least 2 ranks with torchrun."
+            "a link has two ends, but there is one rank.",
+            field="ranks",
+            mend="start at least 2 ranks with torchrun.",
         )
     return world
 

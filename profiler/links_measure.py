@@ -37,7 +37,9 @@ Exchange = Callable[[int], None]
 """Runs the i-th exchange of a sample."""
 
 
-def default_sizes(device: torch.device, max_bytes: int | None = None) -> tuple[int, ...]:
+def default_sizes(
+    device: torch.device, max_bytes: int | None = None
+) -> tuple[int, ...]:
     """1 KiB, 4 KiB, ... up to `max_bytes`; None: 64 MiB on CPU and 1 GiB on an accelerator."""
     top = max_bytes or (64 << 20 if device.type == "cpu" else 1 << 30)
     return tuple(1 << exponent for exponent in range(10, top.bit_length(), 2))
@@ -81,7 +83,9 @@ def measure_rows(
     nodes, here = find_nodes(ranks_per_node, device)
     groups = [make_group(shape, nodes, here) for shape in shapes(nodes, here)]
     wanted = [name for name in OPERATIONS if name in operations]
-    cases = [(name, group) for group in groups for name in wanted if _applies(name, group)]
+    cases = [
+        (name, group) for group in groups for name in wanted if _applies(name, group)
+    ]
     rows: list[LinkMeasurement] = []
     pace = _Pace(sampling.limit_seconds, device)
     ordered = sorted(sizes)
@@ -98,7 +102,17 @@ def measure_rows(
         pace.ended(size)
     if progress is not None:
         progress(len(ordered) * len(cases), len(ordered) * len(cases), "links measured")
-    return tuple(sorted(rows, key=lambda row: (row.nodes > 1, row.nodes, row.ranks, OPERATIONS.index(row.operation))))
+    return tuple(
+        sorted(
+            rows,
+            key=lambda row: (
+                row.nodes > 1,
+                row.nodes,
+                row.ranks,
+                OPERATIONS.index(row.operation),
+            ),
+        )
+    )
 
 
 class _Pace:
@@ -129,7 +143,9 @@ def _describe(name: str, size: int, group: RankGroup) -> str:
 
 
 def _rows(
-    cases: Sequence[tuple[OperationName, RankGroup]], size: int, samples: Sequence[Sequence[float]]
+    cases: Sequence[tuple[OperationName, RankGroup]],
+    size: int,
+    samples: Sequence[Sequence[float]],
 ) -> list[LinkMeasurement]:
     """Median and spread of the samples of every case."""
     timings = [Timing(tuple((sample,) for sample in each)) for each in samples]
@@ -146,7 +162,9 @@ def _rows(
     ]
 
 
-def check_request(sizes: Sequence[int] | None, operations: Sequence[str], sampling: Sampling) -> None:
+def check_request(
+    sizes: Sequence[int] | None, operations: Sequence[str], sampling: Sampling
+) -> None:
     """Refuse what cannot be measured; sizes may be None, for the device's default.
 
     Raises:
@@ -155,7 +173,9 @@ def check_request(sizes: Sequence[int] | None, operations: Sequence[str], sampli
     unknown = [name for name in operations if name not in OPERATIONS]
     if unknown or not operations:
         raise SpecError(
-            f"no operation {unknown[0]!r}." if unknown else "there is no operation to measure.",
+            f"no operation {unknown[0]!r}."
+            if unknown
+            else "there is no operation to measure.",
             field="operations",
             mend=f"use some of {', '.join(OPERATIONS)}.",
         )
@@ -177,13 +197,26 @@ def _applies(name: OperationName, group: RankGroup) -> bool:
     return name != "point_to_point" or group.ranks == 2
 
 
-def _samples(name: OperationName, group: RankGroup, size: int, device: torch.device, sampling: Sampling) -> list[float]:
+def _samples(
+    name: OperationName,
+    group: RankGroup,
+    size: int,
+    device: torch.device,
+    sampling: Sampling,
+) -> list[float]:
     """This rank's seconds per exchange, one number per sample; zeros for a rank of the remainder."""
     whole = _whole_bytes(size, group.ranks)
-    exchange = EXCHANGES[name](group, whole // BYTES_PER_ELEMENT, device) if group.members else _stand_by
+    exchange = (
+        EXCHANGES[name](group, whole // BYTES_PER_ELEMENT, device)
+        if group.members
+        else _stand_by
+    )
     # Even, so that a ping-pong ends at the rank that started it.
     count = 2 * max(1, min(EXCHANGES_PER_SAMPLE, BYTES_PER_SAMPLE // whole) // 2)
-    seconds = [_sample(exchange, count, device) for _ in range(sampling.warm_up + sampling.repeats)]
+    seconds = [
+        _sample(exchange, count, device)
+        for _ in range(sampling.warm_up + sampling.repeats)
+    ]
     return seconds[sampling.warm_up :] if group.members else [0.0] * sampling.repeats
 
 
@@ -202,7 +235,9 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _slowest(samples: Sequence[Sequence[float]], device: torch.device) -> list[list[float]]:
+def _slowest(
+    samples: Sequence[Sequence[float]], device: torch.device
+) -> list[list[float]]:
     """The slowest rank's seconds of every sample; the same numbers on every rank."""
     slowest = torch.tensor(samples, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
@@ -225,18 +260,33 @@ def _all_reduce(group: RankGroup, elements: int, device: torch.device) -> Exchan
 
 
 def _all_gather(group: RankGroup, elements: int, device: torch.device) -> Exchange:
-    whole, part = torch.zeros(elements, device=device), torch.zeros(elements // group.ranks, device=device)
-    return lambda index: dist.all_gather_into_tensor(whole, part, group=group.process_group)
+    whole, part = (
+        torch.zeros(elements, device=device),
+        torch.zeros(elements // group.ranks, device=device),
+    )
+    return lambda index: dist.all_gather_into_tensor(
+        whole, part, group=group.process_group
+    )
 
 
 def _reduce_scatter(group: RankGroup, elements: int, device: torch.device) -> Exchange:
-    whole, part = torch.zeros(elements, device=device), torch.zeros(elements // group.ranks, device=device)
-    return lambda index: dist.reduce_scatter_tensor(part, whole, group=group.process_group)
+    whole, part = (
+        torch.zeros(elements, device=device),
+        torch.zeros(elements // group.ranks, device=device),
+    )
+    return lambda index: dist.reduce_scatter_tensor(
+        part, whole, group=group.process_group
+    )
 
 
 def _all_to_all(group: RankGroup, elements: int, device: torch.device) -> Exchange:
-    sent, received = torch.zeros(elements, device=device), torch.zeros(elements, device=device)
-    return lambda index: dist.all_to_all_single(received, sent, group=group.process_group)
+    sent, received = (
+        torch.zeros(elements, device=device),
+        torch.zeros(elements, device=device),
+    )
+    return lambda index: dist.all_to_all_single(
+        received, sent, group=group.process_group
+    )
 
 
 def _broadcast(group: RankGroup, elements: int, device: torch.device) -> Exchange:
@@ -244,7 +294,9 @@ def _broadcast(group: RankGroup, elements: int, device: torch.device) -> Exchang
 
     def exchange(index: int) -> None:
         # The source moves on, so that no source runs ahead of the ranks that still receive.
-        dist.broadcast(tensor, src=group.members[index % group.ranks], group=group.process_group)
+        dist.broadcast(
+            tensor, src=group.members[index % group.ranks], group=group.process_group
+        )
 
     return exchange
 

@@ -103,8 +103,14 @@ def _exchanges(group: RankGroup, bucket: Tensor, compute_seconds: float) -> int:
     return min(MOST_EXCHANGES, math.ceil(wanted))
 
 
-def _seconds_beside(compute: Compute, group: RankGroup, bucket: Tensor, count: int) -> float:
-    handles = [dist.all_reduce(bucket, group=group.process_group, async_op=True) for _ in range(count) if group.members]
+def _seconds_beside(
+    compute: Compute, group: RankGroup, bucket: Tensor, count: int
+) -> float:
+    handles = [
+        dist.all_reduce(bucket, group=group.process_group, async_op=True)
+        for _ in range(count)
+        if group.members
+    ]
     seconds = compute.seconds()
     for handle in handles:
         assert handle is not None

@@ -47,7 +47,13 @@ def run_torchrun(
         RunError: a rank failed, or the time ran out; with the last lines of every rank's stderr.
     """
     with tempfile.TemporaryDirectory(prefix="planner-torchrun-") as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+        ]
         # Each rank's stderr into its own file: torchrun's own report would bury it.
         command += ["--redirects=2", f"--log-dir={folder}", "-m", module, *arguments]
         with (
@@ -62,14 +68,23 @@ def run_torchrun(
                 mend="measure fewer or smaller sizes, or give more time.",
             )
         if process.returncode != 0:
-            raise RunError(f"{ranks} ranks of {module} failed:\n{_last_words(Path(folder))}")
+            raise RunError(
+                f"{ranks} ranks of {module} failed:\n{_last_words(Path(folder))}"
+            )
 
 
 @contextmanager
-def _started(command: Sequence[str], threads_per_rank: int, log: IO[str]) -> Iterator[subprocess.Popen[str]]:
+def _started(
+    command: Sequence[str], threads_per_rank: int, log: IO[str]
+) -> Iterator[subprocess.Popen[str]]:
     environment = os.environ | {"OMP_NUM_THREADS": str(threads_per_rank)}
     process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+        start_new_session=True,
     )
     try:
         yield process
@@ -79,7 +94,9 @@ def _started(command: Sequence[str], threads_per_rank: int, log: IO[str]) -> Ite
             process.stdout.close()
 
 
-def _listen(process: subprocess.Popen[str], timeout_seconds: float, progress: Progress | None) -> bool:
+def _listen(
+    process: subprocess.Popen[str], timeout_seconds: float, progress: Progress | None
+) -> bool:
     """Hand on the progress that the ranks print until they end; True when they were ended for taking too long."""
     timed_out = threading.Event()
 
@@ -92,7 +109,9 @@ def _listen(process: subprocess.Popen[str], timeout_seconds: float, progress: Pr
     try:
         for line in process.stdout or ():
             if line.startswith(PROGRESS_MARK) and progress is not None:
-                done, total, text = line.removeprefix(PROGRESS_MARK).rstrip("\n").split("\t", 2)
+                done, total, text = (
+                    line.removeprefix(PROGRESS_MARK).rstrip("\n").split("\t", 2)
+                )
                 progress(int(done), int(total), text)
         process.wait()
     finally:
@@ -117,7 +136,11 @@ def _last_words(folder: Path) -> str:
     logs = sorted(folder.glob("**/stderr.log"), key=lambda path: int(path.parent.name))
     texts = [(f"rank {path.parent.name}", _tail(path)) for path in logs]
     told = [f"{who}: {text}" for who, text in texts if text]
-    return "\n".join(told) or _tail(folder / "agent.log") or "no rank wrote anything to stderr."
+    return (
+        "\n".join(told)
+        or _tail(folder / "agent.log")
+        or "no rank wrote anything to stderr."
+    )
 
 
 def _tail(path: Path) -> str:

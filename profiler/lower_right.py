@@ -15,7 +15,11 @@ from torch.nn import functional
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward, use_gqa_in_sdpa
+from transformers.integrations.sdpa_attention import (
+    repeat_kv,
+    sdpa_attention_forward,
+    use_gqa_in_sdpa,
+)
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 LOWER_RIGHT = "planner-lower-right"
@@ -25,26 +29,46 @@ LOWER_RIGHT = "planner-lower-right"
 def use_lower_right(model: Any) -> None:
     """Let a model of transformers, in place, attend causally from fewer queries than keys without a mask, where it
     lets others choose its attention and would take torch's scaled dot product."""
-    if not model._supports_attention_backend or model.config._attn_implementation != "sdpa":
+    if (
+        not model._supports_attention_backend
+        or model.config._attn_implementation != "sdpa"
+    ):
         return
     AttentionInterface.register(LOWER_RIGHT, _attention)
     AttentionMaskInterface.register(LOWER_RIGHT, _mask)
     model.config._attn_implementation = LOWER_RIGHT
 
 
-def _mask(*, q_length: int, kv_length: int, q_offset: int, mask_function: Any, **others: Any) -> Tensor | None:
+def _mask(
+    *, q_length: int, kv_length: int, q_offset: int, mask_function: Any, **others: Any
+) -> Tensor | None:
     """None where attention is causal and nothing else."""
-    plain = mask_function is causal_mask_function and others.get("attention_mask") is None
-    if plain and others.get("allow_is_causal_skip", True) and kv_length == q_offset + q_length:
+    plain = (
+        mask_function is causal_mask_function and others.get("attention_mask") is None
+    )
+    if (
+        plain
+        and others.get("allow_is_causal_skip", True)
+        and kv_length == q_offset + q_length
+    ):
         return None
     mask: Tensor | None = sdpa_mask(
-        q_length=q_length, kv_length=kv_length, q_offset=q_offset, mask_function=mask_function, **others
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        mask_function=mask_function,
+        **others,
     )
     return mask
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Query (batch, heads, queries, width), key and value (batch, key heads, keys, width) -> (batch, queries, heads,
     width), as transformers' own."""
@@ -56,7 +80,9 @@ def _attention(
         if options.get("position_bias") is None:
             return _flash(module, query, key, value, corner, **options), None
         attention_mask = corner._materialize(query.device)[None, None]
-    attended: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    attended: tuple[Tensor, None] = sdpa_attention_forward(
+        module, query, key, value, attention_mask, **options
+    )
     return attended
 
 
@@ -83,6 +109,12 @@ def _flash(
     if not grouped:
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     attended = functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=corner, dropout_p=dropout, scale=scaling, enable_gqa=grouped
+        query,
+        key,
+        value,
+        attn_mask=corner,
+        dropout_p=dropout,
+        scale=scaling,
+        enable_gqa=grouped,
     )
     return attended.transpose(1, 2).contiguous()

@@ -45,7 +45,14 @@ from profiler.measure_device import (
     processor_name,
 )
 from profiler.measure_journal import Case, Figures, Journal
-from profiler.measure_layer import PHASES, Bench, LayerWorkload, OptimizerWorkload, Size, recomputed_backward
+from profiler.measure_layer import (
+    PHASES,
+    Bench,
+    LayerWorkload,
+    OptimizerWorkload,
+    Size,
+    recomputed_backward,
+)
 from profiler.measure_load import Load, threads_per_rank
 from profiler.measure_low_bit import adam_8bit_seconds
 from profiler.measure_shard import fake_group
@@ -114,15 +121,24 @@ def profile(
 
     def counted_at(length: int) -> ModelProfile:
         return count.profile(
-            source, sequence_length=length, micro_batch_sizes=sizes, tensor_parallel_degrees=shards, dtype=dtype
+            source,
+            sequence_length=length,
+            micro_batch_sizes=sizes,
+            tensor_parallel_degrees=shards,
+            dtype=dtype,
         )
 
-    with Load(concurrency) as load, _first_of(max(degrees)):  # the load first: its processes take time to start
+    with (
+        Load(concurrency) as load,
+        _first_of(max(degrees)),
+    ):  # the load first: its processes take time to start
         counted = at_lengths(counted_at, sequence_lengths)
         tasks = _tasks(counted, degrees)
         before = conditions(place)
         bench = Bench(source, place, dtype, precision)
-        _Measuring(bench, load, known, perf_counter() + time_budget_seconds, progress).run(tasks)
+        _Measuring(
+            bench, load, known, perf_counter() + time_budget_seconds, progress
+        ).run(tasks)
         noise = compared(before, conditions(place))
         spec = measure_peaks(sheet, load)
     if progress is not None:
@@ -142,15 +158,23 @@ def profile(
 
 def _first_of(ranks: int) -> AbstractContextManager[None]:
     """Within, this process is the first of so many ranks, whose shards are measured; one needs no group."""
-    return fake_group(0, ranks, field="tensor_parallel_degrees") if ranks > 1 else nullcontext()
+    return (
+        fake_group(0, ranks, field="tensor_parallel_degrees")
+        if ranks > 1
+        else nullcontext()
+    )
 
 
-def _check_precision(source: ModelSource, precision: str | None, dtype: DataType) -> None:
+def _check_precision(
+    source: ModelSource, precision: str | None, dtype: DataType
+) -> None:
     if precision is None:
         return
     if dtype != "bf16":
         raise SpecError(
-            f"{precision} casts what is bf16, not {dtype}.", field="dtype", mend="give bf16, or leave precision out."
+            f"{precision} casts what is bf16, not {dtype}.",
+            field="dtype",
+            mend="give bf16, or leave precision out.",
         )
     require_torchao(precision, field="precision", instead="dtype bf16 alone")
     check_float8(source, field="precision", instead="dtype bf16 alone")
@@ -175,7 +199,11 @@ def _measurable(degrees: Sequence[int], concurrency: int) -> tuple[int, ...]:
 
 
 def _condition(
-    source: ModelSource, sheet: DeviceSheet, dtype: DataType, precision: str | None, concurrency: int
+    source: ModelSource,
+    sheet: DeviceSheet,
+    dtype: DataType,
+    precision: str | None,
+    concurrency: int,
 ) -> dict[str, str | int]:
     """All that a case's seconds depend on besides the case itself."""
     return {
@@ -214,16 +242,30 @@ def _tasks(counted: ModelProfile, degrees: Collection[int]) -> list[_Task]:
         if layer.kind not in kinds:
             kinds.add(layer.kind)
             is_last = index == len(counted.layers) - 1
-            modes = tuple(dict.fromkeys(row.recompute for row in layer.measurements if row.recompute != "none"))
-            tasks += [_Task(case, index, is_last, modes) for case in _cases(layer, degrees)]
+            modes = tuple(
+                dict.fromkeys(
+                    row.recompute
+                    for row in layer.measurements
+                    if row.recompute != "none"
+                )
+            )
+            tasks += [
+                _Task(case, index, is_last, modes) for case in _cases(layer, degrees)
+            ]
     return tasks
 
 
 def _cases(layer: LayerProfile, degrees: Collection[int]) -> Iterator[Case]:
     for degree in degrees:
-        rows = [row for row in layer.measurements if row.tensor_parallel_degree == degree and row.recompute == "none"]
+        rows = [
+            row
+            for row in layer.measurements
+            if row.tensor_parallel_degree == degree and row.recompute == "none"
+        ]
         for row in rows:
-            yield Case(layer.kind, "layer", row.micro_batch_size, degree, row.sequence_length)
+            yield Case(
+                layer.kind, "layer", row.micro_batch_size, degree, row.sequence_length
+            )
         if _trained(layer):
             yield Case(layer.kind, "optimizer", 0, degree)
 
@@ -245,10 +287,14 @@ class _Measuring:
 
     def run(self, tasks: Sequence[_Task]) -> None:
         """Measure every task that the journal does not know."""
-        for (index, degree), group in groupby(enumerate(tasks), key=lambda each: each[1].layer):
+        for (index, degree), group in groupby(
+            enumerate(tasks), key=lambda each: each[1].layer
+        ):
             numbered = list(group)
             pending = [task for _, task in numbered if task.case not in self.known]
-            workloads = dict(zip(pending, self._workloads(index, degree, pending), strict=True))
+            workloads = dict(
+                zip(pending, self._workloads(index, degree, pending), strict=True)
+            )
             self.load.prepare(list(workloads.values()))
             for done, task in numbered:
                 if self.progress is not None:
@@ -256,13 +302,20 @@ class _Measuring:
                 if task in workloads:
                     share = (self.deadline - perf_counter()) / (len(tasks) - done)
                     self.load.beside(pending.index(task))
-                    self.known.add(task.case, self._measure(task, workloads[task], max(0.0, share)))
+                    self.known.add(
+                        task.case, self._measure(task, workloads[task], max(0.0, share))
+                    )
 
-    def _workloads(self, index: int, degree: int, pending: Sequence[_Task]) -> list[LayerWorkload | OptimizerWorkload]:
+    def _workloads(
+        self, index: int, degree: int, pending: Sequence[_Task]
+    ) -> list[LayerWorkload | OptimizerWorkload]:
         if not pending:
             return []
         plain = self.bench.build(index, degree)
-        recomputed = {mode: self.bench.build(index, degree, recompute=mode) for mode in pending[0].modes}
+        recomputed = {
+            mode: self.bench.build(index, degree, recompute=mode)
+            for mode in pending[0].modes
+        }
         return [
             self.bench.optimizer(plain)
             if task.case.work == "optimizer"
@@ -270,14 +323,29 @@ class _Measuring:
             for task in pending
         ]
 
-    def _measure(self, task: _Task, workload: LayerWorkload | OptimizerWorkload, limit_seconds: float) -> Figures:
-        timing = time_phases(workload.run, self.bench.device, limit_seconds=limit_seconds)
+    def _measure(
+        self,
+        task: _Task,
+        workload: LayerWorkload | OptimizerWorkload,
+        limit_seconds: float,
+    ) -> Figures:
+        timing = time_phases(
+            workload.run, self.bench.device, limit_seconds=limit_seconds
+        )
         if isinstance(workload, OptimizerWorkload):
             figures = {"optimizer": timing.median(), "spread": timing.spread}
-            low_bit = adam_8bit_seconds(workload.shapes) if self.bench.device.type == "cpu" else None
+            low_bit = (
+                adam_8bit_seconds(workload.shapes)
+                if self.bench.device.type == "cpu"
+                else None
+            )
             return figures if low_bit is None else {**figures, "adam_8bit": low_bit}
         kept, cached = self.bench.unfused_bytes(*task.layer, _size(task.case), workload)
-        return {**_layer_seconds(task, timing), "unfused_bytes": kept, "unfused_cached_bytes": cached}
+        return {
+            **_layer_seconds(task, timing),
+            "unfused_bytes": kept,
+            "unfused_cached_bytes": cached,
+        }
 
 
 def _size(case: Case) -> Size:
@@ -285,9 +353,17 @@ def _size(case: Case) -> Size:
 
 
 def _describe(case: Case) -> str:
-    degree = f", tensor-parallel by {case.tensor_parallel_degree}" if case.tensor_parallel_degree > 1 else ""
+    degree = (
+        f", tensor-parallel by {case.tensor_parallel_degree}"
+        if case.tensor_parallel_degree > 1
+        else ""
+    )
     length = f" x {case.sequence_length}" if case.sequence_length else ""
-    work = "optimizer step" if case.work == "optimizer" else f"micro-batch of {case.micro_batch_size}{length}"
+    work = (
+        "optimizer step"
+        if case.work == "optimizer"
+        else f"micro-batch of {case.micro_batch_size}{length}"
+    )
     return f"{case.kind}: {work}{degree}"
 
 
@@ -295,13 +371,19 @@ def _layer_seconds(task: _Task, timing: Timing) -> Figures:
     """From the phases of `LayerWorkload` to the parts that a profile knows."""
     before, layer, after, backward_input, backward = range(len(PHASES))
     total = timing.median(itemgetter(backward))
-    input_share = timing.median(lambda sample: sample[backward_input] / max(sample[backward], TINY_SECONDS))
+    input_share = timing.median(
+        lambda sample: sample[backward_input] / max(sample[backward], TINY_SECONDS)
+    )
     seconds = {
         # The loss comes after the last layer and belongs to it; what comes after other layers belongs to the stage.
-        "forward": timing.median(lambda sample: sample[layer] + task.is_last * sample[after]),
+        "forward": timing.median(
+            lambda sample: sample[layer] + task.is_last * sample[after]
+        ),
         "backward_input": total * min(1.0, input_share) if task.index > 0 else 0.0,
         "backward": total,
-        "overhead": timing.median(lambda sample: sample[before] + (not task.is_last) * sample[after]),
+        "overhead": timing.median(
+            lambda sample: sample[before] + (not task.is_last) * sample[after]
+        ),
         "spread": timing.spread,
     }
     for number, mode in enumerate(task.modes):
@@ -315,24 +397,42 @@ def _difference(left: int, right: int, sample: Sequence[float]) -> float:
     return sample[left] - sample[right]
 
 
-def _with_seconds(layers: Sequence[LayerProfile], known: Journal) -> tuple[LayerProfile, ...]:
+def _with_seconds(
+    layers: Sequence[LayerProfile], known: Journal
+) -> tuple[LayerProfile, ...]:
     """The layers with seconds in the rows that were measured; layers of one kind share their rows."""
     rows: dict[str, tuple[Measurement, ...]] = {}
     for layer in layers:
         if layer.kind not in rows:
-            rows[layer.kind] = tuple(_measured(row, layer, known) for row in layer.measurements)
-    return tuple(layer.model_copy(update={"measurements": rows[layer.kind]}) for layer in layers)
+            rows[layer.kind] = tuple(
+                _measured(row, layer, known) for row in layer.measurements
+            )
+    return tuple(
+        layer.model_copy(update={"measurements": rows[layer.kind]}) for layer in layers
+    )
 
 
 def _measured(row: Measurement, layer: LayerProfile, known: Journal) -> Measurement:
-    case = Case(layer.kind, "layer", row.micro_batch_size, row.tensor_parallel_degree, row.sequence_length)
+    case = Case(
+        layer.kind,
+        "layer",
+        row.micro_batch_size,
+        row.tensor_parallel_degree,
+        row.sequence_length,
+    )
     if case not in known:
         return row
     figures = known[case]
     optimizer = Case(layer.kind, "optimizer", 0, row.tensor_parallel_degree)
     # Without trained weights, all of the backward is the input's.
-    backward_input = figures["backward_input"] if _trained(layer) else figures["backward"]
-    kept, temporary = _unfused(row.recompute, int(figures["unfused_bytes"]), int(figures["unfused_cached_bytes"]))
+    backward_input = (
+        figures["backward_input"] if _trained(layer) else figures["backward"]
+    )
+    kept, temporary = _unfused(
+        row.recompute,
+        int(figures["unfused_bytes"]),
+        int(figures["unfused_cached_bytes"]),
+    )
     data = {
         # Recomputed layers run the same kernels forward.
         "forward_seconds": figures["forward"],
@@ -340,7 +440,9 @@ def _measured(row: Measurement, layer: LayerProfile, known: Journal) -> Measurem
         "backward_weight_seconds": figures["backward"] - backward_input,
         "recompute_seconds": figures.get(f"recompute_{row.recompute}", 0.0),
         "optimizer_seconds": known[optimizer]["optimizer"] if _trained(layer) else 0.0,
-        "adam_8bit_seconds": known[optimizer].get("adam_8bit") if _trained(layer) else None,
+        "adam_8bit_seconds": known[optimizer].get("adam_8bit")
+        if _trained(layer)
+        else None,
         "activation_bytes": row.activation_bytes + kept,
         "temporary_bytes": row.temporary_bytes + temporary,
         "relative_spread": figures["spread"],

@@ -11,7 +11,13 @@ from pathlib import Path
 
 import torch
 
-GPU_FIELDS = ("clocks.sm", "clocks.max.sm", "power.draw", "power.limit", "temperature.gpu")
+GPU_FIELDS = (
+    "clocks.sm",
+    "clocks.max.sm",
+    "power.draw",
+    "power.limit",
+    "temperature.gpu",
+)
 """Of nvidia-smi: MHz, W and degrees Celsius."""
 CLOCK_FOLDERS = "cpu[0-9]*/cpufreq/scaling_cur_freq"
 
@@ -44,7 +50,11 @@ def _cpu_clocks_hertz() -> list[float]:
         if files:
             return [1e3 * float(file.read_text(encoding="utf-8")) for file in files]
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return [1e6 * float(line.partition(":")[2]) for line in lines if line.startswith("cpu MHz")]
+        return [
+            1e6 * float(line.partition(":")[2])
+            for line in lines
+            if line.startswith("cpu MHz")
+        ]
     return []
 
 
@@ -54,7 +64,12 @@ def _gpu(device: torch.device) -> dict[str, str]:
     if program is None:
         return {}
     uuid = str(torch.cuda.get_device_properties(device).uuid)
-    command = [program, f"--id=GPU-{uuid}", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits"]
+    command = [
+        program,
+        f"--id=GPU-{uuid}",
+        f"--query-gpu={','.join(GPU_FIELDS)}",
+        "--format=csv,noheader,nounits",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return parse_gpu(done.stdout) if done.returncode == 0 else {}
 
@@ -65,7 +80,9 @@ def parse_gpu(line: str) -> dict[str, str]:
     >>> parse_gpu("1980, 1980, 120.5, 700.0, 35")
     {'clock': '1980 of 1980 MHz', 'power': '120.5 of 700.0 W', 'temperature': '35 C'}
     """
-    clock, most_clock, power, most_power, temperature = (part.strip() for part in line.split(","))
+    clock, most_clock, power, most_power, temperature = (
+        part.strip() for part in line.split(",")
+    )
     return {
         "clock": f"{clock} of {most_clock} MHz",
         "power": f"{power} of {most_power} W",

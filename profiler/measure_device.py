@@ -19,7 +19,11 @@ from planner.spec.devices import catalogue
 from planner.spec.profile import DataType
 from profiler.count import TORCH_TYPES
 from profiler.measure_load import Load
-from profiler.measure_memory import ProcessMemory, available_memory_bytes, process_memory
+from profiler.measure_memory import (
+    ProcessMemory,
+    available_memory_bytes,
+    process_memory,
+)
 from profiler.measure_timing import Mark, time_phases
 
 MATMUL_SIZE: dict[str, int] = {"cpu": 1024, "cuda": 8192}
@@ -44,10 +48,20 @@ def find_device(device: str, concurrency: int) -> torch.device:
         UnsupportedError: a GPU that is not here, or that ranks would have to share.
     """
     if concurrency < 1:
-        raise SpecError(f"concurrency is {concurrency}.", field="concurrency", mend="give at least 1.")
+        raise SpecError(
+            f"concurrency is {concurrency}.",
+            field="concurrency",
+            mend="give at least 1.",
+        )
     kind, _, index = device.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not (kind == "cuda" and index.isdecimal())):
-        raise SpecError(f"no device {device!r} to measure on.", field="device", mend="use cpu, cuda or cuda:1.")
+    if kind not in ("cpu", "cuda") or (
+        index and not (kind == "cuda" and index.isdecimal())
+    ):
+        raise SpecError(
+            f"no device {device!r} to measure on.",
+            field="device",
+            mend="use cpu, cuda or cuda:1.",
+        )
     if kind == "cpu":
         return torch.device("cpu")
     if int(index or 0) >= torch.cuda.device_count():
@@ -58,7 +72,9 @@ def find_device(device: str, concurrency: int) -> torch.device:
         )
     if concurrency > 1:
         raise UnsupportedError(
-            f"{concurrency} ranks would share one GPU.", field="concurrency", mend="give every rank its own GPU: use 1."
+            f"{concurrency} ranks would share one GPU.",
+            field="concurrency",
+            mend="give every rank its own GPU: use 1.",
         )
     return torch.device("cuda", int(index or 0))
 
@@ -121,13 +137,24 @@ def match_catalogue(name: str, memory_bytes: int) -> DeviceSpec | None:
     fitting = [
         known.spec
         for known in catalogue().values()
-        if _model(known.spec.name) in words and _form_factor(words) in (None, _form_factor(_words(known.spec.name)))
+        if _model(known.spec.name) in words
+        and _form_factor(words) in (None, _form_factor(_words(known.spec.name)))
     ]
-    if _form_factor(words) is None and len({spec.memory_bytes for spec in fitting}) < len(fitting):
+    if _form_factor(words) is None and len(
+        {spec.memory_bytes for spec in fitting}
+    ) < len(fitting):
         # Server GPUs of the SXM form are called by their bare name.
-        fitting = [spec for spec in fitting if _form_factor(_words(spec.name)) in (None, "SXM")]
-    near = [spec for spec in fitting if abs(spec.memory_bytes / memory_bytes - 1) < MEMORY_TOLERANCE]
-    return min(near, key=lambda spec: abs(spec.memory_bytes - memory_bytes), default=None)
+        fitting = [
+            spec for spec in fitting if _form_factor(_words(spec.name)) in (None, "SXM")
+        ]
+    near = [
+        spec
+        for spec in fitting
+        if abs(spec.memory_bytes / memory_bytes - 1) < MEMORY_TOLERANCE
+    ]
+    return min(
+        near, key=lambda spec: abs(spec.memory_bytes - memory_bytes), default=None
+    )
 
 
 def _words(name: str) -> tuple[str, ...]:
@@ -136,11 +163,15 @@ def _words(name: str) -> tuple[str, ...]:
 
 def _model(name: str) -> str:
     """The first word with a digit: H100, A10G, 4090."""
-    return next(word for word in _words(name) if any(letter.isdigit() for letter in word))
+    return next(
+        word for word in _words(name) if any(letter.isdigit() for letter in word)
+    )
 
 
 def _form_factor(words: Iterable[str]) -> FormFactor | None:
-    return next((form for form in FORM_FACTORS for word in words if word.startswith(form)), None)
+    return next(
+        (form for form in FORM_FACTORS for word in words if word.startswith(form)), None
+    )
 
 
 def measure_peaks(sheet: DeviceSheet, load: Load) -> DeviceSpec:
@@ -148,7 +179,11 @@ def measure_peaks(sheet: DeviceSheet, load: Load) -> DeviceSpec:
     if sheet.known is not None:
         return sheet.known
     place = sheet.place
-    peaks = {dtype: _peak_flops_per_second(place, load, dtype) for dtype in TORCH_TYPES if _multiplies(place, dtype)}
+    peaks = {
+        dtype: _peak_flops_per_second(place, load, dtype)
+        for dtype in TORCH_TYPES
+        if _multiplies(place, dtype)
+    }
     copied = COPY_BYTES[place.type]
     launches = _seconds(SmallKernels(torch.zeros(1, device=place)), place, load)
     return DeviceSpec(
@@ -158,7 +193,9 @@ def measure_peaks(sheet: DeviceSheet, load: Load) -> DeviceSpec:
         peak_flops_per_second=peaks,
         achievable_fraction=1.0,
         # A copy reads and writes.
-        memory_bandwidth_bytes_per_second=2 * copied / _seconds(Copy(copied, place), place, load),
+        memory_bandwidth_bytes_per_second=2
+        * copied
+        / _seconds(Copy(copied, place), place, load),
         launch_seconds=launches / SMALL_KERNELS,
         reserved_bytes=sheet.process.reserved_bytes if sheet.process else None,
         allocation_overhead=sheet.process.allocation_overhead if sheet.process else 0.0,
@@ -177,7 +214,9 @@ def _multiplies(place: torch.device, dtype: DataType) -> bool:
     return dtype == "bf16" and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def _seconds(workload: Matmul | Copy | SmallKernels, place: torch.device, load: Load) -> float:
+def _seconds(
+    workload: Matmul | Copy | SmallKernels, place: torch.device, load: Load
+) -> float:
     load.prepare([workload])
     load.beside(0)
     return time_phases(workload.run, place, limit_seconds=LIMIT_SECONDS).median()
@@ -195,7 +234,9 @@ class Matmul:
     def run(self, mark: Mark) -> None:
         """Multiply once."""
         if self._matrix is None:
-            self._matrix = torch.randn(self.size, self.size, device=self.device).to(self.dtype)
+            self._matrix = torch.randn(self.size, self.size, device=self.device).to(
+                self.dtype
+            )
         mark()
         torch.mm(self._matrix, self._matrix)
         mark()

@@ -59,7 +59,13 @@ class Journal:
         self._cases[case] = figures
         if self._path is None:
             return
-        line = json.dumps({"condition": self._condition, "case": asdict(case), "figures": dict(figures)})
+        line = json.dumps(
+            {
+                "condition": self._condition,
+                "case": asdict(case),
+                "figures": dict(figures),
+            }
+        )
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 # A line cut off by a crash must not spoil this one.
@@ -70,7 +76,9 @@ class Journal:
     def _read(self) -> Iterator[tuple[Case, Figures]]:
         assert self._path is not None
         try:
-            lines = self._path.read_text(encoding="utf-8", errors="replace").splitlines()
+            lines = self._path.read_text(
+                encoding="utf-8", errors="replace"
+            ).splitlines()
         except OSError as error:
             raise self._unusable(error) from None
         for number, line in enumerate(lines, start=1):
@@ -80,14 +88,22 @@ class Journal:
     def _read_line(self, number: int, line: str) -> Iterator[tuple[Case, Figures]]:
         try:
             data = json.loads(line)
-            case, figures = Case(**data["case"]), {name: float(value) for name, value in data["figures"].items()}
-            if not all(math.isfinite(value) and value >= 0 for value in figures.values()):
+            case, figures = (
+                Case(**data["case"]),
+                {name: float(value) for name, value in data["figures"].items()},
+            )
+            if not all(
+                math.isfinite(value) and value >= 0 for value in figures.values()
+            ):
                 raise ValueError("not all figures are numbers from 0 on")
             hash(case)
             condition = data["condition"]
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             logger.warning(
-                "%s: line %d is not readable (%s), so its case is measured again.", self._path, number, error
+                "%s: line %d is not readable (%s), so its case is measured again.",
+                self._path,
+                number,
+                error,
             )
             return
         if condition == self._condition:

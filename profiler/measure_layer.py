@@ -60,8 +60,14 @@ def _fill(stage: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
                 continue
             if parameter not in made:
                 values = torch.empty(local(parameter).shape, device=device, dtype=dtype)
-                values = values.normal_(0.0, INITIAL_SCALE) if parameter.dim() > 1 else values.fill_(1.0)
-                made[parameter] = nn.Parameter(with_local(parameter, values), requires_grad=parameter.requires_grad)
+                values = (
+                    values.normal_(0.0, INITIAL_SCALE)
+                    if parameter.dim() > 1
+                    else values.fill_(1.0)
+                )
+                made[parameter] = nn.Parameter(
+                    with_local(parameter, values), requires_grad=parameter.requires_grad
+                )
             module._parameters[name] = made[parameter]
         for name, buffer in module._buffers.items():
             module._buffers[name] = buffer if buffer is None else buffer.to(device)
@@ -125,7 +131,9 @@ class LayerWorkload:
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
         ends, gradients = self._trained(outputs)
         if wanted and ends:
-            torch.autograd.grad(ends, wanted, gradients, retain_graph=True, allow_unused=True)
+            torch.autograd.grad(
+                ends, wanted, gradients, retain_graph=True, allow_unused=True
+            )
         mark()
         self._backward(outputs, mark)
         for layer in self.recomputed.values():
@@ -156,11 +164,17 @@ class LayerWorkload:
     def _forward(self, layer: BuiltLayer, mark: Mark) -> tuple[Tensors, Tensors]:
         """Fresh leaves, as a stage's receive buffers are; and the outputs, or the loss."""
         given = zip(self.inputs, self.trained, strict=True)
-        inputs = tuple(tensor.detach().requires_grad_(trained) for tensor, trained in given)
+        inputs = tuple(
+            tensor.detach().requires_grad_(trained) for tensor, trained in given
+        )
         outputs = layer(inputs, mark)
         if self.classes is not None:
             pairs = zip(outputs, self.classes, strict=True)
-            outputs = tuple(_loss(output, classes) for output, classes in pairs if output.requires_grad)
+            outputs = tuple(
+                _loss(output, classes)
+                for output, classes in pairs
+                if output.requires_grad
+            )
         mark()
         return inputs, outputs
 
@@ -174,8 +188,14 @@ class LayerWorkload:
         """Outputs that are trained through, and their gradients; the loss starts with its own."""
         if self.classes is not None:
             return outputs, None
-        pairs = [pair for pair in zip(outputs, self.gradients, strict=True) if pair[0].requires_grad]
-        return tuple(output for output, _ in pairs), tuple(gradient for _, gradient in pairs)
+        pairs = [
+            pair
+            for pair in zip(outputs, self.gradients, strict=True)
+            if pair[0].requires_grad
+        ]
+        return tuple(output for output, _ in pairs), tuple(
+            gradient for _, gradient in pairs
+        )
 
 
 def _loss(output: Tensor, classes: Tensor) -> Tensor:
@@ -198,7 +218,11 @@ class SavedOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bytes = 0
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operation."""
         output = func(*args, **(kwargs or {}))
@@ -226,7 +250,10 @@ class OptimizerWorkload:
     def run(self, mark: Mark) -> None:
         """Do one step; the parameters and states are made at the first."""
         if self._optimizer is None:
-            parameters = [nn.Parameter(torch.ones(shape, device=self.device)) for shape in self.shapes]
+            parameters = [
+                nn.Parameter(torch.ones(shape, device=self.device))
+                for shape in self.shapes
+            ]
             for parameter in parameters:
                 parameter.grad = torch.ones_like(parameter)
             self._optimizer = torch.optim.AdamW(parameters, fused=True)
@@ -247,20 +274,30 @@ class Bench:
     """fp8: the products of linear layers run in it (`profiler.float8`)."""
     _borders: dict[Size, Borders] = field(default_factory=dict, repr=False)
 
-    def build(self, index: int, degree: int = 1, *, recompute: RecomputeMode = "none") -> BuiltLayer:
+    def build(
+        self, index: int, degree: int = 1, *, recompute: RecomputeMode = "none"
+    ) -> BuiltLayer:
         """Layer `index` with random weights, or one rank's shard of it; nothing else of the model takes memory.
 
         Shards are to be built, and run, within `profiler.measure_shard.fake_group`.
         """
         stage = self._stage(index, recompute)
-        names = float8_modules(stage, self.source, degree) if self.precision == "fp8" else ()
+        names = (
+            float8_modules(stage, self.source, degree)
+            if self.precision == "fp8"
+            else ()
+        )
         if degree > 1:
             split(stage, self.source, degree, self.device)
         run_in_float8(stage, names)
         return self._filled(stage, index)
 
     def workload(
-        self, index: int, size: Size, layer: BuiltLayer, recomputed: Mapping[RecomputeMode, BuiltLayer] | None = None
+        self,
+        index: int,
+        size: Size,
+        layer: BuiltLayer,
+        recomputed: Mapping[RecomputeMode, BuiltLayer] | None = None,
     ) -> LayerWorkload:
         """The work of layer `index`, as built, on one micro-batch of this size."""
         borders = self._borders_of(size)
@@ -270,7 +307,9 @@ class Bench:
         return LayerWorkload(
             layer=layer,
             inputs=tuple(self._values(tensor, data) for tensor in takes),
-            gradients=() if is_last else tuple(self._values(tensor) for tensor in makes),
+            gradients=()
+            if is_last
+            else tuple(self._values(tensor) for tensor in makes),
             classes=tuple(map(self._classes, makes)) if is_last else None,
             trained=tuple(index > 0 and tensor.requires_grad for tensor in takes),
             recomputed=dict(recomputed or {}),
@@ -279,9 +318,13 @@ class Bench:
     def optimizer(self, layer: BuiltLayer) -> OptimizerWorkload:
         """The optimizer's step over the trained parameters of a layer."""
         trained = (each for each in layer.stage.parameters() if each.requires_grad)
-        return OptimizerWorkload(tuple(tuple(local(each).shape) for each in trained), self.device)
+        return OptimizerWorkload(
+            tuple(tuple(local(each).shape) for each in trained), self.device
+        )
 
-    def unfused_bytes(self, index: int, degree: int, size: Size, workload: LayerWorkload) -> tuple[int, int]:
+    def unfused_bytes(
+        self, index: int, degree: int, size: Size, workload: LayerWorkload
+    ) -> tuple[int, int]:
         """Bytes that the layer keeps for its backward on this device beyond what the fused kernels keep: without
         recomputation, and with selective recomputation.
 
@@ -290,8 +333,14 @@ class Bench:
         """
         if self.device.type != "cpu" or self.source.cut().needs_values:
             return 0, 0
-        here = workload if degree == 1 else self.workload(index, size, self._local_shard(index, degree))
-        meta = Bench(self.source, torch.device("meta"), self.dtype, _borders=self._borders)
+        here = (
+            workload
+            if degree == 1
+            else self.workload(index, size, self._local_shard(index, degree))
+        )
+        meta = Bench(
+            self.source, torch.device("meta"), self.dtype, _borders=self._borders
+        )
         layer = meta._local_shard(index, degree)
         with FusedAttention(), friendly_to(layer.stage):
             fused = meta.workload(index, size, layer)
@@ -321,12 +370,18 @@ class Bench:
         inputs, whose values may matter (as places in a table), else zeros."""
         if tensor.is_floating_point():
             return torch.randn(tensor.shape, device=self.device).to(tensor.dtype)
-        known = (each for each in data if (each.shape, each.dtype) == (tensor.shape, tensor.dtype))
+        known = (
+            each
+            for each in data
+            if (each.shape, each.dtype) == (tensor.shape, tensor.dtype)
+        )
         return next(known, torch.zeros_like(tensor, device=self.device))
 
     def _classes(self, output: Tensor) -> Tensor:
         """One of each row of an output; none of a single number."""
-        return torch.randint((1, *output.shape)[-1], output.shape[:-1], device=self.device)
+        return torch.randint(
+            (1, *output.shape)[-1], output.shape[:-1], device=self.device
+        )
 
     def _borders_of(self, size: Size) -> Borders:
         if size not in self._borders:

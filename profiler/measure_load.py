@@ -72,7 +72,10 @@ class Load:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for process in self._processes:
             process.kill()
@@ -108,7 +111,10 @@ class Load:
             self._wait(number, process)
 
     def _start(self, index: int) -> subprocess.Popen[str]:
-        environment = os.environ | {"OMP_NUM_THREADS": str(self._threads), "PYTHONPATH": python_path()}
+        environment = os.environ | {
+            "OMP_NUM_THREADS": str(self._threads),
+            "PYTHONPATH": python_path(),
+        }
         with self._log(index).open("w", encoding="utf-8") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "profiler.measure_load"],
@@ -132,7 +138,12 @@ class Load:
         if process.stdout.readline().strip() == READY:
             return
         process.wait()
-        lines = self._log(index).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        lines = (
+            self._log(index)
+            .read_text(encoding="utf-8", errors="replace")
+            .strip()
+            .splitlines()
+        )
         words = "\n".join(lines[-TAIL_LINES:])
         raise RunError(
             f"a helper process that should load the machine died:\n{words}",

@@ -28,7 +28,10 @@ def adam_8bit_seconds(shapes: Sequence[tuple[int, ...]]) -> float | None:
     if find_spec("torchao") is None:
         return None
     parts = (part for shape in shapes for part in _calls(prod(shape)))
-    return sum(elements / sample * _call_seconds(sample, torch.get_num_threads()) for elements, sample in parts)
+    return sum(
+        elements / sample * _call_seconds(sample, torch.get_num_threads())
+        for elements, sample in parts
+    )
 
 
 def _calls(elements: int) -> list[tuple[int, int]]:
@@ -56,7 +59,10 @@ def _call_seconds(elements: int, threads: int) -> float:
         )
         for signed in (True, False)
     ]
-    values, gradient = torch.randn(elements), torch.randn(elements)  # equal numbers find their codes sooner
+    values, gradient = (
+        torch.randn(elements),
+        torch.randn(elements),
+    )  # equal numbers find their codes sooner
     seconds = []
     for number in range(1 + ROUNDS):
         begun = perf_counter()

@@ -22,7 +22,11 @@ from profiler.measure_load import python_path
 STATUS = Path("/proc/self/status")
 """Of this process."""
 MICRO_BATCHES_IN_FLIGHT = 4
-RANK_MODULES = ("torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.tensor.parallel")
+RANK_MODULES = (
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+)
 """What every rank loads."""
 
 
@@ -80,9 +84,13 @@ def process_memory() -> ProcessMemory:
     """
     command = [sys.executable, "-m", "profiler.measure_memory"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False
+    )
     if done.returncode != 0:
-        raise RunError(f"the bare worker process failed:\n{done.stderr.strip()[-1000:]}")
+        raise RunError(
+            f"the bare worker process failed:\n{done.stderr.strip()[-1000:]}"
+        )
     return ProcessMemory(**json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -97,7 +105,9 @@ def main() -> int:
         import_module(name)
     load_model("gpt2").cut()  # ranks cut their model, which loads torch's tracing too
     with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1
+        )
         trained = _Trained()
         overhead = trained.overhead()
         del trained
@@ -113,7 +123,14 @@ class _Trained:
         import torch
         from transformers import GPT2Config, GPT2LMHeadModel
 
-        config = GPT2Config(n_layer=4, n_head=8, n_embd=512, vocab_size=256, bos_token_id=0, eos_token_id=0)
+        config = GPT2Config(
+            n_layer=4,
+            n_head=8,
+            n_embd=512,
+            vocab_size=256,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
         self.model = GPT2LMHeadModel(config)
         self.tokens = torch.zeros(2, 64, dtype=torch.long)
         optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
@@ -129,13 +146,18 @@ class _Trained:
         from torch.autograd.graph import saved_tensors_hooks
 
         kept: dict[int, int] = {}
-        weights = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
+        weights = {
+            parameter.untyped_storage().data_ptr()
+            for parameter in self.model.parameters()
+        }
 
         def pack(tensor: Any) -> Any:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in weights:
                 kept[storage.data_ptr()] = storage.nbytes()
-            return tensor.detach()  # an operation that keeps its own output would hold itself for ever
+            return (
+                tensor.detach()
+            )  # an operation that keeps its own output would hold itself for ever
 
         before = _settled_bytes()
         with saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -62,11 +62,15 @@ def _forget_groups() -> None:
         clear()
 
 
-def split(stage: nn.Module, source: ModelSource, degree: int, device: torch.device) -> None:
+def split(
+    stage: nn.Module, source: ModelSource, degree: int, device: torch.device
+) -> None:
     """Leave one rank's shard of a stage of this model, in place; to be called within `fake_group`."""
     mesh = DeviceMesh(device.type, torch.arange(degree))
     styles, chosen = parallel_styles(), split_modules(stage, plan(source))
     split_ours(stage, chosen, mesh)
     for name, style in chosen.items():
         if style in styles:
-            parallelize_module(stage.get_submodule(name), mesh, styles[style], src_data_rank=None)
+            parallelize_module(
+                stage.get_submodule(name), mesh, styles[style], src_data_rank=None
+            )

@@ -66,7 +66,9 @@ def time_phases(run: Run, device: torch.device, *, limit_seconds: float) -> Timi
     deadline = perf_counter() + limit_seconds
     _warm_up(run, device, deadline)
     samples: list[tuple[float, ...]] = []
-    while len(samples) < FEWEST_SAMPLES or not (_is_enough(samples) or perf_counter() > deadline):
+    while len(samples) < FEWEST_SAMPLES or not (
+        _is_enough(samples) or perf_counter() > deadline
+    ):
         samples.append(_sample(run, device))
     return Timing(tuple(samples))
 

@@ -37,7 +37,9 @@ class ModelInput:
     limit: int = 0
     """Whole numbers stand in [0, limit)."""
 
-    def example(self, micro_batch_size: int, sequence_length: int, device: torch.device | str) -> Tensor:
+    def example(
+        self, micro_batch_size: int, sequence_length: int, device: torch.device | str
+    ) -> Tensor:
         """A random micro-batch: (micro_batch_size, *`size_at`) whole or normal numbers."""
         shape = (micro_batch_size, *self.size_at(sequence_length))
         if self.kind in ("tokens", "indices"):
@@ -49,7 +51,9 @@ class ModelInput:
         return sample_size(self.kind, self.sample_shape, sequence_length)
 
 
-def sample_size(kind: str, sample_shape: tuple[int, ...], sequence_length: int) -> tuple[int, ...]:
+def sample_size(
+    kind: str, sample_shape: tuple[int, ...], sequence_length: int
+) -> tuple[int, ...]:
     """See `ModelInput.size_at`."""
     return (sequence_length,) if kind == "tokens" and not sample_shape else sample_shape
 
@@ -93,13 +97,21 @@ class ModelSource:
     @property
     def inputs(self) -> tuple[ModelInput, ...]:
         """All that the model takes."""
-        return ModelInput(self.input_kind, self.sample_shape, self.vocabulary_size), *self.further_inputs
+        return ModelInput(
+            self.input_kind, self.sample_shape, self.vocabulary_size
+        ), *self.further_inputs
 
     def example_inputs(
-        self, micro_batch_size: int, sequence_length: int, device: torch.device | str = "cpu"
+        self,
+        micro_batch_size: int,
+        sequence_length: int,
+        device: torch.device | str = "cpu",
     ) -> tuple[Tensor, ...]:
         """Random inputs of one micro-batch, one tensor per input of the model (`ModelInput.example`)."""
-        return tuple(each.example(micro_batch_size, sequence_length, device) for each in self.inputs)
+        return tuple(
+            each.example(micro_batch_size, sequence_length, device)
+            for each in self.inputs
+        )
 
     def cut(self, module: nn.Module | None = None) -> LayerCut:
         """The layers of this model, found once on meta tensors; they hold for every module that `build` returns.
@@ -115,7 +127,12 @@ class ModelSource:
         """
         if module is not None:
             names = {name for name, _ in module.named_modules()}
-            missing = [name for layer in self._cut.layers for name in layer.modules if name not in names]
+            missing = [
+                name
+                for layer in self._cut.layers
+                for name in layer.modules
+                if name not in names
+            ]
             if missing:
                 raise MismatchError(
                     f"a {type(module).__name__} without {missing[0]!r} is not the model {self.name!r}.",
@@ -147,7 +164,12 @@ class ModelSource:
         find layers."""
         return self if starts == self.starts else replace(self, starts=starts)
 
-    def borders(self, micro_batch_size: int, sequence_length: int, dtype: torch.dtype = torch.float32) -> Borders:
+    def borders(
+        self,
+        micro_batch_size: int,
+        sequence_length: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> Borders:
         """What one micro-batch carries across the borders of the layers, as meta tensors; found once per size and type.
 
         Args:
@@ -158,11 +180,22 @@ class ModelSource:
         """
         size = (micro_batch_size, sequence_length)
         if (size, dtype) not in self._borders:
-            model = self.build_on_meta() if dtype == torch.float32 else cast(self.build_on_meta(), dtype)
+            model = (
+                self.build_on_meta()
+                if dtype == torch.float32
+                else cast(self.build_on_meta(), dtype)
+            )
             inputs = partial(self._examples_in, dtype)
             try:
-                self._borders[size, dtype] = self.cut().chain.borders(model, inputs, size)
-            except (RuntimeError, ValueError, TypeError, IndexError) as error:  # from the user's code
+                self._borders[size, dtype] = self.cut().chain.borders(
+                    model, inputs, size
+                )
+            except (
+                RuntimeError,
+                ValueError,
+                TypeError,
+                IndexError,
+            ) as error:  # from the user's code
                 raise UnsupportedError(
                     f"{self.name} does not run on {micro_batch_size} samples of {sequence_length} tokens in "
                     f"{str(dtype).removeprefix('torch.')}: {next(iter(str(error).strip().splitlines()), '')}",
@@ -175,11 +208,17 @@ class ModelSource:
     def _borders(self) -> dict[tuple[tuple[int, int], torch.dtype], Borders]:
         return {}
 
-    def _examples_in(self, dtype: torch.dtype, micro_batch_size: int, sequence_length: int) -> tuple[Tensor, ...]:
+    def _examples_in(
+        self, dtype: torch.dtype, micro_batch_size: int, sequence_length: int
+    ) -> tuple[Tensor, ...]:
         inputs = self.example_inputs(micro_batch_size, sequence_length, "meta")
-        return tuple(each.to(dtype) if each.is_floating_point() else each for each in inputs)
+        return tuple(
+            each.to(dtype) if each.is_floating_point() else each for each in inputs
+        )
 
-    def edges(self, sequence_length: int, dtype: torch.dtype = torch.float32) -> tuple[SkipEdge, ...]:
+    def edges(
+        self, sequence_length: int, dtype: torch.dtype = torch.float32
+    ) -> tuple[SkipEdge, ...]:
         """Tensors that layers take besides what the layer before made, with the bytes of one sample."""
         return self.cut().chain.edges(sequence_length, dtype)
 

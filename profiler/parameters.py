@@ -43,10 +43,16 @@ def parameters_on_meta() -> Iterator[None]:
     """Within, new modules get parameters without storage, but real buffers: those hold values that layers compute
     with (rotary frequencies, position ids) and that only the model's own code can make."""
 
-    def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    def move(
+        module: nn.Module, name: str, parameter: nn.Parameter | None
+    ) -> nn.Parameter | None:
         if parameter is None:
             return None
-        bare = parameter if parameter.is_meta else nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        bare = (
+            parameter
+            if parameter.is_meta
+            else nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        )
         bare._is_hf_initialized = True  # type: ignore[attr-defined] # transformers draws no values for it
         return bare
 
@@ -66,9 +72,17 @@ def hidden_matrices(model: nn.Module, cut: LayerCut) -> frozenset[str]:
     inner = [f"{module}." for layer in cut.layers[1:-1] for module in layer.modules]
     inner += [name for layer in cut.layers[1:-1] for name in layer.parameters]
     shared = {name for group in cut.shared_parameters for name in group.names}
-    looked_up = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, nn.Embedding)}
+    looked_up = {
+        f"{name}.weight"
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Embedding)
+    }
     apart = shared | looked_up
-    trained = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    trained = (
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    )
     return frozenset(
         name
         for name, parameter in trained
@@ -78,9 +92,15 @@ def hidden_matrices(model: nn.Module, cut: LayerCut) -> frozenset[str]:
 
 def shapes_of(module: nn.Module, hidden: Collection[str]) -> ParameterShapes:
     """Sums over the parameters of a stage, each once; `hidden` as `hidden_matrices` tells."""
-    trained = {name: tuple(each.shape) for name, each in module.named_parameters() if each.requires_grad}
+    trained = {
+        name: tuple(each.shape)
+        for name, each in module.named_parameters()
+        if each.requires_grad
+    }
     matrices = [shape for name, shape in trained.items() if name in hidden]
-    frozen_elements = sum(each.numel() for each in module.parameters() if not each.requires_grad)
+    frozen_elements = sum(
+        each.numel() for each in module.parameters() if not each.requires_grad
+    )
     return ParameterShapes(
         elements=sum(map(prod, trained.values())) + frozen_elements,
         frozen_elements=frozen_elements,

@@ -19,7 +19,14 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-from profiler.quantities import Exchange, GradientName, GroupName, Kernel, LayerCount, ModeCount
+from profiler.quantities import (
+    Exchange,
+    GradientName,
+    GroupName,
+    Kernel,
+    LayerCount,
+    ModeCount,
+)
 
 Size = tuple[int, int]
 """Micro-batch size and sequence length."""
@@ -37,7 +44,11 @@ SCALARS = (
     "local_muon_flops",
     "local_factored_elements",
 )
-SPLIT_SCALARS = ("local_expert_parameters", "local_frozen_parameters", "local_frozen_expert_parameters")
+SPLIT_SCALARS = (
+    "local_expert_parameters",
+    "local_frozen_parameters",
+    "local_frozen_expert_parameters",
+)
 """Stored only where a split, or frozen parameters, make them other than zero."""
 MODE_SCALARS = ("kept_bytes", "recompute_flops")
 KERNEL_FIGURES = ("flops", "bytes", "m", "n", "k", "batch")
@@ -52,7 +63,10 @@ def basis(size: Size) -> tuple[int, ...]:
 
 def evaluate(polynomial: Sequence[int], size: Size) -> int:
     """Equation (1)."""
-    return sum(coefficient * term for coefficient, term in zip(polynomial, basis(size), strict=False))
+    return sum(
+        coefficient * term
+        for coefficient, term in zip(polynomial, basis(size), strict=False)
+    )
 
 
 def fit(values: Mapping[Size, int]) -> Polynomial:
@@ -67,9 +81,13 @@ def fit(values: Mapping[Size, int]) -> Polynomial:
     rows = _inverse(sizes[: len(terms)], terms)
     found = [0] * (terms[-1] + 1)
     for term, row in zip(terms, rows, strict=True):
-        found[term] = int(sum((c * value for c, value in zip(row, known, strict=True)), Fraction()))
+        found[term] = int(
+            sum((c * value for c, value in zip(row, known, strict=True)), Fraction())
+        )
     if any(evaluate(found, size) != value for size, value in values.items()):
-        raise ArithmeticError(f"no polynomial with whole coefficients takes the values {dict(values)}")
+        raise ArithmeticError(
+            f"no polynomial with whole coefficients takes the values {dict(values)}"
+        )
     while found and found[-1] == 0:
         found.pop()
     return tuple(found)
@@ -82,11 +100,16 @@ def _terms(sizes: tuple[Size, ...]) -> tuple[int, ...]:
 
 
 @cache
-def _inverse(sizes: tuple[Size, ...], terms: tuple[int, ...]) -> tuple[tuple[Fraction, ...], ...]:
+def _inverse(
+    sizes: tuple[Size, ...], terms: tuple[int, ...]
+) -> tuple[tuple[Fraction, ...], ...]:
     """Inverse of the matrix of these terms of the basis vectors, by Gauss-Jordan elimination over the rationals."""
     width = len(sizes)
     rows = [[Fraction(basis(size)[term]) for term in terms] for size in sizes]
-    rows = [row + [Fraction(int(i == j)) for j in range(width)] for i, row in enumerate(rows)]
+    rows = [
+        row + [Fraction(int(i == j)) for j in range(width)]
+        for i, row in enumerate(rows)
+    ]
     for column in range(width):
         pivot = next((i for i in range(column, width) if rows[i][column]), None)
         if pivot is None:
@@ -95,7 +118,10 @@ def _inverse(sizes: tuple[Size, ...], terms: tuple[int, ...]) -> tuple[tuple[Fra
         rows[column] = [value / rows[column][column] for value in rows[column]]
         for i in range(width):
             if i != column:
-                rows[i] = [a - rows[i][column] * b for a, b in zip(rows[i], rows[column], strict=True)]
+                rows[i] = [
+                    a - rows[i][column] * b
+                    for a, b in zip(rows[i], rows[column], strict=True)
+                ]
     return tuple(tuple(row[width:]) for row in rows)
 
 
@@ -108,21 +134,34 @@ def fit_layer(counts: Mapping[Size, LayerCount]) -> dict[str, Any]:
     _check_same_shape(counts)
     columns = {size: _flatten(count) for size, count in counts.items()}
     names = next(iter(columns.values()))
-    fitted = {name: fit({size: values[name] for size, values in columns.items()}) for name in names}
+    fitted = {
+        name: fit({size: values[name] for size, values in columns.items()})
+        for name in names
+    }
     first = next(iter(counts.values()))
     return {
         **{name: fitted[name, 0, name] for name in SCALARS},
-        **{name: fitted[name, 0, name] for name in SPLIT_SCALARS if fitted[name, 0, name]},
+        **{
+            name: fitted[name, 0, name]
+            for name in SPLIT_SCALARS
+            if fitted[name, 0, name]
+        },
         "modes": {
             name: {
                 **{figure: fitted[name, 0, figure] for figure in MODE_SCALARS},
-                "temporaries": undominated(fitted[name, i, "temporaries"] for i in range(len(mode.temporaries))),
+                "temporaries": undominated(
+                    fitted[name, i, "temporaries"] for i in range(len(mode.temporaries))
+                ),
                 "recomputed": mode.recomputed,
             }
             for name, mode in first.modes.items()
         },
         "kernels": [
-            (each.kind, *(fitted["kernels", i, figure] for figure in KERNEL_FIGURES), *_gradients(each))
+            (
+                each.kind,
+                *(fitted["kernels", i, figure] for figure in KERNEL_FIGURES),
+                *_gradients(each),
+            )
             for i, each in enumerate(first.kernels)
         ],
         "exchanges": [
@@ -149,10 +188,16 @@ def _flatten(count: LayerCount) -> dict[tuple[str, int, str], int]:
     }
     for name, mode in count.modes.items():
         numbers |= {(name, 0, figure): getattr(mode, figure) for figure in MODE_SCALARS}
-        numbers |= {(name, i, "temporaries"): value for i, value in enumerate(mode.temporaries)}
+        numbers |= {
+            (name, i, "temporaries"): value for i, value in enumerate(mode.temporaries)
+        }
     for i, kernel in enumerate(count.kernels):
-        numbers |= {("kernels", i, figure): getattr(kernel, figure) for figure in KERNEL_FIGURES}
-    return numbers | {("exchanges", i, "bytes"): each.bytes for i, each in enumerate(count.exchanges)}
+        numbers |= {
+            ("kernels", i, figure): getattr(kernel, figure) for figure in KERNEL_FIGURES
+        }
+    return numbers | {
+        ("exchanges", i, "bytes"): each.bytes for i, each in enumerate(count.exchanges)
+    }
 
 
 def _check_same_shape(counts: Mapping[Size, LayerCount]) -> None:
@@ -160,18 +205,27 @@ def _check_same_shape(counts: Mapping[Size, LayerCount]) -> None:
         (
             tuple((kernel.kind, kernel.gradients) for kernel in count.kernels),
             tuple((each.phase, each.operation, each.group) for each in count.exchanges),
-            tuple((name, len(mode.temporaries), mode.recomputed) for name, mode in count.modes.items()),
+            tuple(
+                (name, len(mode.temporaries), mode.recomputed)
+                for name, mode in count.modes.items()
+            ),
         )
         for count in counts.values()
     }
     if len(shapes) > 1:
-        raise ArithmeticError(f"the layer runs other operations at other sizes of {list(counts)}")
+        raise ArithmeticError(
+            f"the layer runs other operations at other sizes of {list(counts)}"
+        )
 
 
 def undominated(polynomials: Iterable[Polynomial]) -> list[Polynomial]:
     """Those that may be the greatest somewhere: no other has every coefficient at least as great."""
     distinct = sorted(set(polynomials))
-    return [each for each in distinct if not any(_dominates(other, each) for other in distinct if other != each)]
+    return [
+        each
+        for each in distinct
+        if not any(_dominates(other, each) for other in distinct if other != each)
+    ]
 
 
 def _dominates(left: Polynomial, right: Polynomial) -> bool:
@@ -187,7 +241,10 @@ def evaluate_layer(data: Mapping[str, Any], size: Size) -> LayerCount:
     terms = basis(size)
 
     def value(polynomial: Sequence[int]) -> int:
-        return sum(coefficient * term for coefficient, term in zip(polynomial, terms, strict=False))
+        return sum(
+            coefficient * term
+            for coefficient, term in zip(polynomial, terms, strict=False)
+        )
 
     return LayerCount(
         **{name: value(data[name]) for name in SCALARS},
@@ -201,10 +258,15 @@ def evaluate_layer(data: Mapping[str, Any], size: Size) -> LayerCount:
             for name, mode in data["modes"].items()
         },
         kernels=tuple(
-            Kernel(kind, *map(value, rest[:FIGURES]), gradients=next(iter(rest[FIGURES:]), None))
+            Kernel(
+                kind,
+                *map(value, rest[:FIGURES]),
+                gradients=next(iter(rest[FIGURES:]), None),
+            )
             for kind, *rest in data["kernels"]
         ),
         exchanges=tuple(
-            Exchange(phase, operation, value(size), *group) for phase, operation, size, *group in data["exchanges"]
+            Exchange(phase, operation, value(size), *group)
+            for phase, operation, size, *group in data["exchanges"]
         ),
     )

@@ -9,7 +9,14 @@ from types import MappingProxyType
 from typing import Literal, get_args
 
 from planner.errors import DocumentError
-from planner.spec.profile import Collective, CollectiveName, LayerProfile, Measurement, Operation, RecomputeMode
+from planner.spec.profile import (
+    Collective,
+    CollectiveName,
+    LayerProfile,
+    Measurement,
+    Operation,
+    RecomputeMode,
+)
 from profiler.splits import Split
 
 SHORTEST_SEQUENCE = 2
@@ -91,7 +98,11 @@ class LayerCount:
     """Those of `local_expert_parameters` that are not trained."""
 
     def measurement(
-        self, micro_batch_size: int, sequence_length: int, split: Split, recompute: RecomputeMode
+        self,
+        micro_batch_size: int,
+        sequence_length: int,
+        split: Split,
+        recompute: RecomputeMode,
     ) -> Measurement:
         """The profile's row."""
         mode = self.modes[recompute]
@@ -120,17 +131,26 @@ class LayerCount:
             forward_bytes=sum(kernel.bytes for kernel in self.kernels),
             backward_bytes=self.backward_bytes,
             operations=_operations(self.kernels),
-            recompute_operations=_operations(self.kernels[place] for place in mode.recomputed),
+            recompute_operations=_operations(
+                self.kernels[place] for place in mode.recomputed
+            ),
             collectives=_collectives(self.exchanges),
             source="counted",
         )
 
 
-def rows_of(counts: Iterable[tuple[tuple[int, int, Split], LayerCount]]) -> tuple[Measurement, ...]:
+def rows_of(
+    counts: Iterable[tuple[tuple[int, int, Split], LayerCount]],
+) -> tuple[Measurement, ...]:
     """The profile's rows of one layer from ((micro-batch size, sequence length, split), count), mode by mode."""
     counts = list(counts)
     modes = get_args(RecomputeMode)
-    return tuple(each.measurement(*size, mode) for mode in modes for size, each in counts if mode in each.modes)
+    return tuple(
+        each.measurement(*size, mode)
+        for mode in modes
+        for size, each in counts
+        if mode in each.modes
+    )
 
 
 def _operations(kernels: Iterable[Kernel]) -> tuple[Operation, ...]:
@@ -155,7 +175,13 @@ def _operations(kernels: Iterable[Kernel]) -> tuple[Operation, ...]:
 def _collectives(exchanges: tuple[Exchange, ...]) -> tuple[Collective, ...]:
     """Equal exchanges merged, in order of first appearance."""
     return tuple(
-        Collective(group=each.group, phase=each.phase, operation=each.operation, bytes=each.bytes, count=count)
+        Collective(
+            group=each.group,
+            phase=each.phase,
+            operation=each.operation,
+            bytes=each.bytes,
+            count=count,
+        )
         for each, count in Counter(exchanges).items()
     )
 
@@ -186,7 +212,9 @@ def layer_profiles(
                 measurements=rows[kind],
             )
         # A copy, because validating thousands of shared rows anew for every layer would take seconds.
-        profiles.append(first[kind].model_copy(update={"name": name, "modules": modules}))
+        profiles.append(
+            first[kind].model_copy(update={"name": name, "modules": modules})
+        )
     return tuple(profiles)
 
 
@@ -224,7 +252,9 @@ class Limits:
                 field="micro_batch_sizes",
                 mend="give whole numbers of samples from 1 on.",
             )
-        wrong = [degree for degree in degrees if degree not in self.tensor_parallel_degrees]
+        wrong = [
+            degree for degree in degrees if degree not in self.tensor_parallel_degrees
+        ]
         if wrong or not degrees:
             raise DocumentError(
                 f"{self.model} cannot be tensor-parallel by {wrong[0] if wrong else 'no degree at all'}"
@@ -232,7 +262,9 @@ class Limits:
                 field="tensor_parallel_degrees",
                 mend=f"use {', '.join(map(str, self.tensor_parallel_degrees))}.",
             )
-        wrong = [degree for degree in experts if degree not in self.expert_parallel_degrees]
+        wrong = [
+            degree for degree in experts if degree not in self.expert_parallel_degrees
+        ]
         if wrong or not experts:
             raise DocumentError(
                 f"{self.model} cannot be expert-parallel by {wrong[0] if wrong else 'no degree at all'}.",

@@ -70,7 +70,9 @@ def is_saved(operation: Any) -> bool:
     return name in SAVED_OPERATIONS or name.partition("::")[0] in SAVED_NAMESPACES
 
 
-def recompute(module: nn.Module, mode: RecomputeMode, observer: Observer | None = None) -> None:
+def recompute(
+    module: nn.Module, mode: RecomputeMode, observer: Observer | None = None
+) -> None:
     """Let the module recompute in this mode, in place.
 
     The module's forward is wrapped and not the module, whose name and parameters must stay.
@@ -82,7 +84,9 @@ def recompute(module: nn.Module, mode: RecomputeMode, observer: Observer | None 
 
 
 @contextmanager
-def recomputing(parts: Iterable[tuple[nn.Module, Observer]], mode: RecomputeMode) -> Iterator[None]:
+def recomputing(
+    parts: Iterable[tuple[nn.Module, Observer]], mode: RecomputeMode
+) -> Iterator[None]:
     """Within, the modules recompute in this mode, each watched by its observer."""
     with ExitStack() as stack:
         for module, observer in parts:
@@ -101,7 +105,9 @@ def own_forward(module: nn.Module) -> Any:
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     """Give a module another forward, in place; it goes on recomputing as it did."""
     old: Any = vars(module).get("forward")
-    module.forward = partial(_run, forward, *old.args[1:]) if _recomputes(old) else forward
+    module.forward = (
+        partial(_run, forward, *old.args[1:]) if _recomputes(old) else forward
+    )
 
 
 def _recomputes(forward: Any) -> bool:
@@ -128,7 +134,9 @@ def _run(
     # Meta tensors have no generator whose state could be kept, and nothing random in them.
     on_meta = any(isinstance(value, Tensor) and value.is_meta for value in given)
     one = state.run()
-    unchanged = (nullcontext(), nullcontext()) if on_meta else (one.first(), one.again())
+    unchanged = (
+        (nullcontext(), nullcontext()) if on_meta else (one.first(), one.again())
+    )
     return checkpoint(
         forward,
         *arguments,
@@ -150,7 +158,9 @@ def _contexts(mode: RecomputeMode, observer: Observer, unchanged: Contexts) -> C
         unchanged: let the second run start from what the forward started from.
     """
     caching, cached = (nullcontext(), nullcontext()) if mode == "full" else _selective()
-    return _all(unchanged[0], observer("forward"), caching), _all(unchanged[1], observer("again"), cached)
+    return _all(unchanged[0], observer("forward"), caching), _all(
+        unchanged[1], observer("again"), cached
+    )
 
 
 def _selective() -> Contexts:
@@ -158,24 +168,38 @@ def _selective() -> Contexts:
     return _Keeping(caching.policy_fn, caching.storage), cached
 
 
-def _policy(context: Any, operation: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if is_saved(operation) else CheckpointPolicy.PREFER_RECOMPUTE
+def _policy(
+    context: Any, operation: Any, *arguments: Any, **keywords: Any
+) -> CheckpointPolicy:
+    return (
+        CheckpointPolicy.MUST_SAVE
+        if is_saved(operation)
+        else CheckpointPolicy.PREFER_RECOMPUTE
+    )
 
 
 class _Keeping(_CachingTorchDispatchMode):
     """Keeps outputs as torch's own does, and copies those that an operation is about to change in place."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         for place in _changed(func):
             # Meta tensors have no values to lose, and counts are of the layer's own operations.
-            if place < len(args) and isinstance(args[place], Tensor) and not args[place].is_meta:
+            if (
+                place < len(args)
+                and isinstance(args[place], Tensor)
+                and not args[place].is_meta
+            ):
                 self._copy(args[place])
         return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
     def _copy(self, changed: Tensor) -> None:
         """Give kept tensors that share memory with this one memory of their own."""
         memory = changed.untyped_storage()._cdata
-        for kept in tree_leaves([list(entries.values()) for entries in self.storage.values()]):
+        for kept in tree_leaves(
+            [list(entries.values()) for entries in self.storage.values()]
+        ):
             value = getattr(kept, "val", None)
             if isinstance(value, Tensor) and value.untyped_storage()._cdata == memory:
                 kept.val = value.clone()
@@ -186,7 +210,11 @@ class _Keeping(_CachingTorchDispatchMode):
 def _changed(operation: Any) -> tuple[int, ...]:
     """Places of the arguments that an operation (`torch._ops.OpOverload`) changes in place."""
     arguments = operation._schema.arguments if operation._schema.is_mutable else ()
-    return tuple(place for place, one in enumerate(arguments) if one.alias_info and one.alias_info.is_write)
+    return tuple(
+        place
+        for place, one in enumerate(arguments)
+        if one.alias_info and one.alias_info.is_write
+    )
 
 
 @contextmanager

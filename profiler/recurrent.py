@@ -28,7 +28,9 @@ for _schema in (
     _library.define(_schema)  # type: ignore[no-untyped-call]
 
 
-def fused_lstm(inputs: Tensor, states: tuple[Tensor, Tensor] | Tensor, weights: Any, *settings: Any) -> Any:
+def fused_lstm(
+    inputs: Tensor, states: tuple[Tensor, Tensor] | Tensor, weights: Any, *settings: Any
+) -> Any:
     """Stands for `torch.lstm` on a batch of sequences: outputs of all steps, and the last states; by shapes alone.
 
     Called with packed sequences, it is `torch.lstm` itself.
@@ -46,7 +48,9 @@ def fused_lstm(inputs: Tensor, states: tuple[Tensor, Tensor] | Tensor, weights: 
         return torch.lstm(inputs, states, weights, *settings)
     has_biases, layers, _, _, both_ways, *_ = settings
     if layers != 1:
-        raise NotImplementedError("only LSTM modules of one layer can be counted: write one nn.LSTM per layer")
+        raise NotImplementedError(
+            "only LSTM modules of one layer can be counted: write one nn.LSTM per layer"
+        )
     count = len(weights) // (2 if both_ways else 1)
     ways = [weights[start : start + count] for start in range(0, len(weights), count)]
     none = [] if has_biases else [None, None]
@@ -54,34 +58,48 @@ def fused_lstm(inputs: Tensor, states: tuple[Tensor, Tensor] | Tensor, weights: 
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)), *states
 
 
-def _lstm(inputs: Tensor, input_weight: Tensor, hidden_weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _lstm(
+    inputs: Tensor, input_weight: Tensor, hidden_weight: Tensor, *_: Any
+) -> tuple[Tensor, Tensor]:
     width = hidden_weight.shape[1]
     rows = inputs.shape[:2]
-    return inputs.new_empty((*rows, width)), inputs.new_empty((*rows, KEPT_PER_OUTPUT * width))
+    return inputs.new_empty((*rows, width)), inputs.new_empty(
+        (*rows, KEPT_PER_OUTPUT * width)
+    )
 
 
 def _lstm_backward(
     gradient: Tensor, input_weight: Tensor, hidden_weight: Tensor, kept: Tensor
 ) -> tuple[Tensor, Tensor]:
     rows = gradient.shape[:2]
-    return gradient.new_empty((*rows, input_weight.shape[1])), gradient.new_empty((*rows, input_weight.shape[0]))
+    return gradient.new_empty((*rows, input_weight.shape[1])), gradient.new_empty(
+        (*rows, input_weight.shape[0])
+    )
 
 
-def _lstm_weight(gates: Tensor, inputs: Tensor, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _lstm_weight(
+    gates: Tensor, inputs: Tensor, output: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     rows = gates.shape[2]
     shapes = ((rows, inputs.shape[2]), (rows, output.shape[2]), (rows,))
     of_input, of_hidden, of_bias = (gates.new_empty(shape) for shape in shapes)
     return of_input, of_hidden, of_bias
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Any, Any], output: tuple[Tensor, Tensor]) -> None:
+def _keep(
+    ctx: Any,
+    inputs: tuple[Tensor, Tensor, Tensor, Any, Any],
+    output: tuple[Tensor, Tensor],
+) -> None:
     ctx.save_for_backward(*inputs[:3], *output)
 
 
 def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     inputs, input_weight, hidden_weight, output, kept = ctx.saved_tensors
     wants_inputs, *wants_weights = ctx.needs_input_grad
-    of_inputs, gates = torch.ops.planner.lstm_backward(gradient, input_weight, hidden_weight, kept)
+    of_inputs, gates = torch.ops.planner.lstm_backward(
+        gradient, input_weight, hidden_weight, kept
+    )
     if not any(wants_weights):
         return of_inputs, None, None, None, None
     of_input, of_hidden, of_bias = torch.ops.planner.lstm_weight(gates, inputs, output)
@@ -89,9 +107,15 @@ def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...
     return of_inputs if wants_inputs else None, of_input, of_hidden, *biases
 
 
-for _name, _kernel in (("lstm", _lstm), ("lstm_backward", _lstm_backward), ("lstm_weight", _lstm_weight)):
+for _name, _kernel in (
+    ("lstm", _lstm),
+    ("lstm_backward", _lstm_backward),
+    ("lstm_weight", _lstm_weight),
+):
     _library.impl(_name, _kernel, "Meta")  # type: ignore[no-untyped-call]
-torch.library.register_autograd("planner::lstm", _backward, setup_context=_keep, lib=_library)
+torch.library.register_autograd(
+    "planner::lstm", _backward, setup_context=_keep, lib=_library
+)
 
 
 def _product_flops(rows: Any, gates: int, inputs: int, width: int) -> int:
@@ -99,12 +123,16 @@ def _product_flops(rows: Any, gates: int, inputs: int, width: int) -> int:
 
 
 @register_flop_formula(torch.ops.planner.lstm)
-def _forward_flops(inputs: Any, input_weight: Any, hidden_weight: Any, *_: Any, **__: Any) -> int:
+def _forward_flops(
+    inputs: Any, input_weight: Any, hidden_weight: Any, *_: Any, **__: Any
+) -> int:
     return _product_flops(inputs, input_weight[0], input_weight[1], hidden_weight[1])
 
 
 @register_flop_formula(torch.ops.planner.lstm_backward)
-def _backward_flops(gradient: Any, input_weight: Any, hidden_weight: Any, *_: Any, **__: Any) -> int:
+def _backward_flops(
+    gradient: Any, input_weight: Any, hidden_weight: Any, *_: Any, **__: Any
+) -> int:
     return _product_flops(gradient, input_weight[0], input_weight[1], hidden_weight[1])
 
 

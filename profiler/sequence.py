@@ -80,7 +80,13 @@ class Pieces:
         length = self.sequence_tokens // self.chunks
         chunk_start = chunk * length
         start = chunk_start + self.context_rank * self.tokens
-        return Piece(start, start + self.tokens, chunk_start, chunk_start + length, self.sequence_tokens)
+        return Piece(
+            start,
+            start + self.tokens,
+            chunk_start,
+            chunk_start + length,
+            self.sequence_tokens,
+        )
 
 
 @dataclass(slots=True)
@@ -127,12 +133,23 @@ class PastKeys:
         """Number of keys, and position of the first."""
         return self._piece.stop, 0
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Any, Any]:
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *_: Any,
+        **__: Any,
+    ) -> tuple[Any, Any]:
         """Keys and values (..., tokens, width) of the piece -> those of all tokens up to the piece's end."""
-        return self._join(key_states, layer_idx, KEYS), self._join(value_states, layer_idx, VALUES)
+        return self._join(key_states, layer_idx, KEYS), self._join(
+            value_states, layer_idx, VALUES
+        )
 
     def _join(self, states: Tensor, layer: int, kind: int) -> Tensor:
-        if isinstance(states, SplitTensor):  # by heads: a rank's are joined with its own
+        if isinstance(
+            states, SplitTensor
+        ):  # by heads: a rank's are joined with its own
             return states.like(self._join(states.local, layer, kind))
         if self._kept.gather is not None:
             states = self._kept.gather(states)
@@ -149,7 +166,9 @@ class _Join(torch.autograd.Function):
     def forward(ctx: Any, states: Tensor, whole: _Whole, piece: Piece) -> Tensor:
         ctx.whole, ctx.piece = whole, piece
         if whole.values is None:
-            whole.values = states.new_empty((*states.shape[:-2], piece.sequence_tokens, states.shape[-1]))
+            whole.values = states.new_empty(
+                (*states.shape[:-2], piece.sequence_tokens, states.shape[-1])
+            )
         # `data`: earlier chunks have saved the beginning of this tensor for their backward, and autograd refuses what
         # has been written since; but it is behind what they have saved.
         whole.values.data[..., piece.chunk_start : piece.chunk_stop, :] = states
@@ -185,7 +204,9 @@ class _Gather(torch.autograd.Function):
         ranks = group.size()
         # Functional operations, which selective recomputation keeps the outputs of (`profiler.recompute`).
         operations = torch.ops._c10d_functional
-        pieces = operations.all_gather_into_tensor(states.contiguous(), ranks, group.group_name)
+        pieces = operations.all_gather_into_tensor(
+            states.contiguous(), ranks, group.group_name
+        )
         return torch.cat(operations.wait_tensor(pieces).chunk(ranks), dim=-2)
 
     @staticmethod
@@ -193,7 +214,9 @@ class _Gather(torch.autograd.Function):
         ranks = ctx.group.size()
         pieces = torch.cat(gradient.split(ctx.tokens, dim=-2))  # type: ignore[no-untyped-call]
         operations = torch.ops._c10d_functional
-        summed = operations.reduce_scatter_tensor(pieces, "sum", ranks, ctx.group.group_name)
+        summed = operations.reduce_scatter_tensor(
+            pieces, "sum", ranks, ctx.group.group_name
+        )
         return operations.wait_tensor(summed), None
 
 
@@ -229,7 +252,9 @@ def find_refusal(source: ModelSource) -> str:
 def _attention_refusal(source: ModelSource, chain: TransformerChain) -> str:
     """Run two chunks over two ranks on meta tensors: every block must take its keys and values from `PastKeys`. The
     first block of every kind speaks for all that are like it: dozens of blocks take seconds."""
-    from profiler.lower_right import use_lower_right  # with transformers, of which the model is
+    from profiler.lower_right import (
+        use_lower_right,
+    )  # with transformers, of which the model is
 
     model = source.build_on_meta()
     kinds = [layer.kind for layer in source.cut().layers[1:-1]]
@@ -237,13 +262,26 @@ def _attention_refusal(source: ModelSource, chain: TransformerChain) -> str:
     chain.keep_blocks(model, blocks)
     use_lower_right(model)
     for rank in range(2):
-        kept = KeyValues(Pieces(8, chunks=2, context_ranks=2, context_rank=rank), _twice)
+        kept = KeyValues(
+            Pieces(8, chunks=2, context_ranks=2, context_rank=rank), _twice
+        )
         for chunk in range(2):
             try:
                 with meta_friendly():
-                    model(*source.example_inputs(2, 2, "meta"), past_key_values=kept.past(chunk), use_cache=True)
+                    model(
+                        *source.example_inputs(2, 2, "meta"),
+                        past_key_values=kept.past(chunk),
+                        use_cache=True,
+                    )
             # Whatever a model's own code raises over a cache that is none.
-            except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError) as error:
+            except (
+                RuntimeError,
+                ValueError,
+                TypeError,
+                AttributeError,
+                LookupError,
+                AssertionError,
+            ) as error:
                 return f"does not run on a piece: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
         missing = sorted(blocks - {layer for layer, _ in kept.wholes})
         if missing:

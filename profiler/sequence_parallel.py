@@ -32,7 +32,14 @@ from torch import Tensor, nn
 
 from profiler import tensor_parallel
 from profiler.expert_parallel import experts_of
-from profiler.tensor_parallel import COLUMN_STYLES, DERIVED_ROWS, REPLICATED, ROW_STYLES, is_derived, sections_of
+from profiler.tensor_parallel import (
+    COLUMN_STYLES,
+    DERIVED_ROWS,
+    REPLICATED,
+    ROW_STYLES,
+    is_derived,
+    sections_of,
+)
 from profiler.transformer_cut import TransformerChain, hidden_argument, hidden_output
 
 if TYPE_CHECKING:
@@ -67,26 +74,62 @@ class SequencePlan:
         return () if self.is_derived else self.left
 
     @classmethod
-    def of(cls, stage: nn.Module, blocks_name: str, styles: Mapping[str, str]) -> SequencePlan:
+    def of(
+        cls, stage: nn.Module, blocks_name: str, styles: Mapping[str, str]
+    ) -> SequencePlan:
         """The plan of what a stage holds of the blocks.
 
         Args:
             styles: by qualified name (`profiler.tensor_parallel.split_modules`).
         """
-        inside = {name: style for name, style in styles.items() if name.startswith(f"{blocks_name}.")}
-        owners = {name for name in _owners(stage) if name.startswith(f"{blocks_name}.")} - set(experts_of(stage))
-        rows = tuple(name for name, style in inside.items() if style in ROW_STYLES or style == DERIVED_ROWS)
-        columns = tuple(name for name, style in inside.items() if style in COLUMN_STYLES or sections_of(style))
+        inside = {
+            name: style
+            for name, style in styles.items()
+            if name.startswith(f"{blocks_name}.")
+        }
+        owners = {
+            name for name in _owners(stage) if name.startswith(f"{blocks_name}.")
+        } - set(experts_of(stage))
+        rows = tuple(
+            name
+            for name, style in inside.items()
+            if style in ROW_STYLES or style == DERIVED_ROWS
+        )
+        columns = tuple(
+            name
+            for name, style in inside.items()
+            if style in COLUMN_STYLES or sections_of(style)
+        )
         parents = dict.fromkeys(name.rpartition(".")[0] for name in columns)
-        closed = [parent for parent in parents if all(name in inside for name in _below(parent, owners))]
-        regions = tuple(parent for parent in closed if not any(_is_below(parent, other) for other in closed))
-        loose = tuple(name for name in columns if not any(_is_below(name, region) for region in regions))
+        closed = [
+            parent
+            for parent in parents
+            if all(name in inside for name in _below(parent, owners))
+        ]
+        regions = tuple(
+            parent
+            for parent in closed
+            if not any(_is_below(parent, other) for other in closed)
+        )
+        loose = tuple(
+            name
+            for name in columns
+            if not any(_is_below(name, region) for region in regions)
+        )
         replicated = [name for name, style in inside.items() if style == REPLICATED]
-        whole = tuple(region for region in regions if any(_is_below(name, region) for name in replicated))
-        apart = tuple(name for name in columns if any(_is_below(name, region) for region in whole))
+        whole = tuple(
+            region
+            for region in regions
+            if any(_is_below(name, region) for name in replicated)
+        )
+        apart = tuple(
+            name for name in columns if any(_is_below(name, region) for region in whole)
+        )
         entered = tuple(region for region in regions if region not in whole) + loose
         derived = any(map(is_derived, inside.values()))
-        return cls(entered, rows, tuple(sorted(owners - set(inside))), whole, apart, derived)
+        return cls(
+            entered, rows, tuple(sorted(owners - set(inside))), whole, apart, derived
+        )
 
 
 def _owners(stage: nn.Module) -> Iterator[str]:
@@ -117,7 +160,9 @@ def find_refusal(source: ModelSource) -> str:
     if not isinstance(chain, TransformerChain):
         return "it is no chain of blocks that hand on one hidden tensor"
     blueprint = source.blueprint
-    plan = SequencePlan.of(blueprint, chain.blocks_name, tensor_parallel.split_modules(blueprint, styles))
+    plan = SequencePlan.of(
+        blueprint, chain.blocks_name, tensor_parallel.split_modules(blueprint, styles)
+    )
     if plan.is_derived:
         alone = sorted(set(plan.entered) & set(styles))
         if alone:
@@ -127,7 +172,10 @@ def find_refusal(source: ModelSource) -> str:
     for name in plan.partial:
         if any(_is_below(name, mixture) for mixture in beside):
             continue
-        if any(each.dim() > 1 for each in blueprint.get_submodule(name).parameters(recurse=False)):
+        if any(
+            each.dim() > 1
+            for each in blueprint.get_submodule(name).parameters(recurse=False)
+        ):
             return f"its module {name!r} stands whole between the tensor-parallel regions and is no norm"
     return _stumbling(source) if plan.is_derived else ""
 
@@ -142,9 +190,7 @@ def _stumbling(source: ModelSource) -> str:
         for kind in counter.representatives:
             counter.count(kind, 2, 2 * ranks, Split(ranks, sequence=True))
     except Exception as error:  # any: it is the model's code
-        return (
-            f"its blocks do not run on a part of their tokens: {(str(error) or type(error).__name__).splitlines()[0]}"
-        )
+        return f"its blocks do not run on a part of their tokens: {(str(error) or type(error).__name__).splitlines()[0]}"
     return ""
 
 
@@ -154,7 +200,9 @@ class _Received:
 
     part: Tensor | None = field(default=None)
 
-    def before(self, module: nn.Module, arguments: Any, keywords: Any) -> tuple[Any, dict[str, Any]]:
+    def before(
+        self, module: nn.Module, arguments: Any, keywords: Any
+    ) -> tuple[Any, dict[str, Any]]:
         """Pre-hook of the first block: it works on the part."""
         return _with_hidden(arguments, keywords, self.part)
 
@@ -164,7 +212,13 @@ class _Received:
 
 
 def split_borders(
-    stage: nn.Module, chain: TransformerChain, layers: range, *, parts: int, split: Change, gather: Change
+    stage: nn.Module,
+    chain: TransformerChain,
+    layers: range,
+    *,
+    parts: int,
+    split: Change,
+    gather: Change,
 ) -> None:
     """Let a stage of these layers take, hand on and give parts of the sequence, in place.
 
@@ -176,7 +230,9 @@ def split_borders(
     blocks = list(stage.get_submodule(chain.blocks_name).children())
     if layers.start == 0:
         # Before the hook that hands a stage's last tensor on.
-        blocks[0].register_forward_pre_hook(partial(_changed, split), prepend=True, with_kwargs=True)
+        blocks[0].register_forward_pre_hook(
+            partial(_changed, split), prepend=True, with_kwargs=True
+        )
     else:
         received = _Received()
         stage.forward = partial(_forward, stage.forward, received, parts)
@@ -204,28 +260,43 @@ def enter_regions(stage: nn.Module, names: tuple[str, ...], enter: Change) -> No
     """Let modules read what `enter` makes of their hidden input, in place."""
     for name in names:
         # Before the hook of a product of DTensors, which would take the part for the whole.
-        stage.get_submodule(name).register_forward_pre_hook(partial(_changed, enter), prepend=True, with_kwargs=True)
+        stage.get_submodule(name).register_forward_pre_hook(
+            partial(_changed, enter), prepend=True, with_kwargs=True
+        )
 
 
-def _forward(run: Any, received: _Received, parts: int, part: Tensor, **keywords: Any) -> Any:
+def _forward(
+    run: Any, received: _Received, parts: int, part: Tensor, **keywords: Any
+) -> Any:
     """The model's code ahead of the blocks learns the length of the whole sequence from a tensor without values."""
     received.part = part
     batch, length, features = part.shape
     try:
-        return run(part.detach().new_zeros(()).expand(batch, length * parts, features), **keywords)
+        return run(
+            part.detach().new_zeros(()).expand(batch, length * parts, features),
+            **keywords,
+        )
     finally:
         received.part = None
 
 
-def _changed(change: Change, module: nn.Module, arguments: Any, keywords: Any) -> tuple[Any, dict[str, Any]]:
-    return _with_hidden(arguments, keywords, change(hidden_argument(arguments, keywords)))
+def _changed(
+    change: Change, module: nn.Module, arguments: Any, keywords: Any
+) -> tuple[Any, dict[str, Any]]:
+    return _with_hidden(
+        arguments, keywords, change(hidden_argument(arguments, keywords))
+    )
 
 
-def _run_changed(run: Any, change: Change, hidden: Tensor, *arguments: Any, **keywords: Any) -> Any:
+def _run_changed(
+    run: Any, change: Change, hidden: Tensor, *arguments: Any, **keywords: Any
+) -> Any:
     return run(change(hidden), *arguments, **keywords)
 
 
-def _with_hidden(arguments: Any, keywords: dict[str, Any], hidden: Any) -> tuple[Any, dict[str, Any]]:
+def _with_hidden(
+    arguments: Any, keywords: dict[str, Any], hidden: Any
+) -> tuple[Any, dict[str, Any]]:
     if arguments:
         return (hidden, *arguments[1:]), keywords
     return arguments, {**keywords, "hidden_states": hidden}

@@ -23,12 +23,23 @@ from profiler import collectives, tensor_parallel
 from profiler.derive_split import hold_on_meta
 from profiler.expert_parallel import Alone, Routes, experts_of, share_out
 from profiler.quantities import Exchange, GroupName
-from profiler.sequence_parallel import DIMENSION, SequencePlan, enter_regions, split_borders
+from profiler.sequence_parallel import (
+    DIMENSION,
+    SequencePlan,
+    enter_regions,
+    split_borders,
+)
 from profiler.split_modules import split_module
 from profiler.split_products import once_each
 from profiler.split_tensor import join_parts, take_part
 from profiler.splits import Split
-from profiler.tensor_parallel import COLUMN_STYLES, REPLICATED, REPLICATED_STYLES, ROW_STYLES, is_ours
+from profiler.tensor_parallel import (
+    COLUMN_STYLES,
+    REPLICATED,
+    REPLICATED_STYLES,
+    ROW_STYLES,
+    is_ours,
+)
 from profiler.transformer_cut import TransformerChain
 
 if TYPE_CHECKING:
@@ -89,7 +100,9 @@ def border_split(split: Split) -> Split:
     return Split(tensor, sequence=split.sequence, context=split.context)
 
 
-def shard_layer(layer: nn.Module, source: ModelSource, index: int, split: Split) -> Exchanges:
+def shard_layer(
+    layer: nn.Module, source: ModelSource, index: int, split: Split
+) -> Exchanges:
     """Cut a stage of one layer on the meta device down to one rank's shard, in place.
 
     Raises:
@@ -100,26 +113,43 @@ def shard_layer(layer: nn.Module, source: ModelSource, index: int, split: Split)
         _share_experts(layer, split, exchanges)
     if split.context > 1:
         # The first layer takes tokens, which every rank of a tensor-parallel group has.
-        _share_context(layer, split.context, exchanges, parts=split.tensor if split.sequence and index > 0 else 1)
+        _share_context(
+            layer,
+            split.context,
+            exchanges,
+            parts=split.tensor if split.sequence and index > 0 else 1,
+        )
     return exchanges
 
 
-def _share_tensors(layer: nn.Module, source: ModelSource, index: int, split: Split) -> Exchanges:
+def _share_tensors(
+    layer: nn.Module, source: ModelSource, index: int, split: Split
+) -> Exchanges:
     """Leave one tensor-parallel rank's shard, and put the exchanges where they belong."""
-    styles = tensor_parallel.split_modules(layer, tensor_parallel.plan(source)) if split.tensor > 1 else {}
+    styles = (
+        tensor_parallel.split_modules(layer, tensor_parallel.plan(source))
+        if split.tensor > 1
+        else {}
+    )
     if not split.sequence:
         return shard(layer, styles, split.tensor)
     chain = source.cut().chain
     assert isinstance(chain, TransformerChain)  # else no sequence is split
     plan = SequencePlan.of(layer, chain.blocks_name, styles)
-    inside = frozenset(name for name in styles if name.startswith(f"{chain.blocks_name}.")) - set(plan.apart)
+    inside = frozenset(
+        name for name in styles if name.startswith(f"{chain.blocks_name}.")
+    ) - set(plan.apart)
     exchanges = shard(layer, styles, split.tensor, in_regions=inside)
     _share_sequence(layer, chain, index, plan, split.tensor, exchanges)
     return exchanges
 
 
 def shard(
-    stage: nn.Module, styles: dict[str, str], degree: int, *, in_regions: frozenset[str] = frozenset()
+    stage: nn.Module,
+    styles: dict[str, str],
+    degree: int,
+    *,
+    in_regions: frozenset[str] = frozenset(),
 ) -> Exchanges:
     """Cut a stage on the meta device down to one rank's shard, in place.
 
@@ -151,7 +181,9 @@ def shard(
         elif style in COLUMN_STYLES:
             _split_columns(module, degree)
             if name not in in_regions:
-                _add_column_exchanges(module, degree, exchanges, gather=style == "colwise_gather_output")
+                _add_column_exchanges(
+                    module, degree, exchanges, gather=style == "colwise_gather_output"
+                )
         elif style in ROW_STYLES:
             _split_rows(module, degree)
             if name not in in_regions:
@@ -222,7 +254,9 @@ class _DerivedRanks:
         return length % self.ranks == 0
 
 
-def _share_context(layer: nn.Module, ranks: int, exchanges: Exchanges, *, parts: int) -> None:
+def _share_context(
+    layer: nn.Module, ranks: int, exchanges: Exchanges, *, parts: int
+) -> None:
     """Let a layer work as on the last of these context-parallel ranks: its tokens attend to all others.
 
     Args:
@@ -239,7 +273,9 @@ def _share_context(layer: nn.Module, ranks: int, exchanges: Exchanges, *, parts:
         return whole
 
     def run(inputs: Tensor) -> Any:
-        pieces = Pieces(inputs.shape[1] * parts * ranks, context_ranks=ranks, context_rank=ranks - 1)
+        pieces = Pieces(
+            inputs.shape[1] * parts * ranks, context_ranks=ranks, context_rank=ranks - 1
+        )
         return forward(inputs, past=KeyValues(pieces, gather).past(0))
 
     forward = layer.forward
@@ -258,7 +294,9 @@ class _UniformGroup:
         """See `profiler.expert_parallel.Group`."""
         return Routes(None, None, torch.empty_like(experts))
 
-    def exchange(self, rows: Tensor, sent: list[int] | None, received: list[int] | None) -> Tensor:
+    def exchange(
+        self, rows: Tensor, sent: list[int] | None, received: list[int] | None
+    ) -> Tensor:
         """See `profiler.expert_parallel.Group`."""
         exchanged: Tensor = collectives.Exchange.apply(rows)  # type: ignore[no-untyped-call]
         self.exchanges.add_both("all_to_all", "all_to_all", exchanged, "expert")
@@ -300,16 +338,29 @@ def _share_experts(layer: nn.Module, split: Split, exchanges: Exchanges) -> None
     tensors = _UniformRanks(split.tensor, exchanges) if split.tensor > 1 else None
     for module in experts_of(layer).values():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            share = _empty(parameter, (parameter.shape[0] // (split.expert * split.tensor), *parameter.shape[1:]))
+            share = _empty(
+                parameter,
+                (
+                    parameter.shape[0] // (split.expert * split.tensor),
+                    *parameter.shape[1:],
+                ),
+            )
             spread = share.numel() if split.expert > 1 else 0
             exchanges.local_expert_parameters += spread
-            exchanges.local_frozen_expert_parameters += 0 if parameter.requires_grad else spread
+            exchanges.local_frozen_expert_parameters += (
+                0 if parameter.requires_grad else spread
+            )
             module.register_parameter(name, share)
         share_out(module, split.expert, group, tensors=tensors)
 
 
 def _share_sequence(
-    layer: nn.Module, chain: TransformerChain, index: int, plan: SequencePlan, degree: int, exchanges: Exchanges
+    layer: nn.Module,
+    chain: TransformerChain,
+    index: int,
+    plan: SequencePlan,
+    degree: int,
+    exchanges: Exchanges,
 ) -> None:
     """Put the exchanges of sequence parallelism where they belong."""
 
@@ -337,7 +388,9 @@ def _share_sequence(
     enter_regions(layer, plan.entered_whole, gather)
     for name in plan.left_by_hooks:
         layer.get_submodule(name).register_forward_hook(leave)
-    split_borders(layer, chain, range(index, index + 1), parts=degree, split=split, gather=gather)
+    split_borders(
+        layer, chain, range(index, index + 1), parts=degree, split=split, gather=gather
+    )
 
 
 def _split_columns(module: nn.Linear, degree: int) -> None:
@@ -347,7 +400,9 @@ def _split_columns(module: nn.Linear, degree: int) -> None:
         module.bias = _empty(module.bias, (module.out_features,))
 
 
-def _add_column_exchanges(module: nn.Linear, degree: int, exchanges: Exchanges, *, gather: bool) -> None:
+def _add_column_exchanges(
+    module: nn.Linear, degree: int, exchanges: Exchanges, *, gather: bool
+) -> None:
     def before(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
         exchanges.add_column_input(arguments[0])
 
@@ -382,14 +437,19 @@ def _share_gradients(module: nn.Module, exchanges: Exchanges) -> None:
 
 
 def _empty(parameter: Tensor, shape: tuple[int, ...]) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device=parameter.device), parameter.requires_grad)
+    return nn.Parameter(
+        torch.empty(shape, dtype=parameter.dtype, device=parameter.device),
+        parameter.requires_grad,
+    )
 
 
 class _Take(torch.autograd.Function):
     """A rank's part of a whole tensor; the backward gathers the gradients of all parts."""
 
     @staticmethod
-    def forward(context: Any, whole: Tensor, dimension: int, sections: int, ranks: int) -> Tensor:
+    def forward(
+        context: Any, whole: Tensor, dimension: int, sections: int, ranks: int
+    ) -> Tensor:
         """(..., n, ...) -> (..., n / ranks, ...)."""
         context.arguments = dimension, sections, ranks
         return take_part(whole, dimension, sections, 0, ranks)
@@ -399,7 +459,12 @@ class _Take(torch.autograd.Function):
         """(..., n / ranks, ...) -> (..., n, ...)."""
         dimension, sections, ranks = context.arguments
         joined: Tensor = torch.ops.planner.all_gather(gradients[0].contiguous(), ranks)
-        return join_parts(list(joined.chunk(ranks, 0)), dimension, sections), None, None, None
+        return (
+            join_parts(list(joined.chunk(ranks, 0)), dimension, sections),
+            None,
+            None,
+            None,
+        )
 
 
 class _Gather(torch.autograd.Function):

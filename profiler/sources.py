@@ -32,7 +32,10 @@ def from_catalogue(entry: CatalogueEntry) -> ModelSource:
     if entry.network is not None:
         from profiler.networks import build_network
 
-        first, *further = (ModelInput(each.kind, each.sample_shape, each.limit) for each in entry.network.inputs)
+        first, *further = (
+            ModelInput(each.kind, each.sample_shape, each.limit)
+            for each in entry.network.inputs
+        )
         return ModelSource(
             entry.name,
             first.kind,
@@ -53,7 +56,11 @@ def from_config_file(path: Path) -> ModelSource:
     """
     data = read_data(path)
     if not isinstance(data, dict):
-        raise DocumentError("is no JSON object.", field=str(path), mend="give a Hugging Face config.json.")
+        raise DocumentError(
+            "is no JSON object.",
+            field=str(path),
+            mend="give a Hugging Face config.json.",
+        )
     name = path.resolve().parent.name if path.stem == "config" else path.stem
     return from_config(name, data, where=str(path))
 
@@ -72,7 +79,9 @@ def from_config(name: str, data: dict[str, Any], *, where: str) -> ModelSource:
 
 
 def _transformers() -> Any:
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read at import: nothing is ever fetched
+    os.environ.setdefault(
+        "HF_HUB_OFFLINE", "1"
+    )  # read at import: nothing is ever fetched
     import transformers
 
     return transformers
@@ -85,7 +94,9 @@ def _read_config(data: dict[str, Any], where: str) -> Any:
     model_type = settings.pop("model_type", None)
     if not isinstance(model_type, str):
         raise DocumentError(
-            "the field model_type is missing.", field=f"{where}: model_type", mend="give a Hugging Face config.json."
+            "the field model_type is missing.",
+            field=f"{where}: model_type",
+            mend="give a Hugging Face config.json.",
         )
     if model_type not in known:
         raise UnknownNameError(
@@ -95,9 +106,13 @@ def _read_config(data: dict[str, Any], where: str) -> Any:
         )
     try:
         config = transformers.AutoConfig.for_model(model_type, **settings)
-    except Exception as error:  # configurations validate themselves with many kinds of errors
+    except (
+        Exception
+    ) as error:  # configurations validate themselves with many kinds of errors
         raise DocumentError(
-            f"is no valid {model_type} configuration: {first_line(error)}", field=where, mend="correct this field."
+            f"is no valid {model_type} configuration: {first_line(error)}",
+            field=where,
+            mend="correct this field.",
         ) from error
     config.use_cache = False
     return config
@@ -162,7 +177,9 @@ def _task(config: Any, where: str) -> _Task:
     asked = (getattr(config, "architectures", None) or [None])[0]
     if asked is not None:
         found = [task for task in able if asked in _class_names(task, config)]
-    elif getattr(config, "is_encoder_decoder", False) or getattr(config, "is_decoder", False):
+    elif getattr(config, "is_encoder_decoder", False) or getattr(
+        config, "is_decoder", False
+    ):
         found = [task for task in able if task.title != "masked language"]
     else:
         found = [task for task in able if task.title != "encoder-decoder"]
@@ -182,15 +199,26 @@ def _class_names(task: _Task, config: Any) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def _language_model(name: str, config: Any, builder: Callable[[], nn.Module]) -> ModelSource:
+def _language_model(
+    name: str, config: Any, builder: Callable[[], nn.Module]
+) -> ModelSource:
     text = config.get_text_config()
-    longest = max(getattr(text, "max_position_embeddings", None) or 0, 0)  # XLNet says -1 for any number
+    longest = max(
+        getattr(text, "max_position_embeddings", None) or 0, 0
+    )  # XLNet says -1 for any number
     return ModelSource(
-        name, "tokens", builder, vocabulary_size=text.vocab_size, longest_sequence=longest, config=config
+        name,
+        "tokens",
+        builder,
+        vocabulary_size=text.vocab_size,
+        longest_sequence=longest,
+        config=config,
     )
 
 
-def _encoder_decoder(name: str, config: Any, builder: Callable[[], nn.Module]) -> ModelSource:
+def _encoder_decoder(
+    name: str, config: Any, builder: Callable[[], nn.Module]
+) -> ModelSource:
     """Takes the ids of the encoder and those of the decoder, sequences of one length."""
     source = _language_model(name, config, builder)
     return replace(
@@ -200,7 +228,9 @@ def _encoder_decoder(name: str, config: Any, builder: Callable[[], nn.Module]) -
     )
 
 
-def _image_classifier(name: str, config: Any, builder: Callable[[], nn.Module]) -> ModelSource:
+def _image_classifier(
+    name: str, config: Any, builder: Callable[[], nn.Module]
+) -> ModelSource:
     size = getattr(config, "image_size", None) or DEFAULT_IMAGE_SIZE
     height, width = size if isinstance(size, list | tuple) else (size, size)
     shape = (getattr(config, "num_channels", 3), height, width)
@@ -209,9 +239,13 @@ def _image_classifier(name: str, config: Any, builder: Callable[[], nn.Module]) 
 
 def _build_transformer(auto_class: Any, config: Any) -> nn.Module:
     model_class = _model_class(auto_class, config)
-    config.architectures = [model_class.__name__]  # transformers looks here where a type has several classes
+    config.architectures = [
+        model_class.__name__
+    ]  # transformers looks here where a type has several classes
     model: nn.Module = auto_class.from_config(
-        config, attn_implementation=_attention(model_class), dtype=torch.get_default_dtype()
+        config,
+        attn_implementation=_attention(model_class),
+        dtype=torch.get_default_dtype(),
     ).train()
     follow_local_heads(model)
     take_split_tensors(model)
@@ -236,9 +270,13 @@ def _try_building(builder: Any, where: str) -> None:
     try:
         with torch.device("meta"):
             builder()
-    except Exception as error:  # any: the settings are the user's, the code is transformers'
+    except (
+        Exception
+    ) as error:  # any: the settings are the user's, the code is transformers'
         raise DocumentError(
-            f"transformers cannot build the model: {first_line(error)}", field=where, mend="correct the configuration."
+            f"transformers cannot build the model: {first_line(error)}",
+            field=where,
+            mend="correct the configuration.",
         ) from error
 
 
@@ -256,7 +294,9 @@ def from_callable(reference: str) -> ModelSource:
         again, _ = _call(function, reference)
     if again is module:
         raise DocumentError(
-            "returns the same module at every call.", field=reference, mend="build a new module in the callable."
+            "returns the same module at every call.",
+            field=reference,
+            mend="build a new module in the callable.",
         )
     if any(not parameter.is_meta for parameter in module.parameters()):
         raise DocumentError(
@@ -264,7 +304,9 @@ def from_callable(reference: str) -> ModelSource:
             field=reference,
             mend="build on torch's default device: pass no device= and do not call .to() or .cuda().",
         )
-    return _describe(reference, module, example, partial(_build_from, function, reference))
+    return _describe(
+        reference, module, example, partial(_build_from, function, reference)
+    )
 
 
 def _call(function: Any, reference: str) -> tuple[nn.Module, Example]:
@@ -272,9 +314,13 @@ def _call(function: Any, reference: str) -> tuple[nn.Module, Example]:
         result = function()
     except (Exception, SystemExit) as error:  # any: it is the user's code
         raise DocumentError(
-            f"the callable failed: {first_line(error)}", field=reference, mend="make it run without arguments."
+            f"the callable failed: {first_line(error)}",
+            field=reference,
+            mend="make it run without arguments.",
         ) from error
-    module, example = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    module, example = (
+        result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    )
     example = tuple(example) if isinstance(example, list) else example
     if not isinstance(module, nn.Module) or not _is_example(example):
         raise DocumentError(
@@ -282,7 +328,9 @@ def _call(function: Any, reference: str) -> tuple[nn.Module, Example]:
             field=reference,
             mend="return an nn.Module, or (nn.Module, example inputs: a tensor, or a tuple or dict of tensors).",
         )
-    for part in module.modules():  # an encoder-decoder's halves have configurations of their own
+    for part in (
+        module.modules()
+    ):  # an encoder-decoder's halves have configurations of their own
         config = getattr(part, "config", None)
         if getattr(config, "use_cache", False) is True:
             config.use_cache = False  # type: ignore[union-attr] # training reads none, and recomputation fills it twice
@@ -290,8 +338,17 @@ def _call(function: Any, reference: str) -> tuple[nn.Module, Example]:
 
 
 def _is_example(value: Any) -> TypeGuard[Example]:
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else [value]
-    return value is None or (len(parts) > 0 and all(isinstance(part, Tensor) and part.dim() > 0 for part in parts))
+    parts = (
+        value.values()
+        if isinstance(value, dict)
+        else value
+        if isinstance(value, tuple)
+        else [value]
+    )
+    return value is None or (
+        len(parts) > 0
+        and all(isinstance(part, Tensor) and part.dim() > 0 for part in parts)
+    )
 
 
 def _build_from(function: Any, reference: str) -> nn.Module:
@@ -301,17 +358,29 @@ def _build_from(function: Any, reference: str) -> nn.Module:
     return model
 
 
-def _describe(name: str, module: nn.Module, example: Example, builder: Any) -> ModelSource:
+def _describe(
+    name: str, module: nn.Module, example: Example, builder: Any
+) -> ModelSource:
     config = getattr(module, "config", None)
     if example is None and hasattr(module, "base_model") and config is not None:
         known = [task for task in _tasks() if config.model_type in task.class_names]
-        able = [task for task in known if type(module).__name__ in _class_names(task, config)]
-        return able[0].describe(name, config, builder) if able else _language_model(name, config, builder)
+        able = [
+            task
+            for task in known
+            if type(module).__name__ in _class_names(task, config)
+        ]
+        return (
+            able[0].describe(name, config, builder)
+            if able
+            else _language_model(name, config, builder)
+        )
     first = _first_parametric(module)
     if example is not None:
         return _describe_example(name, module, example, builder)
     if isinstance(first, nn.Embedding):
-        return ModelSource(name, "tokens", builder, vocabulary_size=first.num_embeddings)
+        return ModelSource(
+            name, "tokens", builder, vocabulary_size=first.num_embeddings
+        )
     if isinstance(first, nn.Linear):
         return ModelSource(name, "features", builder, sample_shape=(first.in_features,))
     raise UnsupportedError(
@@ -321,7 +390,9 @@ def _describe(name: str, module: nn.Module, example: Example, builder: Any) -> M
     )
 
 
-def _describe_example(name: str, module: nn.Module, example: Example, builder: Any) -> ModelSource:
+def _describe_example(
+    name: str, module: nn.Module, example: Example, builder: Any
+) -> ModelSource:
     keywords = tuple(example) if isinstance(example, dict) else ()
     values = tuple(example.values()) if isinstance(example, dict) else example
     tensors = values if isinstance(values, tuple) else (values,)
@@ -356,7 +427,11 @@ def _describe_tensor(module: nn.Module, tensor: Tensor) -> ModelInput:
     shape = tuple(tensor.shape[1:])
     if tensor.is_floating_point():
         return ModelInput("images" if len(shape) == 3 else "features", shape)
-    tables = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
+    tables = [
+        part.num_embeddings
+        for part in module.modules()
+        if isinstance(part, nn.Embedding)
+    ]
     if len(shape) == 1 and tables:
         return ModelInput("tokens", limit=_vocabulary(module, min(tables)))
     return ModelInput("indices", shape, min(tables, default=1))
@@ -370,5 +445,9 @@ def _vocabulary(module: nn.Module, smallest: int) -> int:
 
 def _first_parametric(module: nn.Module) -> nn.Module | None:
     """The first module with parameters of its own, in the order of registration."""
-    owners = (part for part in module.modules() if next(part.parameters(recurse=False), None) is not None)
+    owners = (
+        part
+        for part in module.modules()
+        if next(part.parameters(recurse=False), None) is not None
+    )
     return next(owners, None)

@@ -31,7 +31,9 @@ def can_split(module: nn.Module) -> bool:
 def split_attention(module: nn.MultiheadAttention, ranks: Ranks, hold: Hold) -> None:
     """Let a module hold the weights of this rank's heads, and attend by them, in place."""
     if not ranks.divide(module.num_heads):
-        raise IndivisibleError(f"{module.num_heads} heads are not divided by {ranks.ranks}")
+        raise IndivisibleError(
+            f"{module.num_heads} heads are not divided by {ranks.ranks}"
+        )
     module.in_proj_weight = hold(module._parameters["in_proj_weight"], 0, 3)  # type: ignore[arg-type]
     if module.in_proj_bias is not None:
         module.in_proj_bias = hold(module._parameters["in_proj_bias"], 0, 3)  # type: ignore[arg-type]
@@ -52,15 +54,28 @@ def _attend(
     is_causal: bool = False,
 ) -> tuple[Tensor, None]:
     """As the module's own forward, where nobody wants the weights, which are of all heads."""
-    if need_weights or query.dim() != 3 or any(isinstance(each, SplitTensor) for each in (query, key, value)):
-        raise NoRuleError("attention that returns the weights of all heads, or of split or single samples")
+    if (
+        need_weights
+        or query.dim() != 3
+        or any(isinstance(each, SplitTensor) for each in (query, key, value))
+    ):
+        raise NoRuleError(
+            "attention that returns the weights of all heads, or of split or single samples"
+        )
     states = [ranks.read(each) for each in (query, key, value)]
-    queries, keys, values = (_by_heads(module, ranks, each) for each in _projected(module, states))
+    queries, keys, values = (
+        _by_heads(module, ranks, each) for each in _projected(module, states)
+    )
     drop = module.dropout if module.training else 0.0
     mask = _mask(module, query, key_padding_mask, attn_mask, is_causal)
     with ranks.drawing(query.device) if drop > 0.0 else nullcontext():
         mixed = functional.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, dropout_p=drop, is_causal=is_causal and mask is None
+            queries,
+            keys,
+            values,
+            attn_mask=mask,
+            dropout_p=drop,
+            is_causal=is_causal and mask is None,
         )
     merged = mixed.transpose(1, 2).flatten(2)
     summed = ranks.leave(functional.linear(merged, local(module.out_proj.weight)))
@@ -76,7 +91,10 @@ def _projected(module: nn.MultiheadAttention, states: list[Tensor]) -> list[Tens
     if states[0] is states[1] is states[2]:
         return list(functional.linear(states[0], weight, bias).chunk(3, -1))
     biases = (None, None, None) if bias is None else bias.chunk(3)
-    return [functional.linear(*each) for each in zip(states, weight.chunk(3), biases, strict=True)]
+    return [
+        functional.linear(*each)
+        for each in zip(states, weight.chunk(3), biases, strict=True)
+    ]
 
 
 def _by_heads(module: nn.MultiheadAttention, ranks: Ranks, states: Tensor) -> Tensor:
@@ -88,7 +106,11 @@ def _by_heads(module: nn.MultiheadAttention, ranks: Ranks, states: Tensor) -> Te
 
 
 def _mask(
-    module: nn.MultiheadAttention, query: Tensor, padding: Tensor | None, mask: Tensor | None, is_causal: bool
+    module: nn.MultiheadAttention,
+    query: Tensor,
+    padding: Tensor | None,
+    mask: Tensor | None,
+    is_causal: bool,
 ) -> Tensor | None:
     """What is added to the scores of all heads, (samples or 1, 1, queries or 1, keys); None: nothing but, as
     `is_causal` says, a causal mask."""

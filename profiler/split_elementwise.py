@@ -21,5 +21,9 @@ def take_split_tensors(model: nn.Module) -> None:
 
 
 def _by_parts(whole: Any, input: Tensor) -> Tensor:
-    made: Tensor = input.like(whole(input.local)) if isinstance(input, SplitTensor) else whole(input)
+    made: Tensor = (
+        input.like(whole(input.local))
+        if isinstance(input, SplitTensor)
+        else whole(input)
+    )
     return made

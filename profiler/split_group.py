@@ -24,7 +24,9 @@ from profiler.split_tensor import join_parts, take_part
 from profiler.tensor_parallel import is_ours
 
 # Before torch 2.13 it had another name, which warns by now.
-_all_gather: Callable[..., Tensor] = getattr(collectives, "all_gather_single", collectives.all_gather_tensor)
+_all_gather: Callable[..., Tensor] = getattr(
+    collectives, "all_gather_single", collectives.all_gather_tensor
+)
 _wait: Callable[[Tensor], Tensor] = collectives.wait_tensor
 
 
@@ -66,7 +68,9 @@ class _Take(torch.autograd.Function):
     """This rank's part on the way there; the gradients of all parts are gathered on the way back."""
 
     @staticmethod
-    def forward(context: Any, whole: Tensor, dimension: int, sections: int, mesh: DeviceMesh) -> Tensor:
+    def forward(
+        context: Any, whole: Tensor, dimension: int, sections: int, mesh: DeviceMesh
+    ) -> Tensor:
         context.arguments = dimension, sections, mesh
         return take_part(whole, dimension, sections, mesh.get_local_rank(), mesh.size())
 
@@ -74,7 +78,12 @@ class _Take(torch.autograd.Function):
     def backward(context: Any, *gradients: Any) -> tuple[Tensor, None, None, None]:
         dimension, sections, mesh = context.arguments
         joined = _wait(_all_gather(gradients[0].contiguous(), 0, mesh))
-        return join_parts(list(joined.chunk(mesh.size(), 0)), dimension, sections), None, None, None
+        return (
+            join_parts(list(joined.chunk(mesh.size(), 0)), dimension, sections),
+            None,
+            None,
+            None,
+        )
 
 
 class _Gather(torch.autograd.Function):
@@ -83,12 +92,16 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, part: Tensor, mesh: DeviceMesh) -> Tensor:
         context.mesh = mesh
-        return torch.cat(_wait(_all_gather(part.contiguous(), 0, mesh)).chunk(mesh.size(), 0), -1)
+        return torch.cat(
+            _wait(_all_gather(part.contiguous(), 0, mesh)).chunk(mesh.size(), 0), -1
+        )
 
     @staticmethod
     def backward(context: Any, *gradients: Any) -> tuple[Tensor, None]:
         mesh = context.mesh
-        return take_part(gradients[0], gradients[0].dim() - 1, 1, mesh.get_local_rank(), mesh.size()).clone(), None
+        return take_part(
+            gradients[0], gradients[0].dim() - 1, 1, mesh.get_local_rank(), mesh.size()
+        ).clone(), None
 
 
 class GroupRanks:
@@ -111,7 +124,9 @@ class GroupRanks:
         """See `profiler.split_tensor.Ranks`."""
         self._entered.forget()
         if self._sequence:
-            spread = DTensor.from_local(partial, self._mesh, [Partial()], run_check=False)
+            spread = DTensor.from_local(
+                partial, self._mesh, [Partial()], run_check=False
+            )
             return spread.redistribute(placements=[Shard(partial.dim() - 2)]).to_local()
         summed: Tensor = _Leave.apply(partial, self._mesh)  # type: ignore[no-untyped-call]
         return summed
@@ -156,10 +171,14 @@ class GroupRanks:
             yield
             return
         generator = (
-            torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+            torch.cuda.default_generators[device.index or 0]
+            if device.type == "cuda"
+            else torch.default_generator
         )
         before = generator.get_state()
-        digest = hashlib.sha256(before.numpy().tobytes() + bytes(f":{self.rank}", "ascii")).digest()
+        digest = hashlib.sha256(
+            before.numpy().tobytes() + bytes(f":{self.rank}", "ascii")
+        ).digest()
         generator.manual_seed(int.from_bytes(digest[:8]))
         try:
             yield
@@ -174,12 +193,20 @@ class GroupRanks:
 
 def placement_of(dimension: int, sections: int) -> Placement:
     """How a parameter is placed whose dimension consists of sections that are split each by itself."""
-    return Shard(dimension) if sections == 1 else _StridedShard(dimension, split_factor=sections)
+    return (
+        Shard(dimension)
+        if sections == 1
+        else _StridedShard(dimension, split_factor=sections)
+    )
 
 
-def _hold(mesh: DeviceMesh, parameter: nn.Parameter, dimension: int, sections: int) -> nn.Parameter:
+def _hold(
+    mesh: DeviceMesh, parameter: nn.Parameter, dimension: int, sections: int
+) -> nn.Parameter:
     """This rank's part of a parameter, as a DTensor of the whole one's shape."""
-    part = take_part(parameter.detach(), dimension, sections, mesh.get_local_rank(), mesh.size())
+    part = take_part(
+        parameter.detach(), dimension, sections, mesh.get_local_rank(), mesh.size()
+    )
     spread = DTensor.from_local(
         part.clone(memory_format=torch.contiguous_format),
         mesh,
@@ -191,7 +218,13 @@ def _hold(mesh: DeviceMesh, parameter: nn.Parameter, dimension: int, sections: i
     return nn.Parameter(spread, parameter.requires_grad)
 
 
-def split_ours(stage: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh, *, sequence: bool = False) -> None:
+def split_ours(
+    stage: nn.Module,
+    styles: Mapping[str, str],
+    mesh: DeviceMesh,
+    *,
+    sequence: bool = False,
+) -> None:
     """Leave a rank's part of the modules that torch's `parallelize_module` does not split, in place.
 
     Args:

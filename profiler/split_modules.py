@@ -37,14 +37,21 @@ def split_module(module: nn.Module, style: str, ranks: Ranks, hold: Hold) -> Non
     if style in (SPLIT_NORM, PER_HEAD):
         for name, parameter in list(module.named_parameters(recurse=False)):
             module.register_parameter(name, hold(parameter, 0, 1))
-        module.forward = partial(_norm if style == SPLIT_NORM else _run_on_parts, module, module.forward, ranks)
+        module.forward = partial(
+            _norm if style == SPLIT_NORM else _run_on_parts,
+            module,
+            module.forward,
+            ranks,
+        )
         return
     if style == DERIVED_VOCABULARY:
         split_vocabulary(module, ranks, hold)
         return
     sections = sections_of(style)
     if style == DERIVED_ATTENTION:
-        assert isinstance(module, nn.MultiheadAttention)  # `profiler.derive_split` chooses no others
+        assert isinstance(
+            module, nn.MultiheadAttention
+        )  # `profiler.derive_split` chooses no others
         split_attention(module, ranks, hold)
     elif sections:
         split_columns(module, sections, ranks, hold)
@@ -52,17 +59,26 @@ def split_module(module: nn.Module, style: str, ranks: Ranks, hold: Hold) -> Non
         split_rows(module, ranks, hold)
 
 
-def _share_key(features: int, ranks: Ranks, module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+def _share_key(
+    features: int, ranks: Ranks, module: nn.Module, arguments: Any, output: Tensor
+) -> Tensor:
     """The last features, whole on every rank, are read by its heads alone."""
-    return torch.cat((output[..., :-features], ranks.enter(output[..., -features:])), -1)
+    return torch.cat(
+        (output[..., :-features], ranks.enter(output[..., -features:])), -1
+    )
 
 
 def _parts(module: nn.Module) -> dict[str, Tensor]:
     """Read from the module anew each time, for ZeRO may have exchanged them."""
-    return {name: local(parameter) for name, parameter in module.named_parameters(recurse=False)}
+    return {
+        name: local(parameter)
+        for name, parameter in module.named_parameters(recurse=False)
+    }
 
 
-def _run_on_parts(module: nn.Module, run: Any, ranks: Ranks, *arguments: Any, **keywords: Any) -> Any:
+def _run_on_parts(
+    module: nn.Module, run: Any, ranks: Ranks, *arguments: Any, **keywords: Any
+) -> Any:
     """The module's own code, on this rank's parts of its own parameters."""
     with _reparametrize_module(module, _parts(module)):
         return run(*arguments, **keywords)
@@ -70,7 +86,9 @@ def _run_on_parts(module: nn.Module, run: Any, ranks: Ranks, *arguments: Any, **
 
 def _norm(module: nn.Module, run: Any, ranks: Ranks, features: Tensor) -> Tensor:
     """The module's own code, whose one mean is over all features: (..., features of this rank) -> the same."""
-    parts: dict[str, Tensor] = {name: SplitTensor(part, 0, ranks) for name, part in _parts(module).items()}
+    parts: dict[str, Tensor] = {
+        name: SplitTensor(part, 0, ranks) for name, part in _parts(module).items()
+    }
     with _reparametrize_module(module, parts):
         made: SplitTensor = run(SplitTensor(features, -1, ranks))
     return made.local

@@ -49,18 +49,24 @@ class Product:
     """(module, input, weight, bias) -> output."""
 
 
-def _run_linear(module: nn.Module, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _run_linear(
+    module: nn.Module, input: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
     return functional.linear(input, weight, bias)
 
 
-def _run_conv1d(module: nn.Module, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _run_conv1d(
+    module: nn.Module, input: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
     """As `transformers.pytorch_utils.Conv1D` does."""
     rows = input.view(-1, input.shape[-1])
     made = torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
     return made.view(*input.shape[:-1], weight.shape[1])
 
 
-def _run_convolution(module: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _run_convolution(
+    module: Any, input: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
     made: Tensor = module._conv_forward(input, weight, bias)
     return made
 
@@ -79,7 +85,10 @@ def product_of(module: nn.Module) -> Product | None:
     kind = type(module)
     if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
         return Product(0, 1, -1, _run_conv1d)
-    if kind.__name__ == "FalconLinear" and kind.__module__ == "transformers.models.falcon.modeling_falcon":
+    if (
+        kind.__name__ == "FalconLinear"
+        and kind.__module__ == "transformers.models.falcon.modeling_falcon"
+    ):
         return _PRODUCTS[nn.Linear]  # whose product and bias are two roundings
     if getattr(module, "groups", 1) != 1:
         return None
@@ -123,7 +132,9 @@ class Columns:
         """Of a whole tensor."""
         if isinstance(input, SplitTensor):
             raise NoRuleError("a column-wise product of a split tensor")
-        made = self.product.run(self.module, self.ranks.read(input), *_parameters(self.module))
+        made = self.product.run(
+            self.module, self.ranks.read(input), *_parameters(self.module)
+        )
         return SplitTensor(made, self.product.features, self.ranks, self.sections)
 
 
@@ -146,11 +157,19 @@ class Rows:
     def __call__(self, input: Tensor) -> Tensor:
         """Of a tensor whose features are split."""
         product, ranks = self.product, self.ranks
-        if not isinstance(input, SplitTensor) or not reads_split_features(product, input):
-            raise NoRuleError("a row-wise product of a tensor whose features are not split")
+        if not isinstance(input, SplitTensor) or not reads_split_features(
+            product, input
+        ):
+            raise NoRuleError(
+                "a row-wise product of a tensor whose features are not split"
+            )
         weight, bias = _parameters(self.module)
         summed = ranks.leave(product.run(self.module, input.local, weight, None))
-        return summed if bias is None else summed + ranks.add(bias).view(-1, *(1,) * (-product.features - 1))
+        return (
+            summed
+            if bias is None
+            else summed + ranks.add(bias).view(-1, *(1,) * (-product.features - 1))
+        )
 
 
 def reads_split_features(product: Product, input: SplitTensor) -> bool:

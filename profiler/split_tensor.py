@@ -88,7 +88,9 @@ class SplitTensor(Tensor):
     ranks: Ranks
 
     @staticmethod
-    def __new__(cls, local: Tensor, dimension: int, ranks: Ranks, sections: int = 1) -> SplitTensor:
+    def __new__(
+        cls, local: Tensor, dimension: int, ranks: Ranks, sections: int = 1
+    ) -> SplitTensor:
         """A tensor without storage.
 
         Args:
@@ -99,11 +101,22 @@ class SplitTensor(Tensor):
         shape = list(local.shape)
         shape[dimension] *= ranks.ranks
         made: SplitTensor = Tensor._make_wrapper_subclass(
-            cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
+            cls,
+            shape,
+            dtype=local.dtype,
+            device=local.device,
+            requires_grad=local.requires_grad,
         )
-        made.local, made.dimension, made.sections, made.ranks = local, dimension, sections, ranks
+        made.local, made.dimension, made.sections, made.ranks = (
+            local,
+            dimension,
+            sections,
+            ranks,
+        )
         if not ranks.divide(shape[dimension] // sections):
-            raise IndivisibleError(f"{shape[dimension] // sections} are not divided by {ranks.ranks}")
+            raise IndivisibleError(
+                f"{shape[dimension] // sections} are not divided by {ranks.ranks}"
+            )
         return made
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
@@ -114,14 +127,25 @@ class SplitTensor(Tensor):
         shape = ", ".join(map(str, self.shape))
         return f"SplitTensor({shape}; dimension {self.dimension} in {self.sections} sections over {self.ranks.ranks})"
 
-    def like(self, local: Tensor, dimension: int | None = None, sections: int | None = None) -> SplitTensor:
+    def like(
+        self, local: Tensor, dimension: int | None = None, sections: int | None = None
+    ) -> SplitTensor:
         """Another one over the same ranks; split as this one where nothing else is said."""
         dimension = self.dimension if dimension is None else dimension
-        return SplitTensor(local, dimension, self.ranks, self.sections if sections is None else sections)
+        return SplitTensor(
+            local,
+            dimension,
+            self.ranks,
+            self.sections if sections is None else sections,
+        )
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Compute by the function's rule."""
         from profiler.split_tensor_rules import RULES
@@ -137,7 +161,11 @@ class SplitTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Reached by code that goes around the rules."""
         raise NoRuleError(f"there is no rule for {func}")
@@ -147,29 +175,70 @@ METADATA: frozenset[Callable[..., Any]] = frozenset(
     {
         *(
             getattr(Tensor, name).__get__
-            for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_meta", "is_cuda", "is_cpu")
+            for name in (
+                "shape",
+                "dtype",
+                "device",
+                "ndim",
+                "requires_grad",
+                "layout",
+                "is_meta",
+                "is_cuda",
+                "is_cpu",
+            )
         ),
         *(
             getattr(Tensor, name)
-            for name in ("size", "dim", "numel", "nelement", "ndimension", "__len__", "is_floating_point", "is_complex")
+            for name in (
+                "size",
+                "dim",
+                "numel",
+                "nelement",
+                "ndimension",
+                "__len__",
+                "is_floating_point",
+                "is_complex",
+            )
         ),
-        *(getattr(Tensor, name) for name in ("element_size", "get_device", "__repr__", "__hash__")),
+        *(
+            getattr(Tensor, name)
+            for name in ("element_size", "get_device", "__repr__", "__hash__")
+        ),
     }
 )
 """What the whole tensor's shape and type tell."""
 
 
-def take_part(whole: Tensor, dimension: int, sections: int, rank: int, ranks: int) -> Tensor:
+def take_part(
+    whole: Tensor, dimension: int, sections: int, rank: int, ranks: int
+) -> Tensor:
     """A rank's part of a dimension: of each of its sections, one behind the other; a view where there is one."""
     length = whole.shape[dimension] // (sections * ranks)
     if sections == 1:
         return whole.narrow(dimension, rank * length, length)
-    shape = (*whole.shape[:dimension], sections, ranks, length, *whole.shape[dimension + 1 :])
-    return whole.reshape(shape).select(dimension + 1, rank).flatten(dimension, dimension + 1)
+    shape = (
+        *whole.shape[:dimension],
+        sections,
+        ranks,
+        length,
+        *whole.shape[dimension + 1 :],
+    )
+    return (
+        whole.reshape(shape)
+        .select(dimension + 1, rank)
+        .flatten(dimension, dimension + 1)
+    )
 
 
 def join_parts(parts: list[Tensor], dimension: int, sections: int) -> Tensor:
     """What `take_part` has taken from, of the parts of all ranks in order."""
     shape = parts[0].shape
-    split = (*shape[:dimension], sections, shape[dimension] // sections, *shape[dimension + 1 :])
-    return torch.stack([part.reshape(split) for part in parts], dimension + 1).flatten(dimension, dimension + 2)
+    split = (
+        *shape[:dimension],
+        sections,
+        shape[dimension] // sections,
+        *shape[dimension + 1 :],
+    )
+    return torch.stack([part.reshape(split) for part in parts], dimension + 1).flatten(
+        dimension, dimension + 2
+    )

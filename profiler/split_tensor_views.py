@@ -20,7 +20,9 @@ def _sizes(given: tuple[Any, ...], keyword: Any = None) -> Shape:
     return tuple(map(int, found)) if isinstance(found, Sequence) else (int(found),)
 
 
-def split_after_view(whole: Shape, dimension: int, sections: int, target: Shape) -> tuple[int, int]:
+def split_after_view(
+    whole: Shape, dimension: int, sections: int, target: Shape
+) -> tuple[int, int]:
     """Dimension and sections on which a tensor is split once it is seen in another shape.
 
     In the flat order a rank's part is one run of every `outer` equal runs of elements, and stays so. The target's
@@ -38,10 +40,14 @@ def split_after_view(whole: Shape, dimension: int, sections: int, target: Shape)
         if length % found == 0 and length // found > 1:
             return place, found
         ahead *= length
-    raise NoRuleError(f"the split dimension is torn apart by a view of {whole} as {target}")
+    raise NoRuleError(
+        f"the split dimension is torn apart by a view of {whole} as {target}"
+    )
 
 
-def _reshape(func: Any, input: SplitTensor, *given: Any, shape: Any = None, size: Any = None) -> Any:
+def _reshape(
+    func: Any, input: SplitTensor, *given: Any, shape: Any = None, size: Any = None
+) -> Any:
     """``view`` and ``reshape``; of a view of another type, none."""
     if given and isinstance(given[0], torch.dtype):
         raise NoRuleError("a view of another type")
@@ -51,21 +57,33 @@ def _reshape(func: Any, input: SplitTensor, *given: Any, shape: Any = None, size
 def _seen_as(func: Any, input: SplitTensor, sizes: Shape) -> SplitTensor:
     known = prod(size for size in sizes if size != -1)
     target = tuple(input.numel() // known if size == -1 else size for size in sizes)
-    place, sections = split_after_view(tuple(input.shape), input.dimension, input.sections, target)
+    place, sections = split_after_view(
+        tuple(input.shape), input.dimension, input.sections, target
+    )
     if not input.ranks.divide(target[place] // sections):
-        raise IndivisibleError(f"{target[place] // sections} are not divided by {input.ranks.ranks}")
+        raise IndivisibleError(
+            f"{target[place] // sections} are not divided by {input.ranks.ranks}"
+        )
     local = [*target]
     local[place] //= input.ranks.ranks
     return input.like(func(input.local, tuple(local)), place, sections)
 
 
-def _flatten(func: Any, input: SplitTensor, start_dim: int = 0, end_dim: int = -1) -> SplitTensor:
+def _flatten(
+    func: Any, input: SplitTensor, start_dim: int = 0, end_dim: int = -1
+) -> SplitTensor:
     start, end = start_dim % input.dim(), end_dim % input.dim()
     shape = tuple(input.shape)
-    return _seen_as(torch.reshape, input, (*shape[:start], prod(shape[start : end + 1]), *shape[end + 1 :]))
+    return _seen_as(
+        torch.reshape,
+        input,
+        (*shape[:start], prod(shape[start : end + 1]), *shape[end + 1 :]),
+    )
 
 
-def _unflatten(func: Any, input: SplitTensor, dim: int, sizes: Sequence[int]) -> SplitTensor:
+def _unflatten(
+    func: Any, input: SplitTensor, dim: int, sizes: Sequence[int]
+) -> SplitTensor:
     shape, dim = tuple(input.shape), dim % input.dim()
     known = prod(size for size in sizes if size != -1)
     found = tuple(shape[dim] // known if size == -1 else int(size) for size in sizes)
@@ -74,21 +92,28 @@ def _unflatten(func: Any, input: SplitTensor, dim: int, sizes: Sequence[int]) ->
 
 def _transpose(func: Any, input: SplitTensor, dim0: int, dim1: int) -> SplitTensor:
     one, two = dim0 % input.dim(), dim1 % input.dim()
-    return input.like(func(input.local, dim0, dim1), {one: two, two: one}.get(input.dimension, input.dimension))
+    return input.like(
+        func(input.local, dim0, dim1),
+        {one: two, two: one}.get(input.dimension, input.dimension),
+    )
 
 
 def _matrix_transpose(func: Any, input: SplitTensor) -> SplitTensor:
     return _transpose(torch.transpose, input, -2, -1)
 
 
-def _permute(func: Any, input: SplitTensor, *given: Any, dims: Any = None) -> SplitTensor:
+def _permute(
+    func: Any, input: SplitTensor, *given: Any, dims: Any = None
+) -> SplitTensor:
     order = tuple(each % input.dim() for each in _sizes(given, dims))
     return input.like(func(input.local, order), order.index(input.dimension))
 
 
 def _unsqueeze(func: Any, input: SplitTensor, dim: int) -> SplitTensor:
     place = dim % (input.dim() + 1)
-    return input.like(func(input.local, dim), input.dimension + (place <= input.dimension))
+    return input.like(
+        func(input.local, dim), input.dimension + (place <= input.dimension)
+    )
 
 
 def _squeeze(func: Any, input: SplitTensor, dim: int | None = None) -> SplitTensor:
@@ -98,10 +123,14 @@ def _squeeze(func: Any, input: SplitTensor, dim: int | None = None) -> SplitTens
     place = dim % input.dim()
     if place == input.dimension or input.shape[place] != 1:
         return input
-    return input.like(func(input.local, dim), input.dimension - (place < input.dimension))
+    return input.like(
+        func(input.local, dim), input.dimension - (place < input.dimension)
+    )
 
 
-def _expand(func: Any, input: SplitTensor, *given: Any, size: Any = None) -> SplitTensor:
+def _expand(
+    func: Any, input: SplitTensor, *given: Any, size: Any = None
+) -> SplitTensor:
     sizes = list(_sizes(given, size))
     place = input.dimension + len(sizes) - input.dim()
     if sizes[place] != -1:
@@ -109,7 +138,9 @@ def _expand(func: Any, input: SplitTensor, *given: Any, size: Any = None) -> Spl
     return input.like(func(input.local, tuple(sizes)), place)
 
 
-def _repeat(func: Any, input: SplitTensor, *given: Any, repeats: Any = None) -> SplitTensor:
+def _repeat(
+    func: Any, input: SplitTensor, *given: Any, repeats: Any = None
+) -> SplitTensor:
     sizes = _sizes(given, repeats)
     place = input.dimension + len(sizes) - input.dim()
     if sizes[place] != 1:
@@ -117,7 +148,9 @@ def _repeat(func: Any, input: SplitTensor, *given: Any, repeats: Any = None) -> 
     return input.like(func(input.local, sizes), place)
 
 
-def _chunk(func: Any, input: SplitTensor, chunks: int, dim: int = 0) -> tuple[SplitTensor, ...]:
+def _chunk(
+    func: Any, input: SplitTensor, chunks: int, dim: int = 0
+) -> tuple[SplitTensor, ...]:
     dim %= input.dim()
     if dim != input.dimension:
         return tuple(input.like(part) for part in func(input.local, chunks, dim))
@@ -125,7 +158,9 @@ def _chunk(func: Any, input: SplitTensor, chunks: int, dim: int = 0) -> tuple[Sp
     return _split_lengths(input, [length] * chunks)
 
 
-def _split(func: Any, input: SplitTensor, split_size: Any, dim: int = 0) -> tuple[SplitTensor, ...]:
+def _split(
+    func: Any, input: SplitTensor, split_size: Any, dim: int = 0
+) -> tuple[SplitTensor, ...]:
     dim %= input.dim()
     if dim != input.dimension:
         return tuple(input.like(part) for part in func(input.local, split_size, dim))
@@ -138,7 +173,10 @@ def _split(func: Any, input: SplitTensor, split_size: Any, dim: int = 0) -> tupl
 def _split_lengths(input: SplitTensor, lengths: list[int]) -> tuple[SplitTensor, ...]:
     """Along the split dimension: whole sections each."""
     starts = [sum(lengths[:place]) for place in range(len(lengths))]
-    return tuple(_run(input, start, start + length) for start, length in zip(starts, lengths, strict=True))
+    return tuple(
+        _run(input, start, start + length)
+        for start, length in zip(starts, lengths, strict=True)
+    )
 
 
 def _run(input: SplitTensor, start: int, stop: int) -> SplitTensor:
@@ -156,17 +194,24 @@ def _unbind(func: Any, input: SplitTensor, dim: int = 0) -> tuple[SplitTensor, .
     dim %= input.dim()
     if dim == input.dimension:
         raise NoRuleError("the split dimension is taken apart")
-    return tuple(input.like(part, input.dimension - (dim < input.dimension)) for part in func(input.local, dim))
+    return tuple(
+        input.like(part, input.dimension - (dim < input.dimension))
+        for part in func(input.local, dim)
+    )
 
 
 def _select(func: Any, input: SplitTensor, dim: int, index: int) -> SplitTensor:
     dim %= input.dim()
     if dim == input.dimension:
         raise NoRuleError("one element of the split dimension is taken")
-    return input.like(func(input.local, dim, index), input.dimension - (dim < input.dimension))
+    return input.like(
+        func(input.local, dim, index), input.dimension - (dim < input.dimension)
+    )
 
 
-def _narrow(func: Any, input: SplitTensor, dim: int, start: int, length: int) -> SplitTensor:
+def _narrow(
+    func: Any, input: SplitTensor, dim: int, start: int, length: int
+) -> SplitTensor:
     dim %= input.dim()
     if dim == input.dimension:
         return _run(input, start, start + length)
@@ -176,7 +221,10 @@ def _narrow(func: Any, input: SplitTensor, dim: int, start: int, length: int) ->
 def _getitem(func: Any, input: SplitTensor, index: Any) -> SplitTensor:
     """By whole numbers, slices, None and an ellipsis; or, in place of the numbers, one list of them."""
     entries = list(index) if isinstance(index, tuple) else [index]
-    if any(not (each is None or each is Ellipsis or isinstance(each, int | slice | list)) for each in entries):
+    if any(
+        not (each is None or each is Ellipsis or isinstance(each, int | slice | list))
+        for each in entries
+    ):
         raise NoRuleError("an index that is a tensor")
     lists = sum(isinstance(each, list) for each in entries)
     if lists > 1 or (lists and any(isinstance(each, int) for each in entries)):
@@ -203,7 +251,9 @@ def _getitem(func: Any, input: SplitTensor, index: Any) -> SplitTensor:
     return part.like(part.local[tuple(entries)], target)
 
 
-def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any) -> SplitTensor:
+def _cat(
+    func: Any, tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any
+) -> SplitTensor:
     """Of tensors that are split alike, and whole ones, along another dimension."""
     from profiler.split_tensor_rules import common
 
@@ -220,13 +270,19 @@ def _stack(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> SplitTensor:
 
     like, _ = common(tensors)
     dim %= like.dim() + 1
-    return like.like(func([_aligned(each, like) for each in tensors], dim), like.dimension + (dim <= like.dimension))
+    return like.like(
+        func([_aligned(each, like) for each in tensors], dim),
+        like.dimension + (dim <= like.dimension),
+    )
 
 
 def _aligned(each: Tensor, like: SplitTensor) -> Tensor:
     if isinstance(each, SplitTensor):
         return each.local
-    if each.dim() != like.dim() or each.shape[like.dimension] != like.shape[like.dimension]:
+    if (
+        each.dim() != like.dim()
+        or each.shape[like.dimension] != like.shape[like.dimension]
+    ):
         raise NoRuleError("a whole tensor is not as long as the one that is split")
     return like.ranks.take(each, like.dimension, like.sections)
 
@@ -261,7 +317,9 @@ VIEWS: dict[str, Callable[..., Any]] = {
     "__getitem__": _getitem,
     **dict.fromkeys(("cat", "concat", "concatenate"), _cat),
     "stack": _stack,
-    **dict.fromkeys(("interpolate", "avg_pool2d", "max_pool2d", "adaptive_avg_pool2d"), _spatial),
+    **dict.fromkeys(
+        ("interpolate", "avg_pool2d", "max_pool2d", "adaptive_avg_pool2d"), _spatial
+    ),
     "is_contiguous": _same_layout,
 }
 """By the function's name."""

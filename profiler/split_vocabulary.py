@@ -26,7 +26,11 @@ from profiler.split_tensor import Ranks
 def has_rows(module: nn.Module, rows: int) -> bool:
     """Is it an embedding of so many rows, or a product into so many features, that does nothing besides?"""
     if type(module) is nn.Embedding:
-        plain = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+        plain = (
+            module.max_norm is None
+            and not module.scale_grad_by_freq
+            and not module.sparse
+        )
         return plain and module.num_embeddings == rows
     return type(module) is nn.Linear and module.out_features == rows
 
@@ -47,9 +51,13 @@ def _look_up(module: nn.Embedding, ranks: Ranks, input: Tensor) -> Tensor:
     rows = weight.shape[0]
     here = input - ranks.rank * rows
     is_elsewhere = (here < 0) | (here >= rows)
-    padding = None if module.padding_idx is None else module.padding_idx - ranks.rank * rows
+    padding = (
+        None if module.padding_idx is None else module.padding_idx - ranks.rank * rows
+    )
     found = functional.embedding(
-        here.masked_fill(is_elsewhere, 0), weight, padding if padding is not None and 0 <= padding < rows else None
+        here.masked_fill(is_elsewhere, 0),
+        weight,
+        padding if padding is not None and 0 <= padding < rows else None,
     )
     return ranks.total(found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0))
 
@@ -57,4 +65,6 @@ def _look_up(module: nn.Embedding, ranks: Ranks, input: Tensor) -> Tensor:
 def _multiply(module: nn.Linear, ranks: Ranks, input: Tensor) -> Tensor:
     """(..., features), whole -> logits (..., vocabulary), whole."""
     bias = None if module.bias is None else local(module.bias)
-    return ranks.gather(functional.linear(ranks.enter(input), local(module.weight), bias))
+    return ranks.gather(
+        functional.linear(ranks.enter(input), local(module.weight), bias)
+    )

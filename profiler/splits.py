@@ -52,12 +52,31 @@ def splits(
             only, where tensor times expert degree divides them; 0: none.
     """
     tensor_degrees, expert_degrees = tuple(tensor_degrees), tuple(expert_degrees)
-    plain = [Split(tensor, expert=expert) for expert in expert_degrees for tensor in tensor_degrees]
-    pieces = [context for context in context_degrees if context > 1 and sequence_length % context == 0]
-    plain += [Split(tensor, context=context) for context in pieces for tensor in tensor_degrees]
-    shared = [replace(each, sequence=True) for each in plain if each.tensor > 1] if with_sequence else []
+    plain = [
+        Split(tensor, expert=expert)
+        for expert in expert_degrees
+        for tensor in tensor_degrees
+    ]
+    pieces = [
+        context
+        for context in context_degrees
+        if context > 1 and sequence_length % context == 0
+    ]
+    plain += [
+        Split(tensor, context=context)
+        for context in pieces
+        for tensor in tensor_degrees
+    ]
+    shared = (
+        [replace(each, sequence=True) for each in plain if each.tensor > 1]
+        if with_sequence
+        else []
+    )
     fitting = [each for each in shared if sequence_length % each.sequence_parts == 0]
     if not experts:
         return (*plain, *fitting)
     whole = (each for each in plain if each.tensor == 1)
-    return (*whole, *(each for each in fitting if experts % (each.tensor * each.expert) == 0))
+    return (
+        *whole,
+        *(each for each in fitting if experts % (each.tensor * each.expert) == 0),
+    )

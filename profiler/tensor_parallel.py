@@ -42,7 +42,12 @@ _SHARED_KEY = "mla_kv_a_proj"
 """Of what this product gives, the last features, a key that all heads share, go straight to every rank's heads: their
 gradients are summed over the group. Followed in a plan by a colon and their number."""
 
-_COLUMNS_AND_ROWS = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+_COLUMNS_AND_ROWS = {
+    "q_proj": "colwise",
+    "k_proj": "colwise",
+    "v_proj": "colwise",
+    "o_proj": "rowwise",
+}
 ATTENTION_PLANS: dict[str, dict[str, str]] = {
     "deepseek_v3": {  # as transformers has it for DeepSeek-V2
         "q_proj": "colwise",
@@ -60,7 +65,12 @@ COLUMN_STYLES = frozenset({"colwise", "colwise_gather_output"})
 ROW_STYLES = frozenset({"rowwise"})
 REPLICATED_STYLES = frozenset({"replicated_with_grad_allreduce"})
 """Whole on every rank; the gradient, partial, is summed over the group (qwen3's norms of single heads)."""
-KNOWN_STYLES = COLUMN_STYLES | ROW_STYLES | REPLICATED_STYLES | {SPLIT_NORM, PER_HEAD, REPLICATED, _SHARED_KEY}
+KNOWN_STYLES = (
+    COLUMN_STYLES
+    | ROW_STYLES
+    | REPLICATED_STYLES
+    | {SPLIT_NORM, PER_HEAD, REPLICATED, _SHARED_KEY}
+)
 """A plan with any other style is not used: half a plan would be wrong."""
 DERIVED_ROWS = "derived_rowwise"
 DERIVED_ATTENTION = "derived_attention"
@@ -73,12 +83,18 @@ LARGEST_DERIVED = 8
 
 def is_derived(style: str) -> bool:
     """Does the style stand in a plan that was derived?"""
-    return style in (DERIVED_ROWS, DERIVED_ATTENTION, DERIVED_VOCABULARY) or style.startswith(_DERIVED_COLUMNS)
+    return style in (
+        DERIVED_ROWS,
+        DERIVED_ATTENTION,
+        DERIVED_VOCABULARY,
+    ) or style.startswith(_DERIVED_COLUMNS)
 
 
 def is_ours(style: str) -> bool:
     """Is the style carried out by `profiler.split_modules`, and not by torch's `parallelize_module`?"""
-    return is_derived(style) or style in (SPLIT_NORM, PER_HEAD) or shared_key_of(style) > 0
+    return (
+        is_derived(style) or style in (SPLIT_NORM, PER_HEAD) or shared_key_of(style) > 0
+    )
 
 
 def shared_key_of(style: str) -> int:
@@ -89,7 +105,11 @@ def shared_key_of(style: str) -> int:
 
 def sections_of(style: str) -> int:
     """Of a derived column-wise product's output; 0 for other styles."""
-    return int(style.removeprefix(_DERIVED_COLUMNS)) if style.startswith(_DERIVED_COLUMNS) else 0
+    return (
+        int(style.removeprefix(_DERIVED_COLUMNS))
+        if style.startswith(_DERIVED_COLUMNS)
+        else 0
+    )
 
 
 def parallel_styles() -> dict[str, ParallelStyle]:
@@ -125,7 +145,10 @@ def plan(source: ModelSource) -> dict[str, str]:
     if told or experts_of(source.blueprint):
         return told
     derived = source.derived_split
-    columns = {name: f"{_DERIVED_COLUMNS}{sections}" for name, sections in derived.columns.items()}
+    columns = {
+        name: f"{_DERIVED_COLUMNS}{sections}"
+        for name, sections in derived.columns.items()
+    }
     attentions = dict.fromkeys(derived.attentions, DERIVED_ATTENTION)
     vocabulary = dict.fromkeys(derived.vocabulary, DERIVED_VOCABULARY)
     return columns | dict.fromkeys(derived.rows, DERIVED_ROWS) | attentions | vocabulary
@@ -136,33 +159,63 @@ def plan_of(model: Any) -> dict[str, str]:
     base = model.base_model
     prefix = "" if base is model else f"{model.base_model_prefix}."
     if model.config.model_type == "opt":
-        return {f"{prefix}decoder.layers.*.{name}": style for name, style in OPT_BLOCK_PLAN.items()}
+        return {
+            f"{prefix}decoder.layers.*.{name}": style
+            for name, style in OPT_BLOCK_PLAN.items()
+        }
     styles = {f"{prefix}{name}": style for name, style in _told(model).items()}
-    if not styles or not set(styles.values()) <= KNOWN_STYLES or _is_changed(model, styles):
+    if (
+        not styles
+        or not set(styles.values()) <= KNOWN_STYLES
+        or _is_changed(model, styles)
+    ):
         return {}
     styles = _with_shared_keys(model, styles)
     tied = {pattern_of(name) for name in _tied_modules(model)}
-    head = {name: style for name, style in (type(model)._tp_plan or {}).items() if style in KNOWN_STYLES}
+    head = {
+        name: style
+        for name, style in (type(model)._tp_plan or {}).items()
+        if style in KNOWN_STYLES
+    }
     # Splitting one of two modules that share a parameter would tear them apart: both stay whole.
     return {name: style for name, style in (styles | head).items() if name not in tied}
 
 
 def _told(model: Any) -> dict[str, str]:
     """Styles of what the base model has, but of experts, known here or not."""
-    own = {} if _clips_in_place(model.config) else ATTENTION_PLANS.get(model.config.model_type, {})
-    attention = {f"layers.*.self_attn.{name}".removesuffix("."): style for name, style in own.items()}
+    own = (
+        {}
+        if _clips_in_place(model.config)
+        else ATTENTION_PLANS.get(model.config.model_type, {})
+    )
+    attention = {
+        f"layers.*.self_attn.{name}".removesuffix("."): style
+        for name, style in own.items()
+    }
     told = {**(getattr(model.config, "base_model_tp_plan", None) or {}), **attention}
     base = model.base_model
     spread = {pattern_of(name) for name in experts_of(base)}
-    names = {pattern_of(name) for named in (base.named_modules(), base.named_parameters()) for name, _ in named}
-    return {name: style for name, style in told.items() if name in names and not _is_within(name, spread)}
+    names = {
+        pattern_of(name)
+        for named in (base.named_modules(), base.named_parameters())
+        for name, _ in named
+    }
+    return {
+        name: style
+        for name, style in told.items()
+        if name in names and not _is_within(name, spread)
+    }
 
 
 def _is_changed(model: nn.Module, styles: dict[str, str]) -> bool:
     """Is a product that the plan splits no plain one any more, as with adapters beside it? What it holds besides its
     weight the plan knows nothing of."""
     split = COLUMN_STYLES | ROW_STYLES
-    modules = (each for name, each in model.named_modules() if styles.get(pattern_of(name)) in split)
+    modules = (
+        each
+        for name, each in model.named_modules()
+        if styles.get(pattern_of(name)) in split
+    )
     return not all(map(_is_plain, modules))
 
 
@@ -182,29 +235,48 @@ def refusal(source: ModelSource) -> str:
         return ""
     if plan(source):
         reason = source.sequence_refusal if experts_of(source.blueprint) else ""
-        return reason or "no degree divides its heads and all the widths that would be split"
+        return (
+            reason
+            or "no degree divides its heads and all the widths that would be split"
+        )
     if not experts_of(source.blueprint):
         return "none of its products is followed by another that could read its output split"
     if _clips_in_place(source.config):
         return "its attention clips queries, keys and values in place (clip_qkv)"
     unknown = sorted(set(_told(source.blueprint).values()) - KNOWN_STYLES)
-    return f"its own plan has the style {unknown[0]!r}, unknown here" if unknown else "nobody told how to split it"
+    return (
+        f"its own plan has the style {unknown[0]!r}, unknown here"
+        if unknown
+        else "nobody told how to split it"
+    )
 
 
 def _with_shared_keys(model: Any, styles: dict[str, str]) -> dict[str, str]:
     """Latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1): all ranks have the products that give the latents,
     and the norms of these, whole."""
-    parents = {name.rpartition(".")[0] for name, style in styles.items() if style == _SHARED_KEY}
+    parents = {
+        name.rpartition(".")[0]
+        for name, style in styles.items()
+        if style == _SHARED_KEY
+    }
     if not parents:
         return styles
     shared = f"{_SHARED_KEY}:{model.config.get_text_config().qk_rope_head_dim}"
-    found = {name: shared if style == _SHARED_KEY else style for name, style in styles.items()}
+    found = {
+        name: shared if style == _SHARED_KEY else style
+        for name, style in styles.items()
+    }
     owners = (
         pattern_of(name)
         for name, each in model.named_modules()
         if next(each.parameters(recurse=False), None) is not None
     )
-    return dict.fromkeys((name for name in owners if _is_within(name, parents)), REPLICATED) | found
+    return (
+        dict.fromkeys(
+            (name for name in owners if _is_within(name, parents)), REPLICATED
+        )
+        | found
+    )
 
 
 def _is_within(name: str, modules: set[str]) -> bool:
@@ -221,9 +293,16 @@ def _tied_modules(model: nn.Module) -> set[str]:
 def split_modules(model: nn.Module, styles: dict[str, str]) -> dict[str, str]:
     """Style by qualified module name, of the modules that the model (or a stage of it) really has."""
     owners = (
-        name for name, module in model.named_modules() if next(module.parameters(recurse=False), None) is not None
+        name
+        for name, module in model.named_modules()
+        if next(module.parameters(recurse=False), None) is not None
     )
-    return {name: styles[key] for name in owners for key in dict.fromkeys((name, pattern_of(name))) if key in styles}
+    return {
+        name: styles[key]
+        for name in owners
+        for key in dict.fromkeys((name, pattern_of(name)))
+        if key in styles
+    }
 
 
 def pattern_of(name: str) -> str:
@@ -243,7 +322,9 @@ def follow_local_heads(model: nn.Module) -> None:
 
 def _set_local_heads(module: Any, arguments: Any) -> None:
     weight = module.q_proj.weight
-    local = weight.to_local() if hasattr(weight, "to_local") else weight  # a DTensor's shape is the whole one
+    local = (
+        weight.to_local() if hasattr(weight, "to_local") else weight
+    )  # a DTensor's shape is the whole one
     module.num_heads = local.shape[0] // module.head_dim
 
 
@@ -258,7 +339,10 @@ def degrees(source: ModelSource) -> tuple[int, ...]:
     config = source.config.get_text_config()
     heads = config.num_attention_heads
     model = source.blueprint
-    widths = (_width(model.get_submodule(name), style) for name, style in split_modules(model, styles).items())
+    widths = (
+        _width(model.get_submodule(name), style)
+        for name, style in split_modules(model, styles).items()
+    )
     common = gcd(heads, getattr(config, "num_key_value_heads", None) or heads, *widths)
     experts = common_experts(source)
     if experts:
@@ -271,10 +355,20 @@ def degrees(source: ModelSource) -> tuple[int, ...]:
 def _width(module: nn.Module, style: str) -> int:
     """What a degree must divide; 0: nothing."""
     if style in (SPLIT_NORM, PER_HEAD):
-        return gcd(*(parameter.shape[0] for parameter in module.parameters(recurse=False)))
-    width = module.out_features if style in COLUMN_STYLES else module.in_features if style in ROW_STYLES else 0
+        return gcd(
+            *(parameter.shape[0] for parameter in module.parameters(recurse=False))
+        )
+    width = (
+        module.out_features
+        if style in COLUMN_STYLES
+        else module.in_features
+        if style in ROW_STYLES
+        else 0
+    )
     return int(width)  # type: ignore[arg-type]
 
 
 def _divisors(number: int, largest: int) -> tuple[int, ...]:
-    return tuple(degree for degree in range(1, min(number, largest) + 1) if number % degree == 0)
+    return tuple(
+        degree for degree in range(1, min(number, largest) + 1) if number % degree == 0
+    )

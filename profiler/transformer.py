@@ -30,7 +30,9 @@ from planner.spec.profile import (
 )
 from profiler.transformer_tally import Tally
 
-FUSED_ATTENTION: dict[AttentionKernel, Literal["attention", "attention-1", "attention-3"]] = {
+FUSED_ATTENTION: dict[
+    AttentionKernel, Literal["attention", "attention-1", "attention-3"]
+] = {
     "flash": "attention",
     "flash-1": "attention-1",
     "flash-3": "attention-3",
@@ -84,13 +86,23 @@ class TransformerShape:
         """Elements of one block, norms and router included."""
         norms = (4 if self.has_biases else 2) * self.hidden
         router = self.hidden * self.experts
-        return self.attention_parameters + max(1, self.experts) * self.expert_parameters + norms + router
+        return (
+            self.attention_parameters
+            + max(1, self.experts) * self.expert_parameters
+            + norms
+            + router
+        )
 
     @property
     def parameters(self) -> int:
         """Elements of the whole model."""
         embeddings = (1 if self.is_tied else 2) * self.vocabulary * self.hidden
-        return self.layers * self.block_parameters + embeddings + self.positions * self.hidden + self.hidden
+        return (
+            self.layers * self.block_parameters
+            + embeddings
+            + self.positions * self.hidden
+            + self.hidden
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +156,13 @@ class TransformerCounter:
     @property
     def _drops(self) -> bool:
         kind = self.framework.dropout
-        return kind == "always" or (kind == "learned positions" and self.shape.positions > 0)
+        return kind == "always" or (
+            kind == "learned positions" and self.shape.positions > 0
+        )
 
-    def profile(self, name: str, recomputes: Sequence[RecomputeMode] = ("none",)) -> ModelProfile:
+    def profile(
+        self, name: str, recomputes: Sequence[RecomputeMode] = ("none",)
+    ) -> ModelProfile:
         """Embedding, blocks and head as a model profile, counted, for this shard and these recompute modes."""
         shape = self.shape
         padded = self._padded_vocabulary()
@@ -155,26 +171,39 @@ class TransformerCounter:
         block_rows = tuple(self._block_row(mode) for mode in recomputes)
         layers = [
             LayerProfile(
-                name="embedding", kind="embedding", parameters=embedding, measurements=(self._embedding_row(),)
+                name="embedding",
+                kind="embedding",
+                parameters=embedding,
+                measurements=(self._embedding_row(),),
             )
         ]
         layers += [
             LayerProfile(
-                name=f"block.{index}", kind="block", parameters=shape.block_parameters, measurements=block_rows
+                name=f"block.{index}",
+                kind="block",
+                parameters=shape.block_parameters,
+                measurements=block_rows,
             )
             for index in range(shape.layers)
         ]
         head_rows = (self._head_row(),)
         layers += [
             LayerProfile(
-                name=f"head.{index}" if index else "head", kind="head", parameters=head, measurements=head_rows
+                name=f"head.{index}" if index else "head",
+                kind="head",
+                parameters=head,
+                measurements=head_rows,
             )
             for index in range(self.heads)
         ]
         shared: tuple[SharedParameters, ...] = ()
         if shape.is_tied and padded:
             both = ("embedding", "head")
-            shared = (SharedParameters(names=both, layers=both, parameters=padded * shape.hidden),)
+            shared = (
+                SharedParameters(
+                    names=both, layers=both, parameters=padded * shape.hidden
+                ),
+            )
         return ModelProfile(
             model=name,
             device="counted",
@@ -192,10 +221,25 @@ class TransformerCounter:
             return self.shape.vocabulary // self.shard.tensor * self.shard.tensor
         return -(-self.shape.vocabulary // (multiple * self.heads)) * multiple
 
-    def _row(self, tally: Tally, mode: RecomputeMode, output_bytes: int, parameters: int, experts: int) -> Measurement:
+    def _row(
+        self,
+        tally: Tally,
+        mode: RecomputeMode,
+        output_bytes: int,
+        parameters: int,
+        experts: int,
+    ) -> Measurement:
         selective = self.framework.selective
-        shard, flops, again = self.shard, tally.flops, tally.replayed(mode, self.framework)
-        dropped = tally.core_saved_bytes if selective == "attention" else tally.plain_saved_bytes
+        shard, flops, again = (
+            self.shard,
+            tally.flops,
+            tally.replayed(mode, self.framework),
+        )
+        dropped = (
+            tally.core_saved_bytes
+            if selective == "attention"
+            else tally.plain_saved_bytes
+        )
         dropped += tally.second_saved_bytes if selective == "alternate" else 0
         kept = tally.saved_bytes - (dropped if mode == "selective" else 0)
         held = tally.saved_bytes - kept
@@ -242,10 +286,24 @@ class TransformerCounter:
         self._attention(tally)
         self._feed_forward(tally)
         shape, shard = self.shape, self.shard
-        experts = shape.experts * shape.expert_parameters // (shard.expert * shard.tensor)
-        dense = shape.attention_parameters + (0 if shape.experts else shape.expert_parameters)
-        norms = shape.block_parameters - shape.attention_parameters - max(1, shape.experts) * shape.expert_parameters
-        return self._row(tally, mode, self._hidden_bytes(), dense // shard.tensor + norms + experts, experts)
+        experts = (
+            shape.experts * shape.expert_parameters // (shard.expert * shard.tensor)
+        )
+        dense = shape.attention_parameters + (
+            0 if shape.experts else shape.expert_parameters
+        )
+        norms = (
+            shape.block_parameters
+            - shape.attention_parameters
+            - max(1, shape.experts) * shape.expert_parameters
+        )
+        return self._row(
+            tally,
+            mode,
+            self._hidden_bytes(),
+            dense // shard.tensor + norms + experts,
+            experts,
+        )
 
     def _norm(self, tally: Tally, output_size: int) -> None:
         """Reads and writes the hidden tensor, keeps its input, and its output with so many bytes an element; unfused
@@ -257,7 +315,9 @@ class TransformerCounter:
             tally.memory(2 * self.size * elements)
         else:
             for moved in (self.size + 4, 4 + 4, 4, 4 + 4, 4 + self.size, 2 * self.size):
-                tally.memory(moved * elements)  # to fp32, square, mean, scale, back, weight
+                tally.memory(
+                    moved * elements
+                )  # to fp32, square, mean, scale, back, weight
             tally.saved_bytes += 4 * elements
             tally.plain_saved_bytes += 4 * elements
 
@@ -316,9 +376,18 @@ class TransformerCounter:
         if self.framework.packs_projections:
             tally.saved_bytes += size * (query + keys // 2)
         if shard.context > 1:
-            tally.exchange("forward", "all_gather", size * keys * shard.context, group="context")
-            tally.exchange("backward", "all_gather", size * keys * shard.context, group="context")
-            tally.exchange("backward", "reduce_scatter", size * keys * shard.context, group="context")
+            tally.exchange(
+                "forward", "all_gather", size * keys * shard.context, group="context"
+            )
+            tally.exchange(
+                "backward", "all_gather", size * keys * shard.context, group="context"
+            )
+            tally.exchange(
+                "backward",
+                "reduce_scatter",
+                size * keys * shard.context,
+                group="context",
+            )
         start = len(tally.operations)
         self._scores(tally, heads, query, keys)
         tally.core = (start, len(tally.operations))
@@ -331,7 +400,11 @@ class TransformerCounter:
         """What the output projection keeps of attention's result; fused attention keeps that too: one tensor, unless it
         is copied (`_scores`), or kept in fp8."""
         copied = self.framework.copies_attention and self.shard.micro_batch_size > 1
-        is_apart = self.attention in FUSED_ATTENTION and not copied and self.input_size < self.size
+        is_apart = (
+            self.attention in FUSED_ATTENTION
+            and not copied
+            and self.input_size < self.size
+        )
         return (self.input_size + (self.size if is_apart else 0)) * elements
 
     def _rotary(self, tally: Tally, elements: int) -> None:
@@ -411,7 +484,9 @@ class TransformerCounter:
         if self.framework.fuses_elementwise:
             tally.memory(moved, count)
         else:
-            tally.memory(moved if not shape.is_gated else 2 * size * tokens * inner, count)
+            tally.memory(
+                moved if not shape.is_gated else 2 * size * tokens * inner, count
+            )
             tally.memory(moved if shape.is_gated else 2 * size * tokens * inner, count)
             activated = round(count * size * tokens * inner) if shape.is_gated else 0
             tally.saved_bytes += activated
@@ -425,7 +500,9 @@ class TransformerCounter:
     def _experts(self, tally: Tally) -> None:
         """Route, exchange, run the local experts, exchange back: equation (A4)."""
         shape, shard, size = self.shape, self.shard, self.size
-        routed = (shard.tokens if shard.splits_experts else shard.split_tokens) * shape.experts_per_token
+        routed = (
+            shard.tokens if shard.splits_experts else shard.split_tokens
+        ) * shape.experts_per_token
         tally.matmul(shard.tokens, shape.experts, shape.hidden, size=size)
         tally.memory(2 * size * routed * shape.hidden)
         if shard.expert > 1:
@@ -433,8 +510,17 @@ class TransformerCounter:
             whole = size * shard.split_tokens * shape.experts_per_token * shape.hidden
             for phase in ("forward", "backward"):
                 tally.exchange(phase, "all_to_all", whole, 2, group="expert")
-        local = max(1, shape.experts // (shard.expert if shard.splits_experts else shard.expert * shard.tensor))
-        self._network(tally, max(1.0, routed / local), local, shard.tensor if shard.splits_experts else 1)
+        local = max(
+            1,
+            shape.experts
+            // (shard.expert if shard.splits_experts else shard.expert * shard.tensor),
+        )
+        self._network(
+            tally,
+            max(1.0, routed / local),
+            local,
+            shard.tensor if shard.splits_experts else 1,
+        )
         tally.saved_bytes += 2 * size * routed * shape.hidden
         tally.memory(3 * size * routed * shape.hidden)
 
@@ -451,9 +537,19 @@ class TransformerCounter:
             tally.saved_bytes += elements
         if self.shard.tensor > 1:
             whole = self.size * self.shard.tokens * self.shape.hidden
-            tally.exchange("forward", "reduce_scatter" if self.shard.sequence_parallel else "all_reduce", whole)
+            tally.exchange(
+                "forward",
+                "reduce_scatter" if self.shard.sequence_parallel else "all_reduce",
+                whole,
+            )
         parameters = self._padded_vocabulary() * self.shape.hidden // self.shard.tensor
-        return self._row(tally, "none", self._hidden_bytes(), parameters + self.shape.positions * self.shape.hidden, 0)
+        return self._row(
+            tally,
+            "none",
+            self._hidden_bytes(),
+            parameters + self.shape.positions * self.shape.hidden,
+            0,
+        )
 
     def _head_row(self) -> Measurement:
         shape, shard, size = self.shape, self.shard, self.size
@@ -472,5 +568,7 @@ class TransformerCounter:
         tally.memory(2 * 4 * logits, 2)
         tally.saved_bytes += self.framework.logit_bytes * logits
         tally.temporary_bytes = self.framework.loss_bytes * logits
-        parameters = self._padded_vocabulary() * shape.hidden // shard.tensor + shape.hidden
+        parameters = (
+            self._padded_vocabulary() * shape.hidden // shard.tensor + shape.hidden
+        )
         return self._row(tally, "none", 0, parameters, 0)

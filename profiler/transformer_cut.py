@@ -25,7 +25,13 @@ import torch
 from torch import Tensor, nn
 
 from planner.errors import UnsupportedError
-from profiler.cut import CutLayer, LayerCut, TensorChain, detachable, find_shared_parameters
+from profiler.cut import (
+    CutLayer,
+    LayerCut,
+    TensorChain,
+    detachable,
+    find_shared_parameters,
+)
 from profiler.kinds import name_kinds, signature
 
 
@@ -47,11 +53,19 @@ def cut_transformer(model: Any, inputs: Tensor) -> LayerCut:
     _check_stages(model, chain, seen.hidden)
     marks = zip(map(signature, blocks), seen.carry_gradients, strict=True)
     kinds = name_kinds(marks, (type(block).__name__ for block in blocks))
-    made = (*seen.carry_gradients[1:], seen.hidden is not None and seen.hidden.requires_grad)
+    made = (
+        *seen.carry_gradients[1:],
+        seen.hidden is not None and seen.hidden.requires_grad,
+    )
     layers = (
         CutLayer("embedding", "embedding", before, recomputable=False),
         *(
-            CutLayer(f"{blocks_name}.{index}", kind, (f"{blocks_name}.{index}",), recomputable=made[index])
+            CutLayer(
+                f"{blocks_name}.{index}",
+                kind,
+                (f"{blocks_name}.{index}",),
+                recomputable=made[index],
+            )
             for index, kind in enumerate(kinds)
         ),
         CutLayer("head", "head", after, recomputable=False),
@@ -62,13 +76,24 @@ def cut_transformer(model: Any, inputs: Tensor) -> LayerCut:
 def find_blocks(model: Any) -> str:
     """Qualified name of the list of repeated blocks."""
     if getattr(model.config, "is_encoder_decoder", False):
-        raise _refusal(model, "has an encoder and a decoder, so its layers are no single chain")
-    lists = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList)]
-    outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+        raise _refusal(
+            model, "has an encoder and a decoder, so its layers are no single chain"
+        )
+    lists = [
+        name for name, part in model.named_modules() if isinstance(part, nn.ModuleList)
+    ]
+    outermost = [
+        name
+        for name in lists
+        if not any(name.startswith(f"{other}.") for other in lists)
+    ]
     layers = getattr(model.config, "num_hidden_layers", None)
     found = [name for name in outermost if len(model.get_submodule(name)) == layers]
     if len(found) != 1:
-        raise _refusal(model, f"has {len(found)} lists of num_hidden_layers({layers}) blocks instead of one")
+        raise _refusal(
+            model,
+            f"has {len(found)} lists of num_hidden_layers({layers}) blocks instead of one",
+        )
     return str(found[0])
 
 
@@ -92,7 +117,9 @@ def meta_friendly() -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch._VF, "lstm", fused_lstm))
-        for owner, name, answer in _answers() if "transformers.modeling_utils" in sys.modules else ():
+        for owner, name, answer in (
+            _answers() if "transformers.modeling_utils" in sys.modules else ()
+        ):
             stack.enter_context(mock.patch.object(owner, name, answer))
         stack.enter_context(causal_as_told())
         yield
@@ -120,10 +147,14 @@ def friendly_to(module: nn.Module) -> AbstractContextManager[Any]:
 def causal_as_told() -> AbstractContextManager[Any]:
     """Within, torch's own encoders and decoders do not look whether their mask is the causal one, which would only
     choose another kernel for the same numbers."""
-    return mock.patch.object(torch.nn.modules.transformer, "_detect_is_causal_mask", _is_told)
+    return mock.patch.object(
+        torch.nn.modules.transformer, "_detect_is_causal_mask", _is_told
+    )
 
 
-def _is_told(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+def _is_told(
+    mask: Tensor | None, is_causal: bool | None = None, size: int | None = None
+) -> bool:
     return is_causal is True
 
 
@@ -142,33 +173,56 @@ def _hooks() -> Iterator[list[Any]]:
             handle.remove()
 
 
-def _trace(model: nn.Module, blocks_name: str, inputs: Tensor) -> tuple[tuple[str, ...], tuple[str, ...], _Record]:
+def _trace(
+    model: nn.Module, blocks_name: str, inputs: Tensor
+) -> tuple[tuple[str, ...], tuple[str, ...], _Record]:
     """Names of the modules that run before the first block, and after the last; and what else the run showed."""
     blocks = list(model.get_submodule(blocks_name).children())
-    outside = {name: part for name, part in model.named_modules() if not f"{name}.".startswith(f"{blocks_name}.")}
+    outside = {
+        name: part
+        for name, part in model.named_modules()
+        if not f"{name}.".startswith(f"{blocks_name}.")
+    }
     record = _Record()
     with _hooks() as handles, meta_friendly():
         for name, part in outside.items():
             if _owns_parameters(part) or not list(part.children()):
-                handles.append(part.register_forward_hook(partial(record.module_ran, name)))
+                handles.append(
+                    part.register_forward_hook(partial(record.module_ran, name))
+                )
         for block in blocks:
-            handles.append(block.register_forward_pre_hook(record.block_starts, with_kwargs=True))
+            handles.append(
+                block.register_forward_pre_hook(record.block_starts, with_kwargs=True)
+            )
             handles.append(block.register_forward_hook(record.block_ends))
         drawn = torch.get_rng_state()
         try:
             model(inputs)
         except Exception as error:  # any: it is the model's code
-            raise _refusal(model, f"does not run on meta tensors: {_first_line(error)}") from error
+            raise _refusal(
+                model, f"does not run on meta tensors: {_first_line(error)}"
+            ) from error
     if not torch.equal(drawn, torch.get_rng_state()):  # on meta nothing else draws
-        record.broken = "lets random numbers tell what it runs, as those that leave out blocks do"
+        record.broken = (
+            "lets random numbers tell what it runs, as those that leave out blocks do"
+        )
     if record.broken:
         raise _refusal(model, record.broken)
     if len(record.blocks) != len(blocks):
         raise _refusal(model, f"runs {len(record.blocks)} of its {len(blocks)} blocks")
-    idle = [name for name, part in outside.items() if _owns_parameters(part) and name not in record.ran]
+    idle = [
+        name
+        for name, part in outside.items()
+        if _owns_parameters(part) and name not in record.ran
+    ]
     if idle:
-        raise _refusal(model, f"never runs its module {idle[0]!r}, so no stage would train it")
-    before, after = (_collapse(names, outside, blocks_name) for names in (record.before, record.after))
+        raise _refusal(
+            model, f"never runs its module {idle[0]!r}, so no stage would train it"
+        )
+    before, after = (
+        _collapse(names, outside, blocks_name)
+        for names in (record.before, record.after)
+    )
     return before, after, record
 
 
@@ -187,7 +241,9 @@ def _check_stages(model: Any, chain: TransformerChain, hidden: Tensor) -> None:
                 for part in stage.modules():
                     stage._init_weights(part)
         except Exception as error:  # any: it is the model's code
-            raise _refusal(model, f"does not run in stages: {_first_line(error)}") from error
+            raise _refusal(
+                model, f"does not run in stages: {_first_line(error)}"
+            ) from error
         if received._version > 0:
             raise _refusal(model, "changes in place what it takes for embeddings")
 
@@ -215,7 +271,9 @@ class _Record:
         """Of the tuples that blocks return, the hidden tensor first; None: they return that alone."""
         self.broken = ""
 
-    def module_ran(self, name: str, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+    def module_ran(
+        self, name: str, module: nn.Module, arguments: tuple[Any, ...], output: Any
+    ) -> None:
         first_run = name not in self.ran
         self.ran.add(name)
         # Modules without parameters are shared by all stages (rotary embeddings), unless they work on the hidden
@@ -223,9 +281,13 @@ class _Record:
         if first_run and (_owns_parameters(module) or _keeps_shape(arguments, output)):
             (self.after if self.blocks else self.before).append(name)
 
-    def block_starts(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def block_starts(
+        self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> None:
         hidden = hidden_argument(arguments, keywords)
-        others = [value for value in _tensors((arguments, keywords)) if value is not hidden]
+        others = [
+            value for value in _tensors((arguments, keywords)) if value is not hidden
+        ]
         if any(value.requires_grad for value in others):
             self.broken = "hands its blocks more than one trained tensor"
         if self.blocks and hidden is not self.hidden:
@@ -233,14 +295,18 @@ class _Record:
         self.blocks.append(module)
         self.carry_gradients.append(hidden.requires_grad)
 
-    def block_ends(self, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+    def block_ends(
+        self, module: nn.Module, arguments: tuple[Any, ...], output: Any
+    ) -> None:
         self.hidden = hidden_output(output)
         self.places = len(output) if isinstance(output, tuple) else None
 
 
 def _keeps_shape(arguments: tuple[Any, ...], output: Any) -> bool:
     first = arguments[0] if arguments else None
-    return _is_hidden(first) and _is_hidden(output) and bool(first.shape == output.shape)
+    return (
+        _is_hidden(first) and _is_hidden(output) and bool(first.shape == output.shape)
+    )
 
 
 def _is_hidden(value: Any) -> TypeGuard[Tensor]:
@@ -270,13 +336,19 @@ def hidden_output(output: Any) -> Tensor:
     return hidden
 
 
-def _collapse(names: list[str], outside: dict[str, nn.Module], blocks_name: str) -> tuple[str, ...]:
+def _collapse(
+    names: list[str], outside: dict[str, nn.Module], blocks_name: str
+) -> tuple[str, ...]:
     """The same modules by as few names as possible: a parent stands for its children when all of them belong."""
-    foreign = {name for name, part in outside.items() if _owns_parameters(part)} - set(names) | {blocks_name}
+    foreign = {name for name, part in outside.items() if _owns_parameters(part)} - set(
+        names
+    ) | {blocks_name}
     tops = []
     for name in names:
         parent = name.rpartition(".")[0]
-        while parent and not any(f"{other}.".startswith(f"{parent}.") for other in foreign):
+        while parent and not any(
+            f"{other}.".startswith(f"{parent}.") for other in foreign
+        ):
             name, parent = parent, parent.rpartition(".")[0]
         tops.append(name)
     return tuple(dict.fromkeys(tops))
@@ -304,17 +376,27 @@ class AbsentBlock(nn.Module):
     def __init__(self, block: nn.Module, places: int | None) -> None:
         super().__init__()
         # The model's loop over its blocks may read settings such as `attention_type`.
-        settings = {key: value for key, value in vars(block).items() if isinstance(value, bool | int | float | str)}
-        self.__dict__.update({key: value for key, value in settings.items() if key not in vars(self)})
+        settings = {
+            key: value
+            for key, value in vars(block).items()
+            if isinstance(value, bool | int | float | str)
+        }
+        self.__dict__.update(
+            {key: value for key, value in settings.items() if key not in vars(self)}
+        )
         self._places = places
 
-    def forward(self, *arguments: Any, **keywords: Any) -> Tensor | tuple[Tensor | None, ...]:
+    def forward(
+        self, *arguments: Any, **keywords: Any
+    ) -> Tensor | tuple[Tensor | None, ...]:
         """The hidden tensor itself."""
         return self.given(hidden_argument(arguments, keywords))
 
     def given(self, hidden: Tensor) -> Tensor | tuple[Tensor | None, ...]:
         """What a block would return with this hidden tensor."""
-        return hidden if self._places is None else (hidden, *[None] * (self._places - 1))
+        return (
+            hidden if self._places is None else (hidden, *[None] * (self._places - 1))
+        )
 
 
 class _Boundary:
@@ -324,7 +406,9 @@ class _Boundary:
         self.received: Tensor | None = None
         self.sent: Tensor | None = None
 
-    def enter_before(self, module: nn.Module, arguments: Any, keywords: Any) -> tuple[Any, dict[str, Any]]:
+    def enter_before(
+        self, module: nn.Module, arguments: Any, keywords: Any
+    ) -> tuple[Any, dict[str, Any]]:
         """Pre-hook: the block works on the received tensor."""
         if arguments:
             return (self.received, *arguments[1:]), keywords
@@ -370,9 +454,13 @@ class TransformerChain(TensorChain):
         return model
 
     def _take_away(self, model: nn.Module, start: int, stop: int) -> None:
-        for name in (self.before if start > 0 else ()) + (self.after if stop < self.blocks + 2 else ()):
+        for name in (self.before if start > 0 else ()) + (
+            self.after if stop < self.blocks + 2 else ()
+        ):
             _replace(model, name, Absent())
-        self.keep_blocks(model, [index for index in range(self.blocks) if start <= index + 1 < stop])
+        self.keep_blocks(
+            model, [index for index in range(self.blocks) if start <= index + 1 < stop]
+        )
 
     def keep_blocks(self, model: nn.Module, kept: Collection[int]) -> None:
         """Take all other blocks out of a whole model, in place."""
@@ -404,24 +492,38 @@ class TransformerChain(TensorChain):
             for block in blocks:
                 handles.append(
                     block.register_forward_pre_hook(
-                        lambda module, arguments, keywords: hidden.append(hidden_argument(arguments, keywords)),
+                        lambda module, arguments, keywords: hidden.append(
+                            hidden_argument(arguments, keywords)
+                        ),
                         with_kwargs=True,
                     )
                 )
             handles.append(
-                blocks[-1].register_forward_hook(lambda module, _, output: hidden.append(hidden_output(output)))
+                blocks[-1].register_forward_hook(
+                    lambda module, _, output: hidden.append(hidden_output(output))
+                )
             )
             logits = model(inputs).logits
         return (*hidden, logits)
 
 
-def _forward(run: Any, boundary: _Boundary, first: bool, last: bool, inputs: Tensor, past: Any = None) -> Tensor:
+def _forward(
+    run: Any,
+    boundary: _Boundary,
+    first: bool,
+    last: bool,
+    inputs: Tensor,
+    past: Any = None,
+) -> Tensor:
     """The stage's forward. `inputs`: ids (batch, sequence) or hidden (batch, sequence, hidden); `past`: keys and values
     of tokens before them (`profiler.sequence.PastKeys`)."""
     boundary.received = None if first else inputs
     # The model's code ahead of the blocks sees the hidden tensor only to learn its shape, type and device.
     arguments = {"input_ids": inputs} if first else {"inputs_embeds": inputs.detach()}
-    output = run(**arguments, **({} if past is None else {"past_key_values": past, "use_cache": True}))
+    output = run(
+        **arguments,
+        **({} if past is None else {"past_key_values": past, "use_cache": True}),
+    )
     result: Any = output.logits if last else boundary.sent
     boundary.received = boundary.sent = None
     return detachable(result)

@@ -28,19 +28,38 @@ class Tally:
     """The operations of attention proper, which selective recomputation runs again: [start, stop)."""
     temporary_bytes: int = 0
 
-    def matmul(self, m: float, n: float, k: float, *, size: int, batch: int = 1, count: int = 1) -> int:
+    def matmul(
+        self, m: float, n: float, k: float, *, size: int, batch: int = 1, count: int = 1
+    ) -> int:
         """A product (m, k) x (k, n); returns its FLOPs."""
         m_, n_, k_ = max(1, round(m)), max(1, round(n)), max(1, round(k))
         flops = 2 * m_ * n_ * k_ * batch
         moved = size * batch * (m_ * n_ + n_ * k_ + m_ * k_)
         self.operations.append(
-            Operation(kind="matmul", count=count, flops=flops, bytes=moved, m=m_, n=n_, k=k_, batch=batch)
+            Operation(
+                kind="matmul",
+                count=count,
+                flops=flops,
+                bytes=moved,
+                m=m_,
+                n=n_,
+                k=k_,
+                batch=batch,
+            )
         )
         return flops
 
-    def memory(self, moved_bytes: float, count: int = 1, *, kind: Literal["memory", "softmax"] = "memory") -> None:
+    def memory(
+        self,
+        moved_bytes: float,
+        count: int = 1,
+        *,
+        kind: Literal["memory", "softmax"] = "memory",
+    ) -> None:
         """Kernels bound by the bytes they move."""
-        self.operations.append(Operation(kind=kind, count=count, flops=0, bytes=round(moved_bytes)))
+        self.operations.append(
+            Operation(kind=kind, count=count, flops=0, bytes=round(moved_bytes))
+        )
 
     def exchange(
         self,
@@ -52,7 +71,13 @@ class Tally:
     ) -> None:
         """A collective on a tensor of `size` bytes."""
         self.collectives.append(
-            Collective(group=group, phase=phase, operation=operation, bytes=round(size), count=count)
+            Collective(
+                group=group,
+                phase=phase,
+                operation=operation,
+                bytes=round(size),
+                count=count,
+            )
         )
 
     @property
@@ -63,21 +88,36 @@ class Tally:
     @property
     def _last_product(self) -> int:
         """Index of the operation whose output nobody's backward needs."""
-        return max((index for index, one in enumerate(self.operations) if one.kind == "matmul"), default=0)
+        return max(
+            (
+                index
+                for index, one in enumerate(self.operations)
+                if one.kind == "matmul"
+            ),
+            default=0,
+        )
 
-    def second(self, tokens: float, n: float, k: float, *, size: int, kept: bool) -> None:
+    def second(
+        self, tokens: float, n: float, k: float, *, size: int, kept: bool
+    ) -> None:
         """A product, or a part of one, that is every second of its block; `kept`: the backward needs its output."""
         apart = Tally()
         apart.matmul(tokens, n, k, size=size)
         self.second_products += apart.operations
         self.second_saved_bytes += round(size * tokens * n) if kept else 0
 
-    def replayed(self, mode: RecomputeMode, framework: Framework) -> tuple[Operation, ...]:
+    def replayed(
+        self, mode: RecomputeMode, framework: Framework
+    ) -> tuple[Operation, ...]:
         """What the backward runs again."""
         selective = framework.selective
         if mode == "selective" and selective != "attention":
-            plain = [one for one in self.operations if one.kind in ("memory", "softmax")]
+            plain = [
+                one for one in self.operations if one.kind in ("memory", "softmax")
+            ]
             return (*plain, *(self.second_products if selective == "alternate" else ()))
-        whole = self._last_product if framework.stops_recompute else len(self.operations)
+        whole = (
+            self._last_product if framework.stops_recompute else len(self.operations)
+        )
         start, stop = {"none": (0, 0), "selective": self.core, "full": (0, whole)}[mode]
         return tuple(self.operations[start:stop])

@@ -36,10 +36,20 @@ aten = torch.ops.aten
 MATMULS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})
 PRODUCTS = MATMULS | {aten.convolution}
 NORMS = frozenset({aten.native_layer_norm, aten.native_group_norm})
-ATTENTIONS = frozenset({aten._scaled_dot_product_flash_attention, torch.ops.planner.attention})
-GATHERS = frozenset({aten.embedding, aten.gather, aten.index_select, aten.index, aten.nll_loss_forward})
+ATTENTIONS = frozenset(
+    {aten._scaled_dot_product_flash_attention, torch.ops.planner.attention}
+)
+GATHERS = frozenset(
+    {aten.embedding, aten.gather, aten.index_select, aten.index, aten.nll_loss_forward}
+)
 """Read only the rows that the indices name, not the whole table."""
-BOOKKEEPING = COLLECTIVES | {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+BOOKKEEPING = COLLECTIVES | {
+    aten.empty,
+    aten.empty_like,
+    aten.empty_strided,
+    aten.new_empty,
+    aten.new_empty_strided,
+}
 """Allocate without moving bytes of this device: collectives are priced by the links."""
 
 
@@ -53,7 +63,11 @@ class FusedAttention(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Replace attention, and LSTM layers (`profiler.recurrent`)."""
         if func is torch.nn.functional.scaled_dot_product_attention:
@@ -79,9 +93,14 @@ def _fused_attention(
         attn_mask, is_causal = None, True
     if attn_mask is not None or query.shape[-1] != value.shape[-1]:
         groups = query.shape[1] // key.shape[1] if enable_gqa else 1
-        key, value = (each.repeat_interleave(groups, 1) if groups > 1 else each for each in (key, value))
+        key, value = (
+            each.repeat_interleave(groups, 1) if groups > 1 else each
+            for each in (key, value)
+        )
         return efficient_attention(query, key, value, attn_mask)
-    outputs = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
+    outputs = aten._scaled_dot_product_flash_attention(
+        query, key, value, dropout_p, is_causal, scale=scale
+    )
     output: Tensor = outputs[0]
     return output
 
@@ -141,8 +160,12 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def live_bytes_of(self, tensors: Iterable[Tensor]) -> int:
         """Bytes that these tensors have a part in `live_bytes`."""
-        storages = {id(tensor.untyped_storage()): tensor.untyped_storage() for tensor in tensors}
-        return sum(storage.nbytes() for key, storage in storages.items() if key in self._live)
+        storages = {
+            id(tensor.untyped_storage()): tensor.untyped_storage() for tensor in tensors
+        }
+        return sum(
+            storage.nbytes() for key, storage in storages.items() if key in self._live
+        )
 
     def earlier(self, storage: UntypedStorage) -> Earlier | None:
         """The storage, if it was made before recording, by what runs ahead of the layer."""
@@ -160,7 +183,11 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.timeline = [self.live_bytes]
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run the operation, and write down what it did."""
         _check_types(func.overloadpacket, args)
@@ -181,21 +208,35 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             reference = weakref.ref(storage, partial(_forget, self._earlier, key))
             self._earlier[key] = Earlier((*like, self._made_earlier[like]), reference)
 
-    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _record(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         given, made = _tensors((args, kwargs)), _tensors(output)
         packet = func.overloadpacket
-        flops = int(flop_registry[packet](*args, **kwargs, out_val=output)) if packet in flop_registry else 0
+        flops = (
+            int(flop_registry[packet](*args, **kwargs, out_val=output))
+            if packet in flop_registry
+            else 0
+        )
         self.flops += flops
         for tensor in made:
             self._see(tensor.untyped_storage())
         self.timeline.append(self.live_bytes)
         if not _only_views(func, given, made) and packet not in BOOKKEEPING:
-            if packet is aten._scaled_dot_product_flash_attention and args[4:5] == (True,):
-                flops = _causal_flops(flops, queries=args[0].shape[2], keys=args[1].shape[2])
+            if packet is aten._scaled_dot_product_flash_attention and args[4:5] == (
+                True,
+            ):
+                flops = _causal_flops(
+                    flops, queries=args[0].shape[2], keys=args[1].shape[2]
+                )
             kernel = _kernel(packet, given, made, flops)
-            is_other = packet in MATMULS and any(id(each.untyped_storage()) in self._others for each in given)
+            is_other = packet in MATMULS and any(
+                id(each.untyped_storage()) in self._others for each in given
+            )
             kernel = replace(kernel, is_linear=False) if is_other else kernel
-            gradients = self._gradients(packet, given) if self._tells_gradients else None
+            gradients = (
+                self._gradients(packet, given) if self._tells_gradients else None
+            )
             self.kernels.append(replace(kernel, gradients=gradients))
             self.functions.append(func)
 
@@ -231,7 +272,9 @@ def _check_types(packet: Any, args: tuple[Any, ...]) -> None:
     kinds = [each.dtype for each in _tensors(args) if each.is_floating_point()]
     others = [kind for kind in kinds if kind != kinds[0]]
     if others and (packet in PRODUCTS or kinds[0].itemsize > others[0].itemsize):
-        raise TypeError(f"{packet} takes tensors of one type, got {kinds[0]} and {others[0]}.")
+        raise TypeError(
+            f"{packet} takes tensors of one type, got {kinds[0]} and {others[0]}."
+        )
 
 
 def _operands(packet: Any, given: list[Tensor]) -> list[Tensor]:
@@ -264,16 +307,35 @@ def _causal_flops(flops: int, *, queries: int, keys: int) -> int:
 
 def _kernel(packet: Any, given: list[Tensor], made: list[Tensor], flops: int) -> Kernel:
     if packet in GATHERS:
-        indices = sum(tensor_bytes(tensor) for tensor in given if not tensor.is_floating_point())
+        indices = sum(
+            tensor_bytes(tensor) for tensor in given if not tensor.is_floating_point()
+        )
         return Kernel("memory", 0, indices + 2 * sum(map(tensor_bytes, made)))
     moved = sum(map(tensor_bytes, (*given, *made)))
     if packet in MATMULS:
         left, right = given[-2:]
         batch = left.shape[0] if left.dim() == 3 else 1
-        return Kernel("matmul", flops, moved, m=left.shape[-2], n=right.shape[-1], k=left.shape[-1], batch=batch)
+        return Kernel(
+            "matmul",
+            flops,
+            moved,
+            m=left.shape[-2],
+            n=right.shape[-1],
+            k=left.shape[-1],
+            batch=batch,
+        )
     if packet is GROUPED_PRODUCT:
-        rows, weights = given[:2]  # shared out over the experts by values: one product of all rows
-        return Kernel("matmul", flops, moved, m=rows.shape[0], n=weights.shape[2], k=weights.shape[1])
+        rows, weights = given[
+            :2
+        ]  # shared out over the experts by values: one product of all rows
+        return Kernel(
+            "matmul",
+            flops,
+            moved,
+            m=rows.shape[0],
+            n=weights.shape[2],
+            k=weights.shape[1],
+        )
     if packet in ATTENTIONS:
         return Kernel("attention", flops, moved)
     if packet is aten.convolution:

@@ -90,19 +90,40 @@ def layouts(profile: ModelProfile, cluster: Cluster, job: Job) -> Iterator[Layou
         pieces = context * (tensor if sequence else 1)
         if (whole and tensor * expert > 1) or job.sequence_length % pieces:
             continue
-        for data, pipeline in product(range(1, cluster.devices + 1), range(1, len(profile.layers) + 1)):
-            if data * tensor * pipeline * context != cluster.devices or data * context % expert:
+        for data, pipeline in product(
+            range(1, cluster.devices + 1), range(1, len(profile.layers) + 1)
+        ):
+            if (
+                data * tensor * pipeline * context != cluster.devices
+                or data * context % expert
+            ):
                 continue
-            alone = whole or data * context == 1 or (pipeline > 1 and shares_shards(profile, split))
-            zeros: list[Zero] = [(0, None)] if alone else list(zero_choices(data * context, expert))
-            ranks = rank_orders(cluster) if data > 1 and pipeline > 1 else ("tp-cp-dp-pp",)
+            alone = (
+                whole
+                or data * context == 1
+                or (pipeline > 1 and shares_shards(profile, split))
+            )
+            zeros: list[Zero] = (
+                [(0, None)] if alone else list(zero_choices(data * context, expert))
+            )
+            ranks = (
+                rank_orders(cluster) if data > 1 and pipeline > 1 else ("tp-cp-dp-pp",)
+            )
             if job.global_batch_size % (data * size):
-                few = [(zero, shards) for zero, shards in zeros if zero < 2 and shards is None]
-                ways = list(product(few, uneven_orders(profile, job, split, data, pipeline)))
+                few = [
+                    (zero, shards)
+                    for zero, shards in zeros
+                    if zero < 2 and shards is None
+                ]
+                ways = list(
+                    product(few, uneven_orders(profile, job, split, data, pipeline))
+                )
             else:
                 ways = list(even_ways(profile, job, split, zeros, data, pipeline))
             offloads = offload_choices(profile, cluster, split)
-            for ((zero, shards), order), rank_order, offload in product(ways, ranks, offloads):
+            for ((zero, shards), order), rank_order, offload in product(
+                ways, ranks, offloads
+            ):
                 if not may_offload(offload, zero, order):
                     continue
                 yield Layout(
@@ -121,15 +142,24 @@ def layouts(profile: ModelProfile, cluster: Cluster, job: Job) -> Iterator[Layou
                 )
 
 
-def offload_choices(profile: ModelProfile, cluster: Cluster, split: Split) -> list[dict[str, bool]]:
+def offload_choices(
+    profile: ModelProfile, cluster: Cluster, split: Split
+) -> list[dict[str, bool]]:
     """What may go to hosts of known memory and bandwidth: nothing, activations of layers that can do without
     recomputation, optimizer states, both."""
     (group,) = cluster.node_groups
     assert not isinstance(group.device, str)
-    if group.host_memory_bytes is None or group.device.host_bandwidth_bytes_per_second is None:
+    if (
+        group.host_memory_bytes is None
+        or group.device.host_bandwidth_bytes_per_second is None
+    ):
         return [{}]
     plain = all(
-        any(split_of(row) == split and row.recompute == "none" for row in one.measurements) for one in profile.layers
+        any(
+            split_of(row) == split and row.recompute == "none"
+            for row in one.measurements
+        )
+        for one in profile.layers
     )
     return [
         {"activation_offload": activations, "optimizer_offload": states}
@@ -144,12 +174,20 @@ def may_offload(offload: dict[str, bool], zero: int, order: dict[str, Any]) -> b
         return not any(offload.values())
     if not offload.get("activation_offload"):
         return True
-    is_whole = order.get("sequence_chunks", 1) == 1 and order.get("recompute", "none") == "none"
+    is_whole = (
+        order.get("sequence_chunks", 1) == 1
+        and order.get("recompute", "none") == "none"
+    )
     return is_whole and zero < 3 and order["schedule"] not in SPLIT
 
 
 def even_ways(
-    profile: ModelProfile, job: Job, split: Split, zeros: list[Zero], data: int, pipeline: int
+    profile: ModelProfile,
+    job: Job,
+    split: Split,
+    zeros: list[Zero],
+    data: int,
+    pipeline: int,
 ) -> Iterator[tuple[Zero, dict[str, Any]]]:
     """ZeRO and order of the micro-batches, of which every data rank has as many."""
     micro_batches = job.global_batch_size // (data * split[0])
@@ -161,10 +199,16 @@ def even_ways(
         yield from product((each for each in zeros if each[0] < 2), cut)
 
 
-def uneven_orders(profile: ModelProfile, job: Job, split: Split, data: int, pipeline: int) -> Iterator[dict[str, Any]]:
+def uneven_orders(
+    profile: ModelProfile, job: Job, split: Split, data: int, pipeline: int
+) -> Iterator[dict[str, Any]]:
     """Where data ranks do not divide the micro-batches: shares by the rule for equal speeds, all layers alike."""
     size, expert = split[0], split[3]
-    if job.global_batch_size % size or job.global_batch_size < size * data or expert > 1:
+    if (
+        job.global_batch_size % size
+        or job.global_batch_size < size * data
+        or expert > 1
+    ):
         return
     shares = fair_shares((1,) * data, job.global_batch_size // size, pipeline - 1)
     for name, mode in product(PARTITIONED, modes_offered(profile)):
@@ -179,7 +223,10 @@ def modes_offered(profile: ModelProfile) -> list[RecomputeMode]:
 
 def has_choices(profile: ModelProfile) -> bool:
     """Does some layer offer several recompute modes?"""
-    return any(len({row.recompute for row in layer.measurements}) > 1 for layer in profile.layers)
+    return any(
+        len({row.recompute for row in layer.measurements}) > 1
+        for layer in profile.layers
+    )
 
 
 def is_ruled(layout: Layout) -> bool:
@@ -196,13 +243,21 @@ def rank_orders(cluster: Cluster) -> tuple[Any, ...]:
 def zero_choices(replicas: int, expert: int) -> Iterator[Zero]:
     """ZeRO stages, and groups that share out the states: of one size, each with all experts."""
     yield 0, None
-    groups = [size for size in range(2, replicas) if replicas % size == 0 and size % expert == 0]
+    groups = [
+        size
+        for size in range(2, replicas)
+        if replicas % size == 0 and size % expert == 0
+    ]
     yield from product((1, 2, 3), (None, *groups))
 
 
 def split_of(row: Measurement) -> Split:
     """What splits the layer that a row tells of."""
-    degrees = (row.tensor_parallel_degree, row.context_parallel_degree, row.expert_parallel_degree)
+    degrees = (
+        row.tensor_parallel_degree,
+        row.context_parallel_degree,
+        row.expert_parallel_degree,
+    )
     return (row.micro_batch_size, *degrees, row.sequence_parallel)
 
 
@@ -211,25 +266,44 @@ def shares_shards(profile: ModelProfile, split: Split) -> bool:
     for shared in profile.shared_parameters:
         for user in (one for one in profile.layers if one.name in shared.layers):
             row = next(each for each in user.measurements if split_of(each) == split)
-            held = -(-user.parameters // split[1]) if row.local_parameters is None else row.local_parameters
+            held = (
+                -(-user.parameters // split[1])
+                if row.local_parameters is None
+                else row.local_parameters
+            )
             if held < shared.parameters:
                 return True
     return False
 
 
-def chunk_counts(profile: ModelProfile, job: Job, split: Split, known: set[Split]) -> list[int]:
+def chunk_counts(
+    profile: ModelProfile, job: Job, split: Split, known: set[Split]
+) -> list[int]:
     """Sequence chunks, where the profile shows that sequences can be cut, and what every kernel takes of them."""
-    rows = [row for one in profile.layers for row in one.measurements if split_of(row) == split]
+    rows = [
+        row
+        for one in profile.layers
+        for row in one.measurements
+        if split_of(row) == split
+    ]
     kinds = {operation.kind for row in rows for operation in row.operations}
-    told = "attention" in kinds and all(row.operations for row in rows if row.forward_flops)
+    told = "attention" in kinds and all(
+        row.operations for row in rows if row.forward_flops
+    )
     if not told or not any(context > 1 for _, _, context, _, _ in known):
         return []
     ranks = split[2] * (split[1] if split[4] else 1)
-    return [chunks for chunks in (2, 4, 8) if job.sequence_length % (chunks * ranks) == 0]
+    return [
+        chunks for chunks in (2, 4, 8) if job.sequence_length % (chunks * ranks) == 0
+    ]
 
 
 def orders(
-    profile: ModelProfile, pipeline: int, micro_batches: int, names: tuple[str, ...], chunks: int
+    profile: ModelProfile,
+    pipeline: int,
+    micro_batches: int,
+    names: tuple[str, ...],
+    chunks: int,
 ) -> Iterator[dict[str, Any]]:
     """Schedule, stages per rank and recomputation that so many ranks, micro-batches and chunks take."""
     offered = modes_offered(profile)
@@ -237,15 +311,33 @@ def orders(
         if pipeline == 1 or pipeline * virtual > len(profile.layers):
             continue
         try:
-            build(name, ranks=pipeline, micro_batches=micro_batches, virtual_stages=virtual, sequence_chunks=chunks)
+            build(
+                name,
+                ranks=pipeline,
+                micro_batches=micro_batches,
+                virtual_stages=virtual,
+                sequence_chunks=chunks,
+            )
         except LayoutError:
             continue
         for mode in _MODES:
             if mode == "none" or (mode in offered and name not in SPLIT):
-                order = {"schedule": name, "virtual_stages_per_rank": virtual, "recompute": mode}
+                order = {
+                    "schedule": name,
+                    "virtual_stages_per_rank": virtual,
+                    "recompute": mode,
+                }
                 yield order | {"sequence_chunks": chunks}
-        if name not in (*SPLIT, *LEAN) and virtual <= MOST_MIXED_STAGES and has_choices(profile):
-            order = {"schedule": name, "virtual_stages_per_rank": virtual, "recompute": "per-layer"}
+        if (
+            name not in (*SPLIT, *LEAN)
+            and virtual <= MOST_MIXED_STAGES
+            and has_choices(profile)
+        ):
+            order = {
+                "schedule": name,
+                "virtual_stages_per_rank": virtual,
+                "recompute": "per-layer",
+            }
             yield order | {"sequence_chunks": chunks}
 
 
@@ -268,7 +360,8 @@ def place(layout: Layout, devices_per_node: int) -> tuple[RankPlacement, ...]:
             data=data,
             tensor=tensor,
             context=context,
-            expert=(data * layout.context_parallel_degree + context) % layout.expert_parallel_degree,
+            expert=(data * layout.context_parallel_degree + context)
+            % layout.expert_parallel_degree,
         )
         for rank, (first, second, context, tensor) in enumerate(grid)
         for pipeline, data in [(second, first) if stands_whole else (first, second)]
@@ -278,20 +371,37 @@ def place(layout: Layout, devices_per_node: int) -> tuple[RankPlacement, ...]:
 def facts(profile: ModelProfile, cluster: Cluster, job: Job, layout: Layout) -> Facts:
     """What the validator's prices stand on, for a layout in the usual placement."""
     placement = place(layout, cluster.node_groups[0].devices_per_node)
-    return gather(profile, cluster, job, layout, placement, layout.micro_batches(job.global_batch_size))
+    return gather(
+        profile,
+        cluster,
+        job,
+        layout,
+        placement,
+        layout.micro_batches(job.global_batch_size),
+    )
 
 
 def stage_maps(known: Facts, *, are_alike: bool = True) -> Iterator[StageMap]:
     """Every contiguous partition; with every mix of the recompute modes that the layers offer where replicas are alike
     and activations stay on the device, else with the layout's, and what recomputes least in layers that do not offer
     it."""
-    count, stages, wish = len(known.profile.layers), known.layout.pipeline_parallel_degree, known.layout.recompute
+    count, stages, wish = (
+        len(known.profile.layers),
+        known.layout.pipeline_parallel_degree,
+        known.layout.recompute,
+    )
     modes = [tuple(known.rows(layer)) for layer in known.profile.layers]
     uniform = [wish if wish in offered else offered[0] for offered in modes]
     for cuts in combinations(range(1, count), stages - 1):
-        if not obeys(known, [end - start for start, end in pairwise((0, *cuts, count))]):
+        if not obeys(
+            known, [end - start for start, end in pairwise((0, *cuts, count))]
+        ):
             continue
-        for chosen in product(*modes) if are_alike and not known.layout.activation_offload else [uniform]:
+        for chosen in (
+            product(*modes)
+            if are_alike and not known.layout.activation_offload
+            else [uniform]
+        ):
             layers = tuple(enumerate(chosen))
             yield tuple(layers[start:end] for start, end in pairwise((0, *cuts, count)))
 
@@ -299,7 +409,9 @@ def stage_maps(known: Facts, *, are_alike: bool = True) -> Iterator[StageMap]:
 def dealt_map(prices: Prices, schedule: Schedule) -> StageMap:
     """The stage map of the rule, for the validator's prices."""
     chosen, work = chosen_work(prices)
-    sizes = given_sizes(prices.facts, schedule.stages) or deal(work, schedule.stage_ranks)
+    sizes = given_sizes(prices.facts, schedule.stages) or deal(
+        work, schedule.stage_ranks
+    )
     layers = iter(enumerate(chosen))
     return tuple(tuple(islice(layers, size)) for size in sizes)
 
@@ -307,9 +419,16 @@ def dealt_map(prices: Prices, schedule: Schedule) -> StageMap:
 def chosen_work(prices: Prices) -> tuple[list[RecomputeMode], tuple[int, ...]]:
     """Of every layer how it recomputes where all do as the layout says, and its nanoseconds for a micro-batch."""
     wish = prices.facts.layout.recompute
-    chosen = [wish if wish in options else next(iter(options)) for options in prices.layers]
-    priced = [options[mode] for options, mode in zip(prices.layers, chosen, strict=True)]
-    return chosen, tuple(one.whole_forward + one.whole_backward_input + one.backward_weight for one in priced)
+    chosen = [
+        wish if wish in options else next(iter(options)) for options in prices.layers
+    ]
+    priced = [
+        options[mode] for options, mode in zip(prices.layers, chosen, strict=True)
+    ]
+    return chosen, tuple(
+        one.whole_forward + one.whole_backward_input + one.backward_weight
+        for one in priced
+    )
 
 
 def price(known: Facts) -> Iterator[Priced]:
@@ -337,11 +456,15 @@ def price(known: Facts) -> Iterator[Priced]:
     for stage_map in stage_maps_here:
         step = StepCheck(cells, stage_map, actions)
         rows = step.memory()
-        peaks, hosts = zip(*((row.peak_bytes, row.host_bytes) for row in rows), strict=True)
+        peaks, hosts = zip(
+            *((row.peak_bytes, row.host_bytes) for row in rows), strict=True
+        )
         yield Priced(layout, stage_map, step.step_nanoseconds(), peaks, hosts)
 
 
-def price_all(profile: ModelProfile, cluster: Cluster, job: Job, *, ruled: bool | None = None) -> list[Priced]:
+def price_all(
+    profile: ModelProfile, cluster: Cluster, job: Job, *, ruled: bool | None = None
+) -> list[Priced]:
     """Every stage map of every layout, priced; only of those that do not depend on the size of the devices
     (`is_ruled`), or only of those that do."""
     return [

@@ -33,4 +33,7 @@ def given_sizes(known: Facts, stages: int) -> tuple[int, ...] | None:
 
 def has_division(known: Facts, stages: int) -> bool:
     """May the layers make so many stages?"""
-    return "layers_per_stage" not in known.job.constraints or given_sizes(known, stages) is not None
+    return (
+        "layers_per_stage" not in known.job.constraints
+        or given_sizes(known, stages) is not None
+    )

@@ -60,7 +60,9 @@ class Priced:
     def fits(self, memory: dict[int, int], hosts: dict[int, int] | None = None) -> bool:
         """Do devices of this size hold it, and, where they are told, their parts of the hosts' memory?"""
         on_devices = all(peak <= memory[place] for place, peak in self.peaks.items())
-        return on_devices and all(self.hosts[place] <= size for place, size in (hosts or {}).items())
+        return on_devices and all(
+            self.hosts[place] <= size for place, size in (hosts or {}).items()
+        )
 
 
 def price_all(profile: ModelProfile, cluster: Cluster, job: Job) -> Iterator[Priced]:
@@ -76,26 +78,47 @@ def price_all(profile: ModelProfile, cluster: Cluster, job: Job) -> Iterator[Pri
             yield from _price(_facts(profile, part, job, layout), rows, order)
 
 
-def price_layout(profile: ModelProfile, cluster: Cluster, job: Job, layout: Layout) -> Iterator[Priced]:
+def price_layout(
+    profile: ModelProfile, cluster: Cluster, job: Job, layout: Layout
+) -> Iterator[Priced]:
     """Every stage map of one layout on all of the node groups, priced."""
     rows = replicas(layout, cluster)
-    assert rows is not None, "a tensor- and context-parallel group stands in one node group"
-    yield from _price(_facts(profile, cluster, job, layout), rows, tuple(range(len(cluster.node_groups))))
+    assert rows is not None, (
+        "a tensor- and context-parallel group stands in one node group"
+    )
+    yield from _price(
+        _facts(profile, cluster, job, layout),
+        rows,
+        tuple(range(len(cluster.node_groups))),
+    )
 
 
 Rows = tuple[tuple[int, ...], ...]
 """By data rank: the node group of every pipeline rank."""
 
 
-def layouts(profile: ModelProfile, cluster: Cluster, job: Job) -> Iterator[tuple[Layout, Rows]]:
+def layouts(
+    profile: ModelProfile, cluster: Cluster, job: Job
+) -> Iterator[tuple[Layout, Rows]]:
     """Every layout on all of these node groups, constraints apart, and where its replicas stand."""
-    for split in sorted(set.intersection(*({split_of(row) for row in one.measurements} for one in profile.layers))):
+    for split in sorted(
+        set.intersection(
+            *({split_of(row) for row in one.measurements} for one in profile.layers)
+        )
+    ):
         size, tensor, context, expert, sequence = split
         whole = job.optimizer in WHOLE_PARAMETERS
-        if (whole and tensor * expert > 1) or job.sequence_length % (context * (tensor if sequence else 1)):
+        if (whole and tensor * expert > 1) or job.sequence_length % (
+            context * (tensor if sequence else 1)
+        ):
             continue
-        for data, pipeline in product(range(1, cluster.devices + 1), range(1, len(profile.layers) + 1)):
-            if data * tensor * pipeline * context != cluster.devices or job.global_batch_size % size:
+        for data, pipeline in product(
+            range(1, cluster.devices + 1), range(1, len(profile.layers) + 1)
+        ):
+            if (
+                data * tensor * pipeline * context != cluster.devices
+                or job.global_batch_size % size
+            ):
                 continue
             degrees = {
                 "data_parallel_degree": data,
@@ -105,51 +128,82 @@ def layouts(profile: ModelProfile, cluster: Cluster, job: Job) -> Iterator[tuple
                 "sequence_parallel": sequence,
                 "micro_batch_size": size,
             }
-            alone = whole or data * context == 1 or (pipeline > 1 and shares_shards(profile, split))
+            alone = (
+                whole
+                or data * context == 1
+                or (pipeline > 1 and shares_shards(profile, split))
+            )
             for rank_order in _ORDERS if data > 1 and pipeline > 1 else _ORDERS[:1]:
                 simple = Layout(**degrees, rank_order=rank_order)
                 rows = replicas(simple, cluster)
                 if rows is not None and data * context % expert == 0:
-                    for more in _choices(profile, cluster, job, split, rows, is_alone=alone):
+                    for more in _choices(
+                        profile, cluster, job, split, rows, is_alone=alone
+                    ):
                         yield Layout.model_validate(simple.model_dump() | more), rows
 
 
 def replicas(layout: Layout, cluster: Cluster) -> Rows | None:
     """Where they stand; None: the ranks of one tensor- and context-parallel group stand in two node groups."""
     homes = {(one.pipeline, one.data): set[int]() for one in _place(layout, cluster)}
-    nodes = [place for place, group in enumerate(cluster.node_groups) for _ in range(group.nodes)]
+    nodes = [
+        place
+        for place, group in enumerate(cluster.node_groups)
+        for _ in range(group.nodes)
+    ]
     for one in _place(layout, cluster):
         homes[one.pipeline, one.data].add(nodes[one.node])
     if any(len(home) > 1 for home in homes.values()):
         return None
     stages = range(layout.pipeline_parallel_degree)
     return tuple(
-        tuple(next(iter(homes[stage, data])) for stage in stages) for data in range(layout.data_parallel_degree)
+        tuple(next(iter(homes[stage, data])) for stage in stages)
+        for data in range(layout.data_parallel_degree)
     )
 
 
 def _choices(
-    profile: ModelProfile, cluster: Cluster, job: Job, split: Split, rows: Rows, *, is_alone: bool
+    profile: ModelProfile,
+    cluster: Cluster,
+    job: Job,
+    split: Split,
+    rows: Rows,
+    *,
+    is_alone: bool,
 ) -> Iterator[dict[str, Any]]:
     """Shares, ZeRO, schedules and the word for recomputation."""
     data, count = len(rows), job.global_batch_size // split[0]
     zeros = (0,) if is_alone else (0, 1, 2, 3)
     if len(set(rows)) == 1 and count % data == 0:
         ruled = (
-            one for one in orders(profile, len(rows[0]), count // data, DEALT, 1) if one["recompute"] != "per-layer"
+            one
+            for one in orders(profile, len(rows[0]), count // data, DEALT, 1)
+            if one["recompute"] != "per-layer"
         )
         ways = [*({"schedule": name} for name in PARTITIONED), *ruled]
         for (zero, shards), order in product(_sharings(zeros, rows, split), ways):
-            yield {"expert_parallel_degree": split[3], "zero_stage": zero, "zero_shard_degree": shards, **order}
+            yield {
+                "expert_parallel_degree": split[3],
+                "zero_stage": zero,
+                "zero_shard_degree": shards,
+                **order,
+            }
         return
     speeds = Speeds.of(workload(profile, cluster, job), split)
     shares = fair_shares([speeds.ticks(row) for row in rows], count, len(rows[0]) - 1)
     if split[3] > 1 or min(shares) == 0:
         return
     sharings = _sharings(zeros[:2], rows, split)
-    for (zero, shards_), schedule, mode in product(sharings, PARTITIONED, modes_offered(profile)):
+    for (zero, shards_), schedule, mode in product(
+        sharings, PARTITIONED, modes_offered(profile)
+    ):
         order = {"schedule": schedule, "recompute": mode}
-        yield {"micro_batch_shares": shares, "zero_stage": zero, "zero_shard_degree": shards_, **order}
+        yield {
+            "micro_batch_shares": shares,
+            "zero_stage": zero,
+            "zero_shard_degree": shards_,
+            **order,
+        }
 
 
 def _dealt_map(cells: Cells, schedule: Schedule) -> StageMap:
@@ -158,18 +212,28 @@ def _dealt_map(cells: Cells, schedule: Schedule) -> StageMap:
     ranks = range(len(column.groups))
     maps = [chosen_work(cells.prices(column, rank)) for rank in ranks]
     given = given_sizes(cells.facts, schedule.stages)
-    sizes = given or deal_among(tuple(work for _, work in maps), tuple(ranks), schedule.stage_ranks)
+    sizes = given or deal_among(
+        tuple(work for _, work in maps), tuple(ranks), schedule.stage_ranks
+    )
     layers = iter(enumerate(maps[0][0]))
     return tuple(tuple(islice(layers, size)) for size in sizes)
 
 
-def _sharings(zeros: Sequence[int], rows: Rows, split: Split) -> list[tuple[int, int | None]]:
+def _sharings(
+    zeros: Sequence[int], rows: Rows, split: Split
+) -> list[tuple[int, int | None]]:
     """ZeRO stages, shared out by all replicas, or by neighbours that stand in one node group."""
     context, expert = split[2], split[3]
     replicas = [row for row in rows for _ in range(context)]
     count = len(replicas)
-    sizes = [size for size in range(2, count) if count % size == 0 and size % expert == 0]
-    near = [size for size in sizes if all(len(set(replicas[at : at + size])) == 1 for at in range(0, count, size))]
+    sizes = [
+        size for size in range(2, count) if count % size == 0 and size % expert == 0
+    ]
+    near = [
+        size
+        for size in sizes
+        if all(len(set(replicas[at : at + size])) == 1 for at in range(0, count, size))
+    ]
     return [(zero, size) for zero in zeros for size in (None, *(near if zero else ()))]
 
 
@@ -196,7 +260,11 @@ def _price(known: Facts, rows: Rows, order: tuple[int, ...]) -> Iterator[Priced]
     is_free = layout.schedule in PARTITIONED
     if not is_free and not has_division(known, schedule.stages):
         return
-    maps = brute_force.stage_maps(known, are_alike=are_alike) if is_free else [_dealt_map(cells, schedule)]
+    maps = (
+        brute_force.stage_maps(known, are_alike=are_alike)
+        if is_free
+        else [_dealt_map(cells, schedule)]
+    )
     for stage_map in maps:
         peaks: dict[int, int] = {}
         hosts: dict[int, int] = {}

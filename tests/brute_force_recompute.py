@@ -35,13 +35,23 @@ def ruled_map(cells: Cells, schedule: Schedule) -> StageMap | None:
     if all(len(options) == 1 for options in rule.options):
         return None
     chosen = dict(enumerate(rule.fastest))
-    for row in StepCheck(cells, rule.stage_map(chosen), parse(schedule.to_text())).memory():
+    for row in StepCheck(
+        cells, rule.stage_map(chosen), parse(schedule.to_text())
+    ).memory():
         if row.peak_bytes > row.capacity_bytes:
             found = fewest_ticks(rule.held(row))
             if found is None:
                 return None
-            layers = (layer for stage in rule.layers_of(row.pipeline_rank) for layer in stage)
-            chosen |= dict(zip(layers, (place for places in found[1] for place in places), strict=True))
+            layers = (
+                layer for stage in rule.layers_of(row.pipeline_rank) for layer in stage
+            )
+            chosen |= dict(
+                zip(
+                    layers,
+                    (place for places in found[1] for place in places),
+                    strict=True,
+                )
+            )
     is_plain = list(chosen.values()) == rule.fastest
     return None if is_plain and rule.is_alike else rule.stage_map(chosen)
 
@@ -57,27 +67,42 @@ class _Rule:
     def kinds(self) -> list[Kind]:
         """(activations, backward, temporaries) of every layer and mode."""
         return [
-            tuple((one.saved_bytes, _backward(one), self._temporary_bytes(one)) for one in options.values())
+            tuple(
+                (one.saved_bytes, _backward(one), self._temporary_bytes(one))
+                for one in options.values()
+            )
             for options in self.options
         ]
 
     @cached_property
     def fastest(self) -> list[int]:
         """The mode of every layer whose backward takes least, the leaner of equals."""
-        return [min(range(len(kind)), key=[mode[1::-1] for mode in kind].__getitem__) for kind in self.kinds]
+        return [
+            min(range(len(kind)), key=[mode[1::-1] for mode in kind].__getitem__)
+            for kind in self.kinds
+        ]
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Layers of every stage."""
-        forward = [next(iter(options.values())).whole_forward for options in self.options]
-        backward = [kind[place][1] for kind, place in zip(self.kinds, self.fastest, strict=True)]
+        forward = [
+            next(iter(options.values())).whole_forward for options in self.options
+        ]
+        backward = [
+            kind[place][1] for kind, place in zip(self.kinds, self.fastest, strict=True)
+        ]
         work = [sum(pair) for pair in zip(forward, backward, strict=True)]
-        return given_sizes(self.prices.facts, self.schedule.stages) or deal(in_parts(work), self.schedule.stage_ranks)
+        return given_sizes(self.prices.facts, self.schedule.stages) or deal(
+            in_parts(work), self.schedule.stage_ranks
+        )
 
     @cached_property
     def options(self) -> list[dict[RecomputeMode, LayerPrice]]:
         """Modes of every layer that the job permits; where it permits none of them, all."""
-        return [{mode: one for mode, one in each.items() if mode in self.wished} or each for each in self.prices.layers]
+        return [
+            {mode: one for mode, one in each.items() if mode in self.wished} or each
+            for each in self.prices.layers
+        ]
 
     @property
     def wished(self) -> set[RecomputeMode]:
@@ -90,35 +115,64 @@ class _Rule:
     def is_alike(self) -> bool:
         """The fastest modes are those of a layout whose layers recompute alike: every layer takes the mode, or offers
         none that the job permits, and keeps what is least."""
-        chosen = [list(options)[place] for options, place in zip(self.options, self.fastest, strict=True)]
+        chosen = [
+            list(options)[place]
+            for options, place in zip(self.options, self.fastest, strict=True)
+        ]
         free = len(self.wished) == len(_MODES)
         offered = [set(options) for options in self.prices.layers]
         words = [
-            mode for mode in self.wished if free or all(mode in each or not self.wished & each for each in offered)
+            mode
+            for mode in self.wished
+            if free or all(mode in each or not self.wished & each for each in offered)
         ]
         every = [list(options) for options in self.prices.layers]
-        return any(chosen == [word if word in modes else modes[0] for modes in every] for word in words)
+        return any(
+            chosen == [word if word in modes else modes[0] for modes in every]
+            for word in words
+        )
 
     def layers_of(self, rank: int) -> list[range]:
         """By stage."""
         starts = [sum(self.sizes[:stage]) for stage in range(len(self.sizes))]
-        return [range(starts[stage], starts[stage] + self.sizes[stage]) for stage in self.schedule.stages_of(rank)]
+        return [
+            range(starts[stage], starts[stage] + self.sizes[stage])
+            for stage in self.schedule.stages_of(rank)
+        ]
 
     def stage_map(self, chosen: dict[int, int]) -> StageMap:
         """With these choices."""
-        layers = iter([(layer, list(options)[chosen[layer]]) for layer, options in enumerate(self.options)])
+        layers = iter(
+            [
+                (layer, list(options)[chosen[layer]])
+                for layer, options in enumerate(self.options)
+            ]
+        )
         return tuple(tuple(islice(layers, size)) for size in self.sizes)
 
     def held(self, row: RankMemory) -> Held:
         """The question of a rank, whose memory in the fastest modes is known."""
-        stages, chunks = self.layers_of(row.pipeline_rank), self.prices.facts.layout.sequence_chunks
+        stages, chunks = (
+            self.layers_of(row.pipeline_rank),
+            self.prices.facts.layout.sequence_chunks,
+        )
         moments = in_flight_vectors(self.schedule)[row.pipeline_rank]
         others = tuple(self.prices.boundary_bytes[stage[-1]] for stage in stages)
-        now = [[self.kinds[layer][self.fastest[layer]] for layer in stage] for stage in stages]
-        units = [-(-(own + sum(mode[0] for mode in each)) // chunks) for own, each in zip(others, now, strict=True)]
-        spent = max(_times(moment, units) for moment in moments) + max(mode[2] for each in now for mode in each)
+        now = [
+            [self.kinds[layer][self.fastest[layer]] for layer in stage]
+            for stage in stages
+        ]
+        units = [
+            -(-(own + sum(mode[0] for mode in each)) // chunks)
+            for own, each in zip(others, now, strict=True)
+        ]
+        spent = max(_times(moment, units) for moment in moments) + max(
+            mode[2] for each in now for mode in each
+        )
         return Held(
-            stages=tuple(tuple(self.kinds[layer] for layer in stage) for stage in stages),
+            stages=tuple(
+                tuple(self.kinds[layer] for layer in stage) for stage in stages
+            ),
             moments=moments,
             room_bytes=row.capacity_bytes - row.peak_bytes + spent,
             other_bytes=others,
@@ -130,7 +184,9 @@ class _Rule:
         running = self.prices.allocated(one.row.temporary_bytes)
         if not self.prices.facts.layout.optimizer_offload:
             return running
-        gathered = max(next(iter(modes.values())).gathered_bytes for modes in self.prices.layers)
+        gathered = max(
+            next(iter(modes.values())).gathered_bytes for modes in self.prices.layers
+        )
         beside = 2 * gathered + int(self.prices.site.group.constants.workspace_bytes)
         return max(running, one.state.optimizer - beside)
 

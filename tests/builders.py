@@ -70,7 +70,13 @@ class Draft:
     exchange: int = 0
     """Bytes all-reduced in forward, and again in backward, when tensor-parallel."""
 
-    def profile(self, name: str, sizes: Iterable[int], degrees: Iterable[int], sequence_length: int) -> LayerProfile:
+    def profile(
+        self,
+        name: str,
+        sizes: Iterable[int],
+        degrees: Iterable[int],
+        sequence_length: int,
+    ) -> LayerProfile:
         """The layer, measured at every micro-batch size and tensor-parallel degree."""
         rows = [
             self._row(size, degree, mode, sequence_length)
@@ -87,13 +93,21 @@ class Draft:
             measurements=tuple(rows),
         )
 
-    def _row(self, size: int, degree: int, mode: RecomputeMode, sequence_length: int) -> Measurement:
+    def _row(
+        self, size: int, degree: int, mode: RecomputeMode, sequence_length: int
+    ) -> Measurement:
         share = size / degree
         of_input = self.forward if self.backward_input is None else self.backward_input
-        of_weight = self.forward if self.backward_weight is None else self.backward_weight
+        of_weight = (
+            self.forward if self.backward_weight is None else self.backward_weight
+        )
         drift = 0.0 if mode == "none" else self.drift
         again = {"none": 0.0, "selective": 0.5, "full": 1.0}[mode]
-        saved = {"none": self.activation, "selective": (self.activation + self.kept) // 2, "full": self.kept}[mode]
+        saved = {
+            "none": self.activation,
+            "selective": (self.activation + self.kept) // 2,
+            "full": self.kept,
+        }[mode]
         phases = ("forward", "backward") if self.exchange and degree > 1 else ()
         return Measurement(
             micro_batch_size=size,
@@ -107,16 +121,32 @@ class Draft:
             forward_seconds=max(0.0, self.forward + drift) * share,
             backward_input_seconds=max(0.0, of_input + drift) * share,
             backward_weight_seconds=max(0.0, of_weight + drift) * share,
-            recompute_seconds=again * share * (self.forward if self.recompute is None else self.recompute),
-            optimizer_seconds=None if self.optimizer is None else self.optimizer / degree,
-            local_matrix_elements=None if self.matrices is None else self.matrices // degree,
-            local_muon_flops=None if self.matrices is None else 100 * self.matrices // degree,
-            local_factored_elements=None if self.factored is None else self.factored // degree,
+            recompute_seconds=again
+            * share
+            * (self.forward if self.recompute is None else self.recompute),
+            optimizer_seconds=None
+            if self.optimizer is None
+            else self.optimizer / degree,
+            local_matrix_elements=None
+            if self.matrices is None
+            else self.matrices // degree,
+            local_muon_flops=None
+            if self.matrices is None
+            else 100 * self.matrices // degree,
+            local_factored_elements=None
+            if self.factored is None
+            else self.factored // degree,
             activation_bytes=saved * size // degree,
             output_bytes=self.output * size,
             temporary_bytes=self.temporary * size // degree,
             collectives=tuple(
-                Collective(phase=phase, operation="all_reduce", bytes=self.exchange * size, count=1) for phase in phases
+                Collective(
+                    phase=phase,
+                    operation="all_reduce",
+                    bytes=self.exchange * size,
+                    count=1,
+                )
+                for phase in phases
             ),
             source="measured",
         )
@@ -157,7 +187,11 @@ def profile(
         plain = replace(draft, name=None)
         if plain not in known:
             known[plain] = draft.profile(name, sizes, degrees, sequence_length)
-        layers.append(known[plain].model_copy(update={"name": name, "modules": (f"model.{name}",)}))
+        layers.append(
+            known[plain].model_copy(
+                update={"name": name, "modules": (f"model.{name}",)}
+            )
+        )
     return ModelProfile(
         **{
             "model": "toy-model",
@@ -165,7 +199,10 @@ def profile(
             "dtype": "bf16",
             "tokens_per_sample": sequence_length,
             "layers": tuple(layers),
-            "edges": tuple(SkipEdge(from_=names[a], to=names[b], bytes=size) for a, b, size in edges),
+            "edges": tuple(
+                SkipEdge(from_=names[a], to=names[b], bytes=size)
+                for a, b, size in edges
+            ),
             "shared_parameters": tuple(
                 SharedParameters(
                     names=tuple(f"model.{names[user]}.weight" for user in users),
@@ -225,7 +262,12 @@ def cluster(
 
 
 def job(
-    batch: int = 8, *, headroom: float = 0, optimizer: Any = "adam", precision: Any = "bf16-mixed", **wishes: Any
+    batch: int = 8,
+    *,
+    headroom: float = 0,
+    optimizer: Any = "adam",
+    precision: Any = "bf16-mixed",
+    **wishes: Any,
 ) -> Job:
     """A step of this many samples; further keywords are constraints, e.g. ``schedule="gpipe"``."""
     return Job(
@@ -238,11 +280,15 @@ def job(
     )
 
 
-def request(model: ModelProfile, machines: Cluster, step: Job, **options: Any) -> PlanRequest:
+def request(
+    model: ModelProfile, machines: Cluster, step: Job, **options: Any
+) -> PlanRequest:
     """The request for a plan, with a time limit that no small instance reaches."""
     from planner.search import make_request
 
-    return make_request(model, machines, step, Options(**{"time_limit_seconds": 600, **options}))
+    return make_request(
+        model, machines, step, Options(**{"time_limit_seconds": 600, **options})
+    )
 
 
 def four_equal_layers(**costs: Any) -> ModelProfile:
@@ -253,19 +299,42 @@ def four_equal_layers(**costs: Any) -> ModelProfile:
 def fat_embedding() -> ModelProfile:
     """A tied embedding that holds most parameters and little work, as small language models have, and its head."""
     return profile(
-        layer("embedding", forward=1e-4, parameters=50_000_000, activation=1000, output=100_000),
-        layer(forward=1e-3, parameters=1_000_000, activation=2_000_000, output=100_000) * 4,
-        layer("head", forward=1.5e-3, parameters=50_000_000, activation=100_000, output=400_000, temporary=800_000),
+        layer(
+            "embedding",
+            forward=1e-4,
+            parameters=50_000_000,
+            activation=1000,
+            output=100_000,
+        ),
+        layer(forward=1e-3, parameters=1_000_000, activation=2_000_000, output=100_000)
+        * 4,
+        layer(
+            "head",
+            forward=1.5e-3,
+            parameters=50_000_000,
+            activation=100_000,
+            output=400_000,
+            temporary=800_000,
+        ),
         shared=[((0, 5), 50_000_000)],
     )
 
 
 def with_skip() -> ModelProfile:
     """A small U: the first layer's output is needed by the last one too."""
-    return profile(layer(output=1_000_000, activation=1_000_000, parameters=1000) * 4, edges=[(0, 3, 5_000_000)])
+    return profile(
+        layer(output=1_000_000, activation=1_000_000, parameters=1000) * 4,
+        edges=[(0, 3, 5_000_000)],
+    )
 
 
 def with_recompute(**costs: Any) -> ModelProfile:
     """Four layers that keep much, and can recompute instead."""
-    costs = {"activation": 1_000_000, "kept": 100_000, "output": 100_000, "parameters": 1000, **costs}
+    costs = {
+        "activation": 1_000_000,
+        "kept": 100_000,
+        "output": 100_000,
+        "parameters": 1000,
+        **costs,
+    }
     return profile(layer(modes=("none", "full"), **costs) * 4)

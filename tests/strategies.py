@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 
 from planner.spec.cluster import Cluster
 from planner.spec.job import Job
-from planner.spec.profile import Collective, LayerProfile, Measurement, ModelProfile, Operation
+from planner.spec.profile import (
+    Collective,
+    LayerProfile,
+    Measurement,
+    ModelProfile,
+    Operation,
+)
 from tests.builders import Draft, cluster, job, link, profile
 
 _MODES = (("none",), ("none",), ("none", "full"), ("none", "selective", "full"))
@@ -74,34 +80,56 @@ def models(draw: st.DrawFn, most_layers: int = 8) -> ModelProfile:
     """A model of a few kinds of layers, some with shared parameters and skips."""
     optimizer = draw(st.sampled_from((0.0, 3e-6, None)))
     kinds = [draw(drafts(kind, optimizer)) for kind in "abc"[: draw(st.integers(1, 3))]]
-    layers = [draw(st.sampled_from(kinds)) for _ in range(draw(st.integers(2, most_layers)))]
+    layers = [
+        draw(st.sampled_from(kinds)) for _ in range(draw(st.integers(2, most_layers)))
+    ]
     while prod(len(one.modes) for one in layers) > _MOST_MODE_CHOICES:
         layers.pop()
     places = st.integers(0, len(layers) - 1)
-    pairs = st.sets(places, min_size=2, max_size=2).map(lambda pair: tuple(sorted(pair)))
+    pairs = st.sets(places, min_size=2, max_size=2).map(
+        lambda pair: tuple(sorted(pair))
+    )
     has_two = len(layers) > 1
     edges = draw(st.lists(st.tuples(pairs, sizes()), max_size=2)) if has_two else []
-    users = st.sets(places, min_size=2, max_size=3).map(lambda found: tuple(sorted(found)))
-    shared, shares_frozen = draw(st.lists(users, max_size=1)) if has_two else [], draw(st.booleans())
+    users = st.sets(places, min_size=2, max_size=3).map(
+        lambda found: tuple(sorted(found))
+    )
+    shared, shares_frozen = (
+        draw(st.lists(users, max_size=1)) if has_two else [],
+        draw(st.booleans()),
+    )
     found = profile(
         layers,
         sizes=draw(st.sampled_from(((1,), (1, 2), (2, 4)))),
         degrees=draw(st.sampled_from(((1,), (1, 2)))),
         edges=[(*pair, size) for pair, size in edges],
-        shared=[(one, most) for one in shared if (most := least(layers, one, frozen=shares_frozen))],
+        shared=[
+            (one, most)
+            for one in shared
+            if (most := least(layers, one, frozen=shares_frozen))
+        ],
         shares_frozen=shares_frozen,
     )
     told_for = draw(st.sampled_from((0, 0, 7, 4096)))
-    longer = tuple(edge.model_copy(update={"sequence_length": told_for}) for edge in found.edges)
+    longer = tuple(
+        edge.model_copy(update={"sequence_length": told_for}) for edge in found.edges
+    )
     split = draw(st.sampled_from((None, None, *SPLITS)))
-    told = tuple(map(with_operations, found.layers)) if split == "context" else found.layers
+    told = (
+        tuple(map(with_operations, found.layers))
+        if split == "context"
+        else found.layers
+    )
     more = tuple(also_split(layer, split) for layer in told) if split else told
     return found.model_copy(update={"edges": longer, "layers": more})
 
 
 def least(layers: Sequence[Draft], users: Iterable[int], *, frozen: bool) -> int:
     """What all of these layers have, of what is frozen or of what is trained."""
-    return min(one.frozen if frozen else one.parameters - one.frozen for one in (layers[user] for user in users))
+    return min(
+        one.frozen if frozen else one.parameters - one.frozen
+        for one in (layers[user] for user in users)
+    )
 
 
 def with_operations(layer: LayerProfile) -> LayerProfile:
@@ -109,30 +137,64 @@ def with_operations(layer: LayerProfile) -> LayerProfile:
 
     def kernels(row: Measurement) -> tuple[Operation, ...]:
         gradients: Any = "input" if layer.frozen_parameters else None
-        attention, product = row.forward_flops // 3, row.forward_flops - row.forward_flops // 3
+        attention, product = (
+            row.forward_flops // 3,
+            row.forward_flops - row.forward_flops // 3,
+        )
         return (
             Operation(kind="attention", count=1, flops=attention, bytes=61),
-            Operation(kind="matmul", count=1, flops=product, bytes=401, m=8, n=3, k=5, gradients=gradients),
+            Operation(
+                kind="matmul",
+                count=1,
+                flops=product,
+                bytes=401,
+                m=8,
+                n=3,
+                k=5,
+                gradients=gradients,
+            ),
         )
 
-    rows = tuple(row.model_copy(update={"operations": kernels(row)}) for row in layer.measurements)
+    rows = tuple(
+        row.model_copy(update={"operations": kernels(row)})
+        for row in layer.measurements
+    )
     return layer.model_copy(update={"measurements": rows})
 
 
-SPLITS = ("sequence", "context", "expert", "sequence and context", "sequence and expert")
+SPLITS = (
+    "sequence",
+    "context",
+    "expert",
+    "sequence and context",
+    "sequence and expert",
+)
 """What `also_split` knows."""
 
 
 def also_split(layer: LayerProfile, how: str) -> LayerProfile:
     """The layer with rows of ranks that split it otherwise besides: faster, leaner, and with an exchange."""
-    return layer.model_copy(update={"measurements": (*layer.measurements, *_split_rows(layer, how))})
+    return layer.model_copy(
+        update={"measurements": (*layer.measurements, *_split_rows(layer, how))}
+    )
 
 
 def _split_rows(layer: LayerProfile, how: str) -> Iterator[Measurement]:
     group = "tensor" if how == "sequence" else how.rpartition(" ")[2]
     exchanges = tuple(
-        Collective.model_validate({"group": group, "phase": phase, "operation": operation, "bytes": 101, "count": 1})
-        for phase, operation in (("forward", "all_gather"), ("backward", "reduce_scatter"))
+        Collective.model_validate(
+            {
+                "group": group,
+                "phase": phase,
+                "operation": operation,
+                "bytes": 101,
+                "count": 1,
+            }
+        )
+        for phase, operation in (
+            ("forward", "all_gather"),
+            ("backward", "reduce_scatter"),
+        )
     )
     for row in layer.measurements:
         if (row.tensor_parallel_degree > 1) != how.startswith("sequence"):
@@ -144,7 +206,10 @@ def _split_rows(layer: LayerProfile, how: str) -> Iterator[Measurement]:
             "local_expert_parameters": layer.parameters // 4,
             "local_frozen_expert_parameters": layer.frozen_parameters // 8,
         }
-        pieces = {"context_parallel_degree": 2, "forward_seconds": 0.5 * (row.forward_seconds or 0.0)}
+        pieces = {
+            "context_parallel_degree": 2,
+            "forward_seconds": 0.5 * (row.forward_seconds or 0.0),
+        }
         every: dict[str, dict[str, Any]] = {
             "sequence": shared,
             "context": pieces,
@@ -152,7 +217,10 @@ def _split_rows(layer: LayerProfile, how: str) -> Iterator[Measurement]:
             "expert": experts,
             "sequence and expert": shared | experts,
         }
-        leaner = {"activation_bytes": row.activation_bytes // 2, "collectives": (*row.collectives, *exchanges)}
+        leaner = {
+            "activation_bytes": row.activation_bytes // 2,
+            "collectives": (*row.collectives, *exchanges),
+        }
         yield row.model_copy(update=every[how] | leaner)
 
 
@@ -163,8 +231,14 @@ def clusters(draw: st.DrawFn, memory_bytes: int = 10**9) -> Cluster:
     return cluster(
         devices,
         nodes=nodes,
-        intra=link(draw(st.sampled_from((1.0e12 + 39, 1.0e8 + 7))), draw(st.sampled_from((0.0, 1e-6)))),
-        inter=link(draw(st.sampled_from((1.0e10 + 19, 1.0e7 + 19))), draw(st.sampled_from((0.0, 5e-6)))),
+        intra=link(
+            draw(st.sampled_from((1.0e12 + 39, 1.0e8 + 7))),
+            draw(st.sampled_from((0.0, 1e-6))),
+        ),
+        inter=link(
+            draw(st.sampled_from((1.0e10 + 19, 1.0e7 + 19))),
+            draw(st.sampled_from((0.0, 5e-6))),
+        ),
         memory_bytes=memory_bytes,
         memory_bandwidth_bytes_per_second=1.0e9 + 7,
         reserved_bytes=1000,
@@ -176,7 +250,9 @@ def instances(draw: st.DrawFn, most_layers: int = 8) -> Instance:
     """A small request; every device has room for everything."""
     step = job(
         draw(st.sampled_from((2, 4, 6, 8, 16))),
-        optimizer=draw(st.sampled_from(("sgd", "adam", "adafactor", "muon", "adam-8bit"))),
+        optimizer=draw(
+            st.sampled_from(("sgd", "adam", "adafactor", "muon", "adam-8bit"))
+        ),
         precision=draw(st.sampled_from(("bf16", "bf16-mixed"))),
     )
     return Instance(draw(models(most_layers)), draw(clusters()), step)

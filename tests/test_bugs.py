@@ -39,12 +39,17 @@ from tests.profiler.known_device import know_cpu
 def test_first_and_last_layer_of_a_sequential_are_kinds_of_their_own() -> None:
     """Equal layers at the ends have no input gradient, or the loss; inner twins must not take that over."""
     model = nn.Sequential(*(nn.Linear(8, 8, device="meta") for _ in range(4)))
-    first, inner, twin, last = (layer.kind for layer in cut_model(model, torch.empty(2, 8, device="meta")).layers)
+    first, inner, twin, last = (
+        layer.kind
+        for layer in cut_model(model, torch.empty(2, 8, device="meta")).layers
+    )
     assert inner == twin
     assert len({first, inner, last}) == 3
 
 
-def test_rank_ended_while_it_reports_leaves_no_torn_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_ended_while_it_reports_leaves_no_torn_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torchrun ends the neighbours of a killed rank at any moment; the launcher then met an empty JSON file."""
 
     def killed(*_: object) -> None:
@@ -59,10 +64,17 @@ def test_rank_ended_while_it_reports_leaves_no_torn_report(tmp_path: Path, monke
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_activation_in_place_behind_a_recomputed_product(mode: RecomputeMode) -> None:
     """What `selective` keeps was changed before the backward read it: VGG's convolutions, gpt-oss's biased experts."""
-    plain = nn.Sequential(nn.Conv2d(3, 4, kernel_size=3), nn.SiLU(inplace=True), nn.Flatten(), nn.Linear(16, 2))
+    plain = nn.Sequential(
+        nn.Conv2d(3, 4, kernel_size=3),
+        nn.SiLU(inplace=True),
+        nn.Flatten(),
+        nn.Linear(16, 2),
+    )
     torch.manual_seed(0)
     images = torch.randn(2, 3, 4, 4)
-    expected = torch.autograd.grad(plain(images).square().sum(), list(plain.parameters()))
+    expected = torch.autograd.grad(
+        plain(images).square().sum(), list(plain.parameters())
+    )
     recompute(plain, mode)
     found = torch.autograd.grad(plain(images).square().sum(), list(plain.parameters()))
     torch.testing.assert_close(found, expected)
@@ -92,20 +104,36 @@ class Doubling(nn.Module):
 
 def doubling() -> tuple[nn.Module, torch.Tensor]:
     """Two products, and between them such an activation."""
-    return nn.Sequential(nn.Linear(8, 8), Doubling(), nn.Linear(8, 8)), torch.randn(2, 8)
+    return nn.Sequential(nn.Linear(8, 8), Doubling(), nn.Linear(8, 8)), torch.randn(
+        2, 8
+    )
 
 
 def test_own_autograd_functions_take_no_split_tensor(tmp_path: Path) -> None:
     """A split through one was derived, and counting it then ended in a traceback; Bloom's GELU is known by name."""
     assert load_model(f"{__name__}:doubling").tensor_parallel_degrees() == (1,)
-    config = {"model_type": "bloom", "hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64}
-    (tmp_path / "bloom.json").write_text(json.dumps({**config, "architectures": ["BloomForCausalLM"]}))
-    assert load_model(str(tmp_path / "bloom.json")).tensor_parallel_degrees() == (1, 2, 4)
+    config = {
+        "model_type": "bloom",
+        "hidden_size": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "vocab_size": 64,
+    }
+    (tmp_path / "bloom.json").write_text(
+        json.dumps({**config, "architectures": ["BloomForCausalLM"]})
+    )
+    assert load_model(str(tmp_path / "bloom.json")).tensor_parallel_degrees() == (
+        1,
+        2,
+        4,
+    )
 
 
 RELU, PRODUCT = nn.ReLU(), nn.Linear(8, 8)
 REPEATS = {
-    "an activation": lambda: nn.Sequential(nn.Linear(8, 8), RELU, nn.Linear(8, 8), RELU, nn.Linear(8, 3)),
+    "an activation": lambda: nn.Sequential(
+        nn.Linear(8, 8), RELU, nn.Linear(8, 8), RELU, nn.Linear(8, 3)
+    ),
     "weights": lambda: nn.Sequential(PRODUCT, nn.Tanh(), PRODUCT, nn.Linear(8, 3)),
     "a second name": lambda: Twice(PRODUCT, nn.Linear(8, 8)),
 }
@@ -120,7 +148,9 @@ class Twice(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Three products."""
-        return torch.sigmoid(self.second(torch.tanh(self.between(torch.tanh(self.first(inputs))))))
+        return torch.sigmoid(
+            self.second(torch.tanh(self.between(torch.tanh(self.first(inputs)))))
+        )
 
 
 @pytest.mark.parametrize("what", REPEATS)
@@ -130,10 +160,18 @@ def test_modules_that_stand_at_several_places(what: str) -> None:
     inputs, whole = torch.randn(2, 8), REPEATS[what]()
     cut = cut_model(copy.deepcopy(whole).to("meta"), torch.empty(2, 8, device="meta"))
     places = range(1, len(cut.layers))
-    stages = [[cut.stage(copy.deepcopy(whole), a, b) for a, b in ((0, at), (at, len(cut.layers)))] for at in places]
+    stages = [
+        [
+            cut.stage(copy.deepcopy(whole), a, b)
+            for a, b in ((0, at), (at, len(cut.layers)))
+        ]
+        for at in places
+    ]
     for before, after in stages:
         torch.testing.assert_close(after(before(inputs)), whole(inputs))
-    torch.testing.assert_close(cut.stage(copy.deepcopy(whole), 0, len(cut.layers))(inputs), whole(inputs))
+    torch.testing.assert_close(
+        cut.stage(copy.deepcopy(whole), 0, len(cut.layers))(inputs), whole(inputs)
+    )
 
 
 def test_seconds_that_no_step_takes_are_told() -> None:
@@ -153,27 +191,82 @@ def test_global_batches_that_no_step_takes_are_told() -> None:
 @pytest.mark.parametrize("field", ["nodes", "devices_per_node"])
 def test_clusters_that_nobody_has_are_refused(field: str) -> None:
     """2^63 nodes, a slip, let the planner count them for ever."""
-    data = {"node_groups": [{"device": "a100-sxm4-80gb", "nodes": 1, "devices_per_node": 8, field: 2**63}]}
+    data = {
+        "node_groups": [
+            {
+                "device": "a100-sxm4-80gb",
+                "nodes": 1,
+                "devices_per_node": 8,
+                field: 2**63,
+            }
+        ]
+    }
     with pytest.raises(DocumentError, match=f"{field}.*give a number at most"):
         parse(Cluster, data)
 
 
-SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 64}
-ENDS = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0, "cls_token_id": 0, "sep_token_id": 0}
-CTRL = {"n_embd": 16, "n_layer": 2, "n_head": 2, "dff": 32, "vocab_size": 64, "n_positions": 32}
+SMALL = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "vocab_size": 64,
+}
+ENDS = {
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "cls_token_id": 0,
+    "sep_token_id": 0,
+}
+CTRL = {
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    "dff": 32,
+    "vocab_size": 64,
+    "n_positions": 32,
+}
 CONFIGURATIONS = {
-    "what a stage receives was scaled in place": {"model_type": "ctrl", **CTRL, "embd_pdrop": 0, "resid_pdrop": 0},
-    "blocks that are left out by chance": {"model_type": "opt", **SMALL, "ffn_dim": 32, "word_embed_proj_dim": 16}
+    "what a stage receives was scaled in place": {
+        "model_type": "ctrl",
+        **CTRL,
+        "embd_pdrop": 0,
+        "resid_pdrop": 0,
+    },
+    "blocks that are left out by chance": {
+        "model_type": "opt",
+        **SMALL,
+        "ffn_dim": 32,
+        "word_embed_proj_dim": 16,
+    }
     | {"dropout": 0, "layerdrop": 0.9},
-    "initial values of a module of another stage": {"model_type": "modernbert", **SMALL, **ENDS},
-    "no longest sequence": {"model_type": "xlnet", "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32}
+    "initial values of a module of another stage": {
+        "model_type": "modernbert",
+        **SMALL,
+        **ENDS,
+    },
+    "no longest sequence": {
+        "model_type": "xlnet",
+        "d_model": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "d_inner": 32,
+    }
     | {"vocab_size": 64, "dropout": 0},
-    "several classes for one task": {"model_type": "deit", **SMALL, "image_size": 8, "patch_size": 4},
+    "several classes for one task": {
+        "model_type": "deit",
+        **SMALL,
+        "image_size": 8,
+        "patch_size": 4,
+    },
 }
 
 
 @pytest.mark.parametrize("what", CONFIGURATIONS)
-def test_transformers_whose_code_asks_for_more_than_a_stage_has(what: str, tmp_path: Path) -> None:
+def test_transformers_whose_code_asks_for_more_than_a_stage_has(
+    what: str, tmp_path: Path
+) -> None:
     """CTRL and OPT with layer drop trained otherwise in a pipeline without a word; the others ended in tracebacks."""
     (tmp_path / "model.json").write_text(json.dumps(CONFIGURATIONS[what]))
     source = load_model(str(tmp_path / "model.json"))
@@ -208,9 +301,14 @@ def test_constructors_that_draw_from_python_and_numpy() -> None:
     """Replicas began with other values, and stayed apart without a word."""
     source = load_model(f"{__name__}:drawn_elsewhere")
     before = host_random.states()
-    made = [materialise(source, lambda model: model, device=torch.device("cpu"), seed=0) for _ in range(2)]
+    made = [
+        materialise(source, lambda model: model, device=torch.device("cpu"), seed=0)
+        for _ in range(2)
+    ]
     assert before == host_random.states()
-    torch.testing.assert_close(*(list(each.parameters()) for each in made), rtol=0, atol=0)
+    torch.testing.assert_close(
+        *(list(each.parameters()) for each in made), rtol=0, atol=0
+    )
 
 
 def test_sparse_gradients_are_refused() -> None:
@@ -231,7 +329,9 @@ NO_LOSSES = {
 def test_losses_that_are_no_loss_are_told(what: str) -> None:
     """One without gradients trained nothing, without a word; others ended in tracebacks."""
     share = _LossShare(NO_LOSSES[what], 2, None)
-    with pytest.raises(UnsupportedError, match=r"loss: returned .* Mend: return the mean"):
+    with pytest.raises(
+        UnsupportedError, match=r"loss: returned .* Mend: return the mean"
+    ):
         share(torch.zeros(3, requires_grad=True), torch.zeros(3))
 
 
@@ -265,17 +365,28 @@ def test_outputs_without_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [each.name for each in source.cut().layers]
     sizes = {"micro_batch_sizes": (2,)}
     counted = count.profile(source, sequence_length=0, **sizes)
-    measured = measure.profile(source, device="cpu", sequence_lengths=(0,), time_budget_seconds=0.1, **sizes)
-    assert [each.name for each in counted.layers] == [each.name for each in measured.layers] == layers
+    measured = measure.profile(
+        source, device="cpu", sequence_lengths=(0,), time_budget_seconds=0.1, **sizes
+    )
+    assert (
+        [each.name for each in counted.layers]
+        == [each.name for each in measured.layers]
+        == layers
+    )
     step = make_plan(layers, micro_batch_size=2, sequence_length=0)
-    trained = train_reference(step, source, steps=1, data="synthetic", loss=f"{__name__}:scored_loss")
+    trained = train_reference(
+        step, source, steps=1, data="synthetic", loss=f"{__name__}:scored_loss"
+    )
     assert 0 < trained.losses[0] < 10
 
 
 def test_modules_of_two_names_on_ranks_of_several_stages() -> None:
     """A rank that holds several stages knew them by one of the names only, as then did its checkpoints."""
     shared = nn.Linear(2, 2)
-    stages = [nn.ModuleDict({"source": shared, "target": shared}), nn.ModuleDict({"head": nn.Linear(2, 2)})]
+    stages = [
+        nn.ModuleDict({"source": shared, "target": shared}),
+        nn.ModuleDict({"head": nn.Linear(2, 2)}),
+    ]
     assert {"source.weight", "target.weight"} <= set(merge(stages).state_dict())
 
 
@@ -285,7 +396,9 @@ class Placed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(16, 8), nn.Parameter(torch.randn(20, 8))
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(3)
+        )
         self.head = nn.Linear(8, 16)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -309,7 +422,12 @@ def test_models_of_one_sequence_length() -> None:
     assert 2 in source.tensor_parallel_degrees()
     with pytest.raises(DocumentError, match="known to take 20 tokens, got 12"):
         count.profile(source, sequence_length=12, micro_batch_sizes=(1,))
-    count.profile(source, sequence_length=20, micro_batch_sizes=(1, 2), tensor_parallel_degrees=(1, 2))
+    count.profile(
+        source,
+        sequence_length=20,
+        micro_batch_sizes=(1, 2),
+        tensor_parallel_degrees=(1, 2),
+    )
     model = source.build()
     expected, made = model(*inputs), inputs
     for index in range(len(cut.layers)):
@@ -320,7 +438,9 @@ def test_models_of_one_sequence_length() -> None:
 
 def as_wide_as_its_vocabulary() -> nn.Module:
     """Its blocks' products have as many outputs as there are token ids."""
-    blocks = (nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2))
+    blocks = (
+        nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2)
+    )
     return nn.Sequential(nn.Embedding(16, 8), *blocks, nn.Linear(8, 16))
 
 
@@ -328,7 +448,12 @@ def test_products_as_wide_as_the_vocabulary() -> None:
     """They were split as output layers are, and the profile ended in a traceback."""
     source = load_model(f"{__name__}:as_wide_as_its_vocabulary")
     assert source.derived_split.vocabulary == ("0", "3")
-    count.profile(source, sequence_length=8, micro_batch_sizes=(1,), tensor_parallel_degrees=(1, 2))
+    count.profile(
+        source,
+        sequence_length=8,
+        micro_batch_sizes=(1,),
+        tensor_parallel_degrees=(1, 2),
+    )
 
 
 class Translator(nn.Module):
@@ -337,12 +462,18 @@ class Translator(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
-        self.both = nn.Transformer(8, 2, 2, 2, dim_feedforward=16, dropout=0.0, batch_first=True)
+        self.both = nn.Transformer(
+            8, 2, 2, 2, dim_feedforward=16, dropout=0.0, batch_first=True
+        )
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         """(samples, tokens) twice -> (samples, tokens, 16)."""
-        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], device=target.device)
-        return self.head(self.both(self.tokens(source), self.tokens(target), tgt_mask=mask))
+        mask = nn.Transformer.generate_square_subsequent_mask(
+            target.shape[1], device=target.device
+        )
+        return self.head(
+            self.both(self.tokens(source), self.tokens(target), tgt_mask=mask)
+        )
 
 
 def translator() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
@@ -366,31 +497,52 @@ def test_own_transformers_of_torch_with_a_mask() -> None:
 
 def test_models_that_mind_their_type(tmp_path: Path) -> None:
     """MiniMax multiplies by buffers of its weights' type, which stayed in fp32: plans in 16 bits did not run."""
-    config = {"model_type": "minimax", **SMALL, "num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8}
-    (tmp_path / "model.json").write_text(json.dumps(config | {"num_key_value_heads": 2}))
+    config = {
+        "model_type": "minimax",
+        **SMALL,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "head_dim": 8,
+    }
+    (tmp_path / "model.json").write_text(
+        json.dumps(config | {"num_key_value_heads": 2})
+    )
     source = load_model(str(tmp_path / "model.json"))
-    model = count.profile(source, sequence_length=8, micro_batch_sizes=(1,), dtype="bf16")
+    model = count.profile(
+        source, sequence_length=8, micro_batch_sizes=(1,), dtype="bf16"
+    )
     step = job(2, precision="bf16-mixed").model_copy(update={"sequence_length": 8})
     machine = cluster(2, peak_flops_per_second={"bf16": 1e12})
     found = plan(request(model, machine, step, top=0), model)
     assert isinstance(found, Plan)
     assert dry_run(found, source).differences == ()
-    assert all(math.isfinite(loss) for loss in train_reference(found, source, steps=2, data="synthetic").losses)
+    assert all(
+        math.isfinite(loss)
+        for loss in train_reference(found, source, steps=2, data="synthetic").losses
+    )
 
 
 def small_blocks() -> tuple[nn.Module, Tensor]:
     """Parameters that have less than a block of 256 each."""
-    return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3)), torch.zeros(1, 6)
+    return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3)), torch.zeros(
+        1, 6
+    )
 
 
 def test_states_in_8_bits_on_the_host() -> None:
     """A dry run took the scales of blocks that are not full for bytes that the plan did not promise."""
     source = load_model(f"{__name__}:small_blocks")
     model = count.profile(source, sequence_length=0, micro_batch_sizes=(1,))
-    (group,) = cluster(3, host_bandwidth_bytes_per_second=1e10, peak_flops_per_second={"fp32": 1e12}).node_groups
-    machines = Cluster(node_groups=(group.model_copy(update={"host_memory_bytes": GIGABYTE}),))
+    (group,) = cluster(
+        3, host_bandwidth_bytes_per_second=1e10, peak_flops_per_second={"fp32": 1e12}
+    ).node_groups
+    machines = Cluster(
+        node_groups=(group.model_copy(update={"host_memory_bytes": GIGABYTE}),)
+    )
     fixed = {"data_parallel_degree": 3, "zero_stage": 0, "optimizer_offload": True}
-    step = job(6, optimizer="adam-8bit", precision="fp32", **fixed).model_copy(update={"sequence_length": 0})
+    step = job(6, optimizer="adam-8bit", precision="fp32", **fixed).model_copy(
+        update={"sequence_length": 0}
+    )
     found = plan(request(model, machines, step, top=0), model)
     assert isinstance(found, Plan)
     assert dry_run(found, source).differences == ()
@@ -402,7 +554,9 @@ class Casts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(6, 6)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Of shape (samples, 6)."""
@@ -421,7 +575,9 @@ def casting_blocks() -> tuple[nn.Module, Tensor]:
 def test_what_a_cast_sends_over_a_border() -> None:
     """Funnel in 16 bits was refused: the tensors that cross were taken to be those of the run in fp32."""
     source = load_model(f"{__name__}:casting_blocks")
-    model = count.profile(source, sequence_length=0, micro_batch_sizes=(1,), dtype="bf16")
+    model = count.profile(
+        source, sequence_length=0, micro_batch_sizes=(1,), dtype="bf16"
+    )
     crossing = source.borders(1, 0, torch.bfloat16).crossing
     assert max(map(len, crossing)) == max(map(len, source.borders(1, 0).crossing)) + 1
     assert len(model.layers) == len(crossing) - 1

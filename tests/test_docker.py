@@ -25,7 +25,11 @@ INSTRUCTIONS = {
 
 def instructions(path: Path) -> list[tuple[str, str]]:
     """(name, arguments) of every instruction, continued lines joined, comments left out."""
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.lstrip().startswith("#")]
+    lines = [
+        line
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if not line.lstrip().startswith("#")
+    ]
     joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
     parts = [line.split(maxsplit=1) for line in joined.splitlines() if line.strip()]
     return [(name, rest) for name, rest in parts]
@@ -63,7 +67,9 @@ def test_copied_files_exist(path: Path) -> None:
             if words[0].startswith("--from="):
                 assert words[0].removeprefix("--from=") in earlier
                 continue
-            assert [source for source in words[:-1] if not (ROOT / source).exists()] == []
+            assert [
+                source for source in words[:-1] if not (ROOT / source).exists()
+            ] == []
         earlier.add(stage)
 
 
@@ -71,8 +77,16 @@ def test_copied_files_exist(path: Path) -> None:
 def test_images_hold_every_package(path: Path) -> None:
     """What the wheel packs is copied into the build."""
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    copied = {word for name, rest in instructions(path) if name == "COPY" for word in shlex.split(rest)[:-1]}
-    assert set(pyproject["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]) <= copied
+    copied = {
+        word
+        for name, rest in instructions(path)
+        if name == "COPY"
+        for word in shlex.split(rest)[:-1]
+    }
+    assert (
+        set(pyproject["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"])
+        <= copied
+    )
 
 
 def test_service_image() -> None:
@@ -96,7 +110,11 @@ def test_health_check_is_valid_python() -> None:
 def test_executor_image_has_the_pinned_torch() -> None:
     """The base image's torch is the version that constraints.txt pins."""
     base = dict(instructions(ROOT / "docker" / "Dockerfile.executor"))["FROM"]
-    pinned = re.search(r"^torch==(.+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    pinned = re.search(
+        r"^torch==(.+)$",
+        (ROOT / "constraints.txt").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
     assert pinned is not None
     assert f"pytorch:{pinned[1]}-" in base
 
@@ -114,6 +132,9 @@ def test_compose_file() -> None:
 def test_compose_publishes_what_needs_no_keys_to_this_machine_only() -> None:
     """Without keys no port is open to others, and every variable of the service is one of its settings."""
     service = yaml.safe_load(COMPOSE.read_text(encoding="utf-8"))["services"]["api"]
-    settings = {name.removeprefix("PLANNER_").lower(): value for name, value in service["environment"].items()}
+    settings = {
+        name.removeprefix("PLANNER_").lower(): value
+        for name, value in service["environment"].items()
+    }
     assert Settings.model_validate(settings).without_keys
     assert all(port.startswith("127.0.0.1:") for port in service["ports"])

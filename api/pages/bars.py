@@ -29,7 +29,10 @@ class Part:
 
 def bar(part: Part, whole: float) -> Element:
     """One part of a whole; hidden from those who hear the page, for its number stands beside it."""
-    return _svg([_rect(0, 100 * part.length / whole if whole > 0 else 0, part)], aria_hidden="true")
+    return _svg(
+        [_rect(0, 100 * part.length / whole if whole > 0 else 0, part)],
+        aria_hidden="true",
+    )
 
 
 def stack(parts: Sequence[Part], whole: float, limit: float, words: str) -> Element:
@@ -47,13 +50,19 @@ def stack(parts: Sequence[Part], whole: float, limit: float, words: str) -> Elem
         shapes.append(_rect(left, width, part))
         left += width
     at = min(100 * limit / whole, 99.7) if whole > 0 else 0.0
-    line = tag("rect", x=f"{at:.2f}", y="0", width="0.3", height="10", fill="currentColor")
+    line = tag(
+        "rect", x=f"{at:.2f}", y="0", width="0.3", height="10", fill="currentColor"
+    )
     return _svg([*shapes, line], role="img", aria_label=words)
 
 
 def keys(parts: Iterable[Part]) -> Element:
     """Which colour is what."""
-    return tag("ul", *(tag("li", key(part.colour), part.words) for part in parts), class_="keys")
+    return tag(
+        "ul",
+        *(tag("li", key(part.colour), part.words) for part in parts),
+        class_="keys",
+    )
 
 
 def key(colour: str) -> Element:
@@ -64,8 +73,23 @@ def key(colour: str) -> Element:
 
 def _rect(left: float, width: float, part: Part) -> Element:
     words = tag("title", f"{part.words}: {part.told}")
-    return tag("rect", words, x=f"{left:.2f}", y="0", width=f"{width:.2f}", height="10", fill=part.colour)
+    return tag(
+        "rect",
+        words,
+        x=f"{left:.2f}",
+        y="0",
+        width=f"{width:.2f}",
+        height="10",
+        fill=part.colour,
+    )
 
 
 def _svg(shapes: Sequence[Element], **attributes: str) -> Element:
-    return tag("svg", *shapes, class_="bar", viewBox="0 0 100 10", preserveAspectRatio="none", **attributes)
+    return tag(
+        "svg",
+        *shapes,
+        class_="bar",
+        viewBox="0 0 100 10",
+        preserveAspectRatio="none",
+        **attributes,
+    )

@@ -22,7 +22,12 @@ def show_models(request: Request) -> HTMLResponse:
     """Models by size."""
     head = ("Model", "Family", "Parameters", "Layers", "Longest sequence", "Source")
     rows = [_model(name) for name in names()]
-    return page(request, "Models", _as_json("/v1/models"), table("Smallest first", head, rows, numbers=(2, 3, 4)))
+    return page(
+        request,
+        "Models",
+        _as_json("/v1/models"),
+        table("Smallest first", head, rows, numbers=(2, 3, 4)),
+    )
 
 
 @router.get("/devices")
@@ -40,7 +45,12 @@ def show_devices(request: Request) -> HTMLResponse:
     )
     rows = map(_device, catalogue().values())
     caption = "Dense peaks of the data sheets; bandwidths of one device, one direction"
-    return page(request, "Devices", _as_json("/v1/devices"), table(caption, head, rows, numbers=range(2, 8)))
+    return page(
+        request,
+        "Devices",
+        _as_json("/v1/devices"),
+        table(caption, head, rows, numbers=range(2, 8)),
+    )
 
 
 def _model(name: str) -> tuple[Node, ...]:
@@ -67,7 +77,10 @@ def _device(device: CatalogueDevice) -> tuple[Node, ...]:
         _rate(spec.memory_bandwidth_bytes_per_second, "B/s"),
         str(device.devices_per_node),
         _rate(device.intra_node.bandwidth_bytes_per_second, "B/s"),
-        _rate(device.inter_node.bandwidth_bytes_per_second if device.inter_node else None, "B/s"),
+        _rate(
+            device.inter_node.bandwidth_bytes_per_second if device.inter_node else None,
+            "B/s",
+        ),
     )
 
 

@@ -47,10 +47,14 @@ class Element:
 Node = Element | str | Iterable["Node"]
 
 
-def tag(name: str, /, *children: Node, **attributes: str | float | bool | None) -> Element:
+def tag(
+    name: str, /, *children: Node, **attributes: str | float | bool | None
+) -> Element:
     """An element. A trailing underscore of an attribute is left out, others become hyphens; None and False: absent."""
     given = {
-        key.rstrip("_").replace("_", "-"): value if isinstance(value, bool) else str(value)
+        key.rstrip("_").replace("_", "-"): value
+        if isinstance(value, bool)
+        else str(value)
         for key, value in attributes.items()
         if value is not None and value is not False
     }
@@ -63,7 +67,9 @@ def render(node: Node, root: str = "") -> str:
         return escape(node)
     if not isinstance(node, Element):
         return "".join(render(each, root) for each in node)
-    attributes = "".join(_attribute(name, value, root) for name, value in node.attributes.items())
+    attributes = "".join(
+        _attribute(name, value, root) for name, value in node.attributes.items()
+    )
     if node.name in WITHOUT_END:
         return f"<{node.name}{attributes}>"
     return f"<{node.name}{attributes}>{render(node.children, root)}</{node.name}>"
@@ -72,7 +78,9 @@ def render(node: Node, root: str = "") -> str:
 def _attribute(name: str, value: str | bool, root: str) -> str:
     if isinstance(value, bool):
         return f" {name}"
-    is_within = name in ADDRESSES and value.startswith("/") and not value.startswith("//")
+    is_within = (
+        name in ADDRESSES and value.startswith("/") and not value.startswith("//")
+    )
     return f" {name}='{escape(root + value if is_within else value)}'"
 
 
@@ -86,7 +94,13 @@ def section(title: str, *content: Node) -> Element:
     return tag("section", tag("h2", title), *content)
 
 
-def table(caption: str, head: Iterable[str], rows: Iterable[Iterable[Node]], *, numbers: Iterable[int] = ()) -> Element:
+def table(
+    caption: str,
+    head: Iterable[str],
+    rows: Iterable[Iterable[Node]],
+    *,
+    numbers: Iterable[int] = (),
+) -> Element:
     """A table, the first cell of a row its header; if narrow, it scrolls, or stacks its cells where some are long.
 
     Args:
@@ -99,11 +113,22 @@ def table(caption: str, head: Iterable[str], rows: Iterable[Iterable[Node]], *, 
 
     def cell(name: str, column: int, content: Node, **attributes: Any) -> Element:
         is_long = isinstance(content, str) and len(content) > LONG_TEXT
-        return tag(name, content, class_="number" if column in right else "long" if is_long else None, **attributes)
+        return tag(
+            name,
+            content,
+            class_="number" if column in right else "long" if is_long else None,
+            **attributes,
+        )
 
     heads, cells = tuple(head), [tuple(row) for row in rows]
-    is_wordy = any(isinstance(content, str) and len(content) > LONG_TEXT for row in cells for content in row)
-    head_cells = [cell("th", column, content, scope="col") for column, content in enumerate(heads)]
+    is_wordy = any(
+        isinstance(content, str) and len(content) > LONG_TEXT
+        for row in cells
+        for content in row
+    )
+    head_cells = [
+        cell("th", column, content, scope="col") for column, content in enumerate(heads)
+    ]
     body = [
         tag(
             "tr",
@@ -123,12 +148,17 @@ def table(caption: str, head: Iterable[str], rows: Iterable[Iterable[Node]], *, 
         tag("tbody", *body),
         class_="wordy" if is_wordy else None,
     )
-    return tag("div", whole, class_="scroll", role="region", aria_label=caption, tabindex="0")
+    return tag(
+        "div", whole, class_="scroll", role="region", aria_label=caption, tabindex="0"
+    )
 
 
 def pairs(rows: Iterable[tuple[Node, Node]]) -> Element:
     """Names and what they stand for."""
-    return tag("dl", *(part for name, value in rows for part in (tag("dt", name), tag("dd", value))))
+    return tag(
+        "dl",
+        *(part for name, value in rows for part in (tag("dt", name), tag("dd", value))),
+    )
 
 
 def moment(text: str) -> Element:
@@ -142,7 +172,11 @@ def bullets(items: Iterable[Node]) -> Element:
 
 
 def page(
-    request: Request, title: str, *content: Node, status: int = 200, refresh_seconds: int | None = None
+    request: Request,
+    title: str,
+    *content: Node,
+    status: int = 200,
+    refresh_seconds: int | None = None,
 ) -> HTMLResponse:
     """A whole page.
 
@@ -158,11 +192,16 @@ def page(
         tag("title", title),
         tag("link", rel="icon", href="data:,"),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        *([tag("meta", http_equiv="refresh", content=refresh_seconds)] if refresh_seconds is not None else []),
+        *(
+            [tag("meta", http_equiv="refresh", content=refresh_seconds)]
+            if refresh_seconds is not None
+            else []
+        ),
     ]
     here = path_within(request.scope)
     places = [
-        tag("a", words, href=address, aria_current="page" if address == here else None) for address, words in MENU
+        tag("a", words, href=address, aria_current="page" if address == here else None)
+        for address, words in MENU
     ]
     menu = tag("header", tag("nav", *places, aria_label="Service"))
     body = tag("body", menu, tag("main", tag("h1", title), *content))

@@ -30,7 +30,12 @@ async def show_job(job: JobDependency, request: Request) -> Response:
     if view.plan_url is not None:
         return RedirectResponse(f"/plans/{view.plan_id}", SEE_OTHER)
     refresh = None if view.status in FINISHED else REFRESH_SECONDS
-    return page(request, f"{subject(job)}: {view.status}", *_content(view), refresh_seconds=refresh)
+    return page(
+        request,
+        f"{subject(job)}: {view.status}",
+        *_content(view),
+        refresh_seconds=refresh,
+    )
 
 
 @router.post("/jobs/{job_id}/cancel", response_class=RedirectResponse)
@@ -53,9 +58,21 @@ def _content(view: JobView) -> Iterator[Node]:
     if view.status in FINISHED:
         yield tag("p", link("/plan", "Ask again"))
         return
-    yield tag("p", f"This page asks again every {REFRESH_SECONDS} seconds, and leads to the plan.")
-    yield tag("form", tag("button", "Cancel", type="submit"), method="post", action=f"/jobs/{view.id}/cancel")
-    yield tag("p", "All who asked for this plan share the job, and lose it when it is cancelled.", class_="hint")
+    yield tag(
+        "p",
+        f"This page asks again every {REFRESH_SECONDS} seconds, and leads to the plan.",
+    )
+    yield tag(
+        "form",
+        tag("button", "Cancel", type="submit"),
+        method="post",
+        action=f"/jobs/{view.id}/cancel",
+    )
+    yield tag(
+        "p",
+        "All who asked for this plan share the job, and lose it when it is cancelled.",
+        class_="hint",
+    )
 
 
 def _facts(view: JobView) -> Iterator[tuple[Node, Node]]:
@@ -70,6 +87,10 @@ def _facts(view: JobView) -> Iterator[tuple[Node, Node]]:
         yield "No plan is faster than", seconds(view.bound)
     if view.gap is not None:
         yield "Gap", percent(view.gap)
-    for words, text in (("Asked for", view.created_at), ("Begun", view.started_at), ("Ended", view.finished_at)):
+    for words, text in (
+        ("Asked for", view.created_at),
+        ("Begun", view.started_at),
+        ("Ended", view.finished_at),
+    ):
         if text is not None:
             yield words, moment(text)

@@ -8,12 +8,35 @@ from urllib.parse import urlencode
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
-from api.dependencies import ResultDependency, Services, ServicesDependency, StoredResult
-from api.pages.html import Element, Node, bullets, link, moment, page, pairs, section, tag
+from api.dependencies import (
+    ResultDependency,
+    Services,
+    ServicesDependency,
+    StoredResult,
+)
+from api.pages.html import (
+    Element,
+    Node,
+    bullets,
+    link,
+    moment,
+    page,
+    pairs,
+    section,
+    tag,
+)
 from api.pages.plan_files import files
 from api.pages.plan_prediction import memory, time
 from api.pages.plan_runs import runs
-from api.pages.plan_search import alternatives, counts, misses, pareto, proof, relaxations, sensitivity
+from api.pages.plan_search import (
+    alternatives,
+    counts,
+    misses,
+    pareto,
+    proof,
+    relaxations,
+    sensitivity,
+)
 from api.pages.plan_stages import stage_map
 from api.pages.timeline import timeline_picture
 from api.pages.wish_fields import answers_of
@@ -27,7 +50,9 @@ router = APIRouter()
 
 
 @router.get("/plans/{plan_id}")
-def show_plan(request: Request, result: ResultDependency, parts: ServicesDependency) -> HTMLResponse:
+def show_plan(
+    request: Request, result: ResultDependency, parts: ServicesDependency
+) -> HTMLResponse:
     """Everything about a plan, or why there is none."""
     row = result.row
     on = f"{row.model} on {counted(row.devices, 'device')}"
@@ -40,7 +65,9 @@ def _plan(plan: Plan, row: PlanRow, parts: Services) -> Iterator[Node]:
     yield pairs(_facts(plan, row))
     if plan.explanation:
         yield section("Why this plan", bullets(plan.explanation))
-    yield section("Where the step's time goes", time(plan.prediction), timeline_picture(plan, row))
+    yield section(
+        "Where the step's time goes", time(plan.prediction), timeline_picture(plan, row)
+    )
     yield section("Memory", *memory(plan.prediction.memory))
     yield section("Stage map", stage_map(plan))
     measured = parts.store.measurements(plan.id)
@@ -58,11 +85,22 @@ def _plan(plan: Plan, row: PlanRow, parts: Services) -> Iterator[Node]:
 
 
 def _facts(plan: Plan, row: PlanRow) -> Iterator[tuple[Node, Node]]:
-    prediction, unit = plan.prediction, "tokens" if plan.request.job.sequence_length else "samples"
-    yield "Layout", f"{layout_line(plan.layout)}; {counted(plan.micro_batches, 'micro-batch')}"
+    prediction, unit = (
+        plan.prediction,
+        "tokens" if plan.request.job.sequence_length else "samples",
+    )
+    yield (
+        "Layout",
+        f"{layout_line(plan.layout)}; {counted(plan.micro_batches, 'micro-batch')}",
+    )
     yield "Step", tag("strong", seconds(prediction.step_seconds))
     yield "Rate", scaled(prediction.tokens_per_second, f"{unit}/s")
-    yield "MFU", "unknown: the device's peak is not known" if prediction.mfu is None else percent(prediction.mfu)
+    yield (
+        "MFU",
+        "unknown: the device's peak is not known"
+        if prediction.mfu is None
+        else percent(prediction.mfu),
+    )
     yield "Mean bubble", percent(prediction.bubble_fraction)
     if plan.cost_per_token is not None:
         yield "Price", f"{plan.cost_per_token * 1e6:.4g} per million {unit}"
@@ -82,10 +120,20 @@ def _infeasible(result: StoredResult) -> Iterator[Node]:
     if found.search is not None:
         yield tag("p", counts(found.search))
     if not result.row.final:
-        yield tag("p", "Time ran out before all layouts were seen: there may be a plan. Ask again with more of it.")
+        yield tag(
+            "p",
+            "Time ran out before all layouts were seen: there may be a plan. Ask again with more of it.",
+        )
     name = result.row.id
-    yield pairs([("Result", tag("code", name)), ("Made", moment(result.row.created_at))])
-    yield tag("p", link("/plan", "Ask for another"), " · ", link(f"/v1/plans/{name}", "as JSON"))
+    yield pairs(
+        [("Result", tag("code", name)), ("Made", moment(result.row.created_at))]
+    )
+    yield tag(
+        "p",
+        link("/plan", "Ask for another"),
+        " · ",
+        link(f"/v1/plans/{name}", "as JSON"),
+    )
 
 
 def _request(request: PlanRequest) -> Iterator[Element]:
@@ -95,9 +143,13 @@ def _request(request: PlanRequest) -> Iterator[Element]:
         f"{group.device if isinstance(group.device, str) else group.device.id}"
         for group in request.cluster.node_groups
     ]
-    asked = [(name.replace("_", " "), written(value)) for name, value in _plain(job.model_dump(mode="json"))]
+    asked = [
+        (name.replace("_", " "), written(value))
+        for name, value in _plain(job.model_dump(mode="json"))
+    ]
     fixed = [
-        f"{name}: {_constraint(value)}" for name, value in job.model_dump(exclude_none=True)["constraints"].items()
+        f"{name}: {_constraint(value)}"
+        for name, value in job.model_dump(exclude_none=True)["constraints"].items()
     ]
     yield pairs(
         [

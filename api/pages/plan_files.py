@@ -22,10 +22,16 @@ PARTS = (
 def files(plan: Plan) -> Iterator[Node]:
     """Documents, then exports."""
     base = f"/v1/plans/{plan.id}"
-    yield bullets([link(f"{base}{path}", words), f": {what}"] for path, words, what in PARTS)
+    yield bullets(
+        [link(f"{base}{path}", words), f": {what}"] for path, words, what in PARTS
+    )
     rows = [_target(target, plan) for target in TARGETS.values()]
     if rows:
-        yield table("The plan for other runtimes and launchers", ("Target", "What it is", ""), rows)
+        yield table(
+            "The plan for other runtimes and launchers",
+            ("Target", "What it is", ""),
+            rows,
+        )
 
 
 def _target(target: Target, plan: Plan) -> tuple[Node, Node, Node]:
@@ -35,6 +41,12 @@ def _target(target: Target, plan: Plan) -> tuple[Node, Node, Node]:
     except PlannerError as error:
         return target.name, target.title, ["cannot: ", str(error)]
     name = link(f"/v1/plans/{plan.id}/exports/{target.name}", target.name)
-    summary = tag("summary", f"{counted(len(export.warnings), 'difference')} from the plan")
-    differences: Node = tag("details", summary, bullets(export.warnings)) if export.warnings else "as planned"
+    summary = tag(
+        "summary", f"{counted(len(export.warnings), 'difference')} from the plan"
+    )
+    differences: Node = (
+        tag("details", summary, bullets(export.warnings))
+        if export.warnings
+        else "as planned"
+    )
     return name, f"{target.title} ({target.version})", differences

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from api.pages.bars import BLUE, GREEN, GREY, ORANGE, PINK, RED, SKY, YELLOW, Part, bar, keys, stack
+from api.pages.bars import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PINK,
+    RED,
+    SKY,
+    YELLOW,
+    Part,
+    bar,
+    keys,
+    stack,
+)
 from api.pages.html import Element, Node, table
 from planner.spec import Prediction
 from planner.spec.plan import RankMemory
@@ -48,29 +61,61 @@ def memory(ranks: Sequence[RankMemory]) -> Iterator[Node]:
     """Bars against the capacity, and what the host keeps."""
     whole = max(max(rank.peak_bytes, rank.capacity_bytes) for rank in ranks)
     yield keys(_parts(ranks[0]))
-    head = ("Pipeline rank", "Peak", "Capacity", "Filled", "", *(name.capitalize() for name in MEMORY_COLOURS))
+    head = (
+        "Pipeline rank",
+        "Peak",
+        "Capacity",
+        "Filled",
+        "",
+        *(name.capitalize() for name in MEMORY_COLOURS),
+    )
     caption = "Predicted memory of one device of every pipeline rank at its peak, in GiB; the line is its capacity"
-    yield table(caption, head, (_rank(rank, whole) for rank in ranks), numbers=(1, 2, 3, *range(5, 11)))
+    yield table(
+        caption,
+        head,
+        (_rank(rank, whole) for rank in ranks),
+        numbers=(1, 2, 3, *range(5, 11)),
+    )
     if any(rank.host_bytes for rank in ranks):
         head = ("Pipeline rank", "Offloaded", "Its part of the node's memory")
-        yield table("What one device keeps in its node's memory", head, map(_host, ranks), numbers=(1, 2))
+        yield table(
+            "What one device keeps in its node's memory",
+            head,
+            map(_host, ranks),
+            numbers=(1, 2),
+        )
 
 
 def _rank(rank: RankMemory, whole: int) -> Iterator[Node]:
     parts = _parts(rank)
-    filled = percent(rank.peak_bytes / rank.capacity_bytes) if rank.capacity_bytes > 0 else "no room at all"
+    filled = (
+        percent(rank.peak_bytes / rank.capacity_bytes)
+        if rank.capacity_bytes > 0
+        else "no room at all"
+    )
     words = f"Pipeline rank {rank.pipeline_rank}: {gibibytes(rank.peak_bytes)} of {gibibytes(rank.capacity_bytes)}"
     yield str(rank.pipeline_rank)
-    yield from (f"{rank.peak_bytes / GIB:.2f}", f"{rank.capacity_bytes / GIB:.2f}", filled)
+    yield from (
+        f"{rank.peak_bytes / GIB:.2f}",
+        f"{rank.capacity_bytes / GIB:.2f}",
+        filled,
+    )
     yield stack(parts, whole, rank.capacity_bytes, words)
     yield from (f"{part.length / GIB:.2f}" for part in parts)
 
 
 def _parts(rank: RankMemory) -> list[Part]:
     sizes = {name: getattr(rank, f"{name}_bytes") for name in MEMORY_COLOURS}
-    return [Part(name, MEMORY_COLOURS[name], size, gibibytes(size)) for name, size in sizes.items()]
+    return [
+        Part(name, MEMORY_COLOURS[name], size, gibibytes(size))
+        for name, size in sizes.items()
+    ]
 
 
 def _host(rank: RankMemory) -> tuple[str, str, str]:
-    there = "unknown" if rank.host_capacity_bytes is None else gibibytes(rank.host_capacity_bytes)
+    there = (
+        "unknown"
+        if rank.host_capacity_bytes is None
+        else gibibytes(rank.host_capacity_bytes)
+    )
     return str(rank.pipeline_rank), gibibytes(rank.host_bytes), there

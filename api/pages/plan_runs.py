@@ -17,14 +17,25 @@ def runs(plan: Plan, measured: Sequence[MeasurementRow]) -> Element:
         return tag("p", "No run was reported yet: ", command, " does.")
     head = ("", "Step", "Longer by", "Rate", "Fullest rank", "Steps", "On", "Reported")
     rows = [tuple(_predicted(plan)), *(tuple(_run(plan, row)) for row in measured)]
-    return table("Medians of the steps after warm-up", head, rows, numbers=(1, 2, 3, 4, 5))
+    return table(
+        "Medians of the steps after warm-up", head, rows, numbers=(1, 2, 3, 4, 5)
+    )
 
 
 def _predicted(plan: Plan) -> Iterator[Node]:
     prediction = plan.prediction
     peak = max(rank.peak_bytes for rank in prediction.memory)
     rate = scaled(prediction.tokens_per_second, "/s")
-    yield from ("predicted", seconds(prediction.step_seconds), "", rate, gibibytes(peak), "", "", "")
+    yield from (
+        "predicted",
+        seconds(prediction.step_seconds),
+        "",
+        rate,
+        gibibytes(peak),
+        "",
+        "",
+        "",
+    )
 
 
 def _run(plan: Plan, row: MeasurementRow) -> Iterator[Node]:

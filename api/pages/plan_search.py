@@ -23,7 +23,11 @@ def proof(search: SearchReport) -> str:
 def counts(search: SearchReport) -> str:
     """What became of the layouts."""
     left = search.layouts_considered - search.layouts_pruned - search.layouts_solved
-    parts = f" of {search.clusters_considered} parts of the cluster" if search.clusters_considered > 1 else ""
+    parts = (
+        f" of {search.clusters_considered} parts of the cluster"
+        if search.clusters_considered > 1
+        else ""
+    )
     return (
         f"{counted(search.layouts_considered, 'layout')}{parts} considered, {search.layouts_pruned} pruned by their "
         f"bound, {search.layouts_solved} solved{f', {left} left open' if left else ''}, in {seconds(search.seconds)}"
@@ -52,19 +56,39 @@ def sensitivity(plan: Plan) -> Element | None:
     """What errors of the inputs mean for the choice."""
     if not plan.sensitivity:
         return None
-    head = ("Quantity", "Expected error", "Where that comes from", "The choice", "Who would win")
+    head = (
+        "Quantity",
+        "Expected error",
+        "Where that comes from",
+        "The choice",
+        "Who would win",
+    )
     rows = [_quantity(each) for each in plan.sensitivity]
-    return table("How wrong an input may be before another layout is as fast", head, rows, numbers=(1,))
+    return table(
+        "How wrong an input may be before another layout is as fast",
+        head,
+        rows,
+        numbers=(1,),
+    )
 
 
 def _quantity(each: Sensitivity) -> tuple[Node, ...]:
     winners: Node = (
-        bullets(f"alternative {one.alternative + 1} from {one.change:+.0%} on" for one in each.overtakes)
+        bullets(
+            f"alternative {one.alternative + 1} from {one.change:+.0%} on"
+            for one in each.overtakes
+        )
         if each.overtakes
         else "none within a factor of four"
     )
     holds = "holds" if each.holds else tag("strong", "may change")
-    return each.quantity.replace("_", " "), percent(each.uncertainty), each.reason, holds, winners
+    return (
+        each.quantity.replace("_", " "),
+        percent(each.uncertainty),
+        each.reason,
+        holds,
+        winners,
+    )
 
 
 def pareto(plan: Plan) -> Element | None:
@@ -72,14 +96,24 @@ def pareto(plan: Plan) -> Element | None:
     if not plan.pareto:
         return None
     priced = any(point.cost_per_token is not None for point in plan.pareto)
-    head = ("Devices", "Step", "Fullest device", *(("Price of 1M",) if priced else ()), "Layout", "")
+    head = (
+        "Devices",
+        "Step",
+        "Fullest device",
+        *(("Price of 1M",) if priced else ()),
+        "Layout",
+        "",
+    )
     caption = "Nothing is faster on as few devices with as little memory"
     rows = [_point(point, plan, priced=priced) for point in plan.pareto]
     return table(caption, head, rows, numbers=range(4 if priced else 3))
 
 
 def _point(point: ParetoPoint, plan: Plan, *, priced: bool) -> tuple[Node, ...]:
-    is_plan = (point.layout, point.step_seconds) == (plan.layout, plan.prediction.step_seconds)
+    is_plan = (point.layout, point.step_seconds) == (
+        plan.layout,
+        plan.prediction.step_seconds,
+    )
     price = "" if point.cost_per_token is None else f"{point.cost_per_token * 1e6:.4g}"
     return (
         str(point.devices),
@@ -125,5 +159,8 @@ def misses(nearest: Sequence[Miss]) -> Element:
     ]
     head = ("Layout", "Pipeline rank", "Memory of", "Needed", "Capacity", "Too much")
     return table(
-        "The least that each layout needs, whatever its stages and recompute", head, rows, numbers=(1, 3, 4, 5)
+        "The least that each layout needs, whatever its stages and recompute",
+        head,
+        rows,
+        numbers=(1, 3, 4, 5),
     )

@@ -13,8 +13,20 @@ from planner.spec.plan import PlannedLayer, Stage
 
 def stage_map(plan: Plan) -> Element:
     """One row per stage."""
-    head = ("Stage", "Pipeline rank", "Layers", "From .. to", "Recomputed", "Global ranks")
-    return table("Stages in the order of the model", head, map(_stage, plan.stages), numbers=(1, 2))
+    head = (
+        "Stage",
+        "Pipeline rank",
+        "Layers",
+        "From .. to",
+        "Recomputed",
+        "Global ranks",
+    )
+    return table(
+        "Stages in the order of the model",
+        head,
+        map(_stage, plan.stages),
+        numbers=(1, 2),
+    )
 
 
 def _stage(stage: Stage) -> tuple[Node, ...]:
@@ -22,7 +34,14 @@ def _stage(stage: Stage) -> tuple[Node, ...]:
     recomputed = sum(layer.recompute != "none" for layer in stage.layers)
     count = len(stage.layers)
     again = "none" if not recomputed else f"{recomputed} of {count}"
-    return str(stage.index), str(stage.pipeline_rank), str(count), layers, again, spans(stage.ranks)
+    return (
+        str(stage.index),
+        str(stage.pipeline_rank),
+        str(count),
+        layers,
+        again,
+        spans(stage.ranks),
+    )
 
 
 def _runs(stage: Stage) -> Iterator[str]:

@@ -20,19 +20,36 @@ def problem(code: str, request: Request) -> HTMLResponse:
     """What an error's `type` points to."""
     kind = _kinds().get(code)
     if kind is None:
-        raise NotFoundError(f"there is no problem {code!r}.", mend=f"known: {', '.join(sorted(_kinds()))}.")
-    return page(request, kind.title, tag("p", tag("code", code), ": ", (kind.__doc__ or "").strip()))
+        raise NotFoundError(
+            f"there is no problem {code!r}.",
+            mend=f"known: {', '.join(sorted(_kinds()))}.",
+        )
+    return page(
+        request,
+        kind.title,
+        tag("p", tag("code", code), ": ", (kind.__doc__ or "").strip()),
+    )
 
 
 def problem_page(request: Request, document: ProblemDocument) -> HTMLResponse:
     """An error, for a browser that asked for a page."""
-    number: Node = tag("p", "Request ", tag("code", document.request_id)) if document.request_id else ""
-    return page(request, document.title, problem_text(document), number, status=document.status)
+    number: Node = (
+        tag("p", "Request ", tag("code", document.request_id))
+        if document.request_id
+        else ""
+    )
+    return page(
+        request, document.title, problem_text(document), number, status=document.status
+    )
 
 
 def problem_text(document: ProblemDocument) -> Node:
     """What is wrong, and how to mend it."""
-    return bullets(map(_error, document.errors)) if document.errors else tag("p", document.detail)
+    return (
+        bullets(map(_error, document.errors))
+        if document.errors
+        else tag("p", document.detail)
+    )
 
 
 def _error(error: ErrorItem) -> Node:
@@ -50,5 +67,7 @@ def _kinds() -> dict[str, type[PlannerError]]:
     return {
         kind.code: kind
         for kind in found
-        if isinstance(kind, type) and issubclass(kind, PlannerError) and kind is not ServiceError
+        if isinstance(kind, type)
+        and issubclass(kind, PlannerError)
+        and kind is not ServiceError
     }

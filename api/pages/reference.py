@@ -28,16 +28,27 @@ def show_reference(request: Request) -> HTMLResponse:
     ]
     schemas = document["components"]["schemas"]
     overview = [
-        (link(f"#{operation['operationId']}", tag("code", f"{method} {path}")), _first_sentence(operation))
+        (
+            link(f"#{operation['operationId']}", tag("code", f"{method} {path}")),
+            _first_sentence(operation),
+        )
         for method, path, operation in operations
     ]
     return page(
         request,
         "HTTP",
-        tag("p", "For programs: ", link("/openapi.json", "OpenAPI"), ", of which client libraries can be generated."),
+        tag(
+            "p",
+            "For programs: ",
+            link("/openapi.json", "OpenAPI"),
+            ", of which client libraries can be generated.",
+        ),
         table("Requests", ("Request", "What"), overview),
         section("Requests", *(_operation(*each) for each in operations)),
-        section("Documents", *(_schema(name, schema) for name, schema in sorted(schemas.items()))),
+        section(
+            "Documents",
+            *(_schema(name, schema) for name, schema in sorted(schemas.items())),
+        ),
     )
 
 
@@ -54,7 +65,11 @@ def _operation(method: str, path: str, operation: Described) -> Element:
 def _parameters(operation: Described) -> Iterator[Node]:
     for parameter in operation.get("parameters", ()):
         schema = parameter["schema"]
-        default = f", default {schema['default']}" if schema.get("default") is not None else ""
+        default = (
+            f", default {schema['default']}"
+            if schema.get("default") is not None
+            else ""
+        )
         words = f" in the {parameter['in']}: "
         yield tag("code", parameter["name"]), words, _kind(schema), default
 
@@ -66,8 +81,16 @@ def _body(operation: Described) -> Iterator[Node]:
 
 def _answers(operation: Described) -> Iterator[Node]:
     for status, answer in sorted(operation["responses"].items()):  # default last
-        kinds = [(" ", tag("code", kind), ": ", _kind(body.get("schema", {}))) for kind, body in _contents(answer)]
-        yield "else" if status == "default" else status, ": ", answer["description"], *kinds
+        kinds = [
+            (" ", tag("code", kind), ": ", _kind(body.get("schema", {})))
+            for kind, body in _contents(answer)
+        ]
+        yield (
+            "else" if status == "default" else status,
+            ": ",
+            answer["description"],
+            *kinds,
+        )
 
 
 def _contents(answer: Described) -> list[tuple[str, Described]]:
@@ -80,8 +103,18 @@ def _schema(name: str, schema: Described) -> Element:
         (tag("code", field), _kind(about), "yes" if field in needed else "")
         for field, about in schema.get("properties", {}).items()
     ]
-    told: Node = table(f"Fields of {name}", ("Field", "Type", "Needed"), rows) if rows else _kind(schema)
-    return tag("article", tag("h3", name), *_paragraphs(schema.get("description", "")), told, id=f"schema-{name}")
+    told: Node = (
+        table(f"Fields of {name}", ("Field", "Type", "Needed"), rows)
+        if rows
+        else _kind(schema)
+    )
+    return tag(
+        "article",
+        tag("h3", name),
+        *_paragraphs(schema.get("description", "")),
+        told,
+        id=f"schema-{name}",
+    )
 
 
 def _first_sentence(operation: Described) -> Node:
@@ -91,7 +124,9 @@ def _first_sentence(operation: Described) -> Node:
 def _marked(text: str) -> Node:
     """What stands in backticks is code; as one line."""
     parts = re.split("`+", " ".join(text.split()))
-    return [tag("code", part) if index % 2 else part for index, part in enumerate(parts)]
+    return [
+        tag("code", part) if index % 2 else part for index, part in enumerate(parts)
+    ]
 
 
 def _paragraphs(text: str) -> list[Element]:
@@ -129,4 +164,8 @@ def _bounds(schema: Described) -> str:
 
 
 def _joined(nodes: list[Node], between: str) -> Node:
-    return [part for index, node in enumerate(nodes) for part in ((between, node) if index else (node,))]
+    return [
+        part
+        for index, node in enumerate(nodes)
+        for part in ((between, node) if index else (node,))
+    ]

@@ -31,13 +31,23 @@ FIRST_REQUEST = """curl -s http://localhost:8000/v1/plans -H 'Content-Type: appl
 
 
 @router.get("/")
-def start(request: Request, parts: ServicesDependency, cursor: Annotated[str | None, Query()] = None) -> HTMLResponse:
+def start(
+    request: Request,
+    parts: ServicesDependency,
+    cursor: Annotated[str | None, Query()] = None,
+) -> HTMLResponse:
     """Recent plans, or those before a cursor."""
     rows = parts.store.plans(before=number_of(cursor), limit=RECENT_PLANS + 1)
-    return page(request, "planner", *_content(parts, rows[:RECENT_PLANS], len(rows) > RECENT_PLANS, cursor is None))
+    return page(
+        request,
+        "planner",
+        *_content(parts, rows[:RECENT_PLANS], len(rows) > RECENT_PLANS, cursor is None),
+    )
 
 
-def _content(parts: Services, rows: list[PlanRow], has_more: bool, is_first: bool) -> Iterator[Node]:
+def _content(
+    parts: Services, rows: list[PlanRow], has_more: bool, is_first: bool
+) -> Iterator[Node]:
     if is_first:
         yield tag(
             "p",
@@ -49,8 +59,16 @@ def _content(parts: Services, rows: list[PlanRow], has_more: bool, is_first: boo
         )
         yield from _under_way(parts)
         yield from _newest_picture(parts, rows)
-    older = [tag("p", link(f"/?cursor={cursor_of(rows[-1].number)}", "Older plans"))] if has_more else []
-    yield section("Recent plans" if is_first else "Older plans", _plans(rows) if rows else _none_yet(), *older)
+    older = (
+        [tag("p", link(f"/?cursor={cursor_of(rows[-1].number)}", "Older plans"))]
+        if has_more
+        else []
+    )
+    yield section(
+        "Recent plans" if is_first else "Older plans",
+        _plans(rows) if rows else _none_yet(),
+        *older,
+    )
 
 
 def _none_yet() -> Node:
@@ -62,12 +80,19 @@ def _under_way(parts: Services) -> Iterator[Element]:
     rows = [_job(job, view_of(job)) for job in parts.store.unfinished_jobs()]
     if rows:
         head = ("Plan of", "Status", "Best step so far", "Asked for")
-        yield section("Under way", table("Plans that are being solved", head, rows, numbers=(2,)))
+        yield section(
+            "Under way", table("Plans that are being solved", head, rows, numbers=(2,))
+        )
 
 
 def _job(job: JobRow, view: JobView) -> tuple[Node, ...]:
     best = "none yet" if view.incumbent is None else seconds(view.incumbent)
-    return link(f"/jobs/{job.id}", subject(job)), job.status, best, moment(job.created_at)
+    return (
+        link(f"/jobs/{job.id}", subject(job)),
+        job.status,
+        best,
+        moment(job.created_at),
+    )
 
 
 def _newest_picture(parts: Services, rows: list[PlanRow]) -> Iterator[Node]:

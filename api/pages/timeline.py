@@ -14,7 +14,11 @@ def timeline_picture(plan: Plan, row: PlanRow) -> Element:
     """As an image, so that the page does not wait for it; hovering works in the picture's own tab."""
     url = f"/v1/plans/{row.id}/timeline.svg"
     words = f"One training step of {row.model} on {row.devices} devices, as predicted"
-    actions = 2 * len(plan.stages) * plan.micro_batches * plan.layout.sequence_chunks  # forward and backward
+    actions = (
+        2 * len(plan.stages) * plan.micro_batches * plan.layout.sequence_chunks
+    )  # forward and backward
     if actions > MAX_PICTURED_ACTIONS:
         return tag("p", link(url, words), f" ({actions} actions: a large picture)")
-    return tag("figure", link(url, tag("img", src=url, alt=words)), tag("figcaption", words))
+    return tag(
+        "figure", link(url, tag("img", src=url, alt=words)), tag("figcaption", words)
+    )

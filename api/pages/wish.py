@@ -15,7 +15,16 @@ from api.guard import client_of
 from api.pages.html import Element, Node, page, tag
 from api.pages.job import SEE_OTHER
 from api.pages.problem import sentence
-from api.pages.wish_fields import BY_NAME, FIELDS, LONGEST_ANSWER, Answers, Field, body_of, defaults, field_of
+from api.pages.wish_fields import (
+    BY_NAME,
+    FIELDS,
+    LONGEST_ANSWER,
+    Answers,
+    Field,
+    body_of,
+    defaults,
+    field_of,
+)
 from api.planning import ask
 from api.store import JobRow
 from planner.errors import DocumentError, PlannerError, Problem
@@ -30,7 +39,9 @@ FORM = "application/x-www-form-urlencoded"
 @router.get("/plan")
 def show_form(request: Request) -> HTMLResponse:
     """The form; names and values in the query fill it in."""
-    given = {name: value for name, value in request.query_params.items() if name in BY_NAME}
+    given = {
+        name: value for name, value in request.query_params.items() if name in BY_NAME
+    }
     return _form(request, defaults() | given)
 
 
@@ -63,7 +74,9 @@ def _wish(answers: Answers) -> PlanCreate:
         raise DocumentError("", problems=(*problems, *error.problems)) from None
     if problems:
         raise DocumentError("", problems=tuple(problems))
-    for index, group in enumerate(wish.cluster.node_groups):  # else the search would tell, when the job's turn has come
+    for index, group in enumerate(
+        wish.cluster.node_groups
+    ):  # else the search would tell, when the job's turn has come
         find_device(group.device, field=f"cluster.node_groups[{index}].device")
     return wish
 
@@ -76,30 +89,59 @@ async def _answers(request: Request) -> dict[str, str]:
     """
     kind = request.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != FORM:
-        raise MediaTypeError(f"the body was sent as {kind!r}.", field="Content-Type", mend=f"send {FORM}.")
+        raise MediaTypeError(
+            f"the body was sent as {kind!r}.",
+            field="Content-Type",
+            mend=f"send {FORM}.",
+        )
     text = (await request.body()).decode(errors="replace")
     try:
         given = parse_qsl(text, keep_blank_values=True, max_num_fields=4 * len(FIELDS))
     except ValueError:
-        raise DocumentError("the form has too many fields.", mend="send each once.") from None
-    return defaults() | {name: value[:LONGEST_ANSWER] for name, value in given if name in BY_NAME}
+        raise DocumentError(
+            "the form has too many fields.", mend="send each once."
+        ) from None
+    return defaults() | {
+        name: value[:LONGEST_ANSWER] for name, value in given if name in BY_NAME
+    }
 
 
 def _page_of(asked: StoredResult | JobRow) -> str:
-    return f"/plans/{asked.row.id}" if isinstance(asked, StoredResult) else f"/jobs/{asked.id}"
+    return (
+        f"/plans/{asked.row.id}"
+        if isinstance(asked, StoredResult)
+        else f"/jobs/{asked.id}"
+    )
 
 
-def _form(request: Request, answers: Answers, problems: Sequence[Problem] = (), *, status: int = 200) -> HTMLResponse:
+def _form(
+    request: Request,
+    answers: Answers,
+    problems: Sequence[Problem] = (),
+    *,
+    status: int = 200,
+) -> HTMLResponse:
     beside: dict[str, list[Problem]] = {}
     for problem in problems:
         beside.setdefault(field_of(problem), []).append(problem)
-    fields = [_field(field, answers.get(field.name, ""), beside.get(field.name, [])) for field in FIELDS]
+    fields = [
+        _field(field, answers.get(field.name, ""), beside.get(field.name, []))
+        for field in FIELDS
+    ]
     button = tag("p", tag("button", "Plan", type="submit"), class_="wide")
     form = tag("form", *fields, button, method="post", action="/plan", class_="fields")
-    return page(request, "Ask for a plan", *_summary(problems, beside.get("", [])), form, status=status)
+    return page(
+        request,
+        "Ask for a plan",
+        *_summary(problems, beside.get("", [])),
+        form,
+        status=status,
+    )
 
 
-def _summary(problems: Sequence[Problem], elsewhere: Sequence[Problem]) -> Iterator[Node]:
+def _summary(
+    problems: Sequence[Problem], elsewhere: Sequence[Problem]
+) -> Iterator[Node]:
     """Above the form: that something is wrong, and what belongs to no field."""
     if problems:
         said = [tag("p", "This cannot be planned yet.", class_="wrong")]
@@ -109,8 +151,12 @@ def _summary(problems: Sequence[Problem], elsewhere: Sequence[Problem]) -> Itera
 
 def _field(field: Field, answer: str, problems: Sequence[Problem]) -> Element:
     """Label, input, hint and what is wrong with the answer."""
-    wrong = " ".join(f"{problem.message} {sentence(problem.mend)}".strip() for problem in problems)
-    told = {kind: words for kind, words in (("hint", field.hint), ("wrong", wrong)) if words}
+    wrong = " ".join(
+        f"{problem.message} {sentence(problem.mend)}".strip() for problem in problems
+    )
+    told = {
+        kind: words for kind, words in (("hint", field.hint), ("wrong", wrong)) if words
+    }
     control = _control(
         field,
         answer,
@@ -119,16 +165,23 @@ def _field(field: Field, answer: str, problems: Sequence[Problem]) -> Element:
         aria_invalid="true" if wrong else None,
         aria_describedby=" ".join(f"{field.name}-{kind}" for kind in told) or None,
     )
-    notes = (tag("span", words, class_=kind, id=f"{field.name}-{kind}") for kind, words in told.items())
+    notes = (
+        tag("span", words, class_=kind, id=f"{field.name}-{kind}")
+        for kind, words in told.items()
+    )
     label = tag("label", field.label, for_=field.name)
-    return tag("div", label, control, *notes, class_="wide" if field.kind == "lines" else None)
+    return tag(
+        "div", label, control, *notes, class_="wide" if field.kind == "lines" else None
+    )
 
 
 def _control(field: Field, answer: str, **attributes: str | None) -> Element:
     if field.choices is not None:
         known = list(field.choices())
         shown = known if answer in known else [answer, *known]
-        options = (tag("option", each, value=each, selected=each == answer) for each in shown)
+        options = (
+            tag("option", each, value=each, selected=each == answer) for each in shown
+        )
         return tag("select", *options, **attributes)
     if field.kind == "lines":
         return tag("textarea", answer, rows="4", **attributes)

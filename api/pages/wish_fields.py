@@ -37,16 +37,62 @@ class Field:
 GROUP = ("cluster", "node_groups", 0)
 FIELDS = (
     Field("model", "Model", ("model",), "gpt2", choices=names),
-    Field("device", "Device", (*GROUP, "device"), "h100-sxm5-80gb", choices=lambda: sorted(catalogue())),
+    Field(
+        "device",
+        "Device",
+        (*GROUP, "device"),
+        "h100-sxm5-80gb",
+        choices=lambda: sorted(catalogue()),
+    ),
     Field("nodes", "Nodes", (*GROUP, "nodes"), "1"),
     Field("devices_per_node", "Devices per node", (*GROUP, "devices_per_node"), "8"),
-    Field("global_batch_size", "Global batch", ("job", "global_batch_size"), "64", "samples per step of all devices"),
-    Field("sequence_length", "Sequence length", ("job", "sequence_length"), "1024", "tokens per sample; 0: none"),
-    Field("precision", "Precision", ("job", "precision"), "bf16-mixed", choices=lambda: get_args(Precision)),
-    Field("optimizer", "Optimizer", ("job", "optimizer"), "adamw", choices=lambda: get_args(OptimizerName)),
-    Field("objective", "Objective", ("job", "objective"), "step_time", choices=lambda: get_args(Objective)),
-    Field("deadline_seconds", "Deadline, seconds", ("job", "deadline_seconds"), hint="of a step; for devices only"),
-    Field("price_per_hour", "Price per hour", (*GROUP, "price_per_hour"), hint="of one device; for cost"),
+    Field(
+        "global_batch_size",
+        "Global batch",
+        ("job", "global_batch_size"),
+        "64",
+        "samples per step of all devices",
+    ),
+    Field(
+        "sequence_length",
+        "Sequence length",
+        ("job", "sequence_length"),
+        "1024",
+        "tokens per sample; 0: none",
+    ),
+    Field(
+        "precision",
+        "Precision",
+        ("job", "precision"),
+        "bf16-mixed",
+        choices=lambda: get_args(Precision),
+    ),
+    Field(
+        "optimizer",
+        "Optimizer",
+        ("job", "optimizer"),
+        "adamw",
+        choices=lambda: get_args(OptimizerName),
+    ),
+    Field(
+        "objective",
+        "Objective",
+        ("job", "objective"),
+        "step_time",
+        choices=lambda: get_args(Objective),
+    ),
+    Field(
+        "deadline_seconds",
+        "Deadline, seconds",
+        ("job", "deadline_seconds"),
+        hint="of a step; for devices only",
+    ),
+    Field(
+        "price_per_hour",
+        "Price per hour",
+        (*GROUP, "price_per_hour"),
+        hint="of one device; for cost",
+    ),
     Field(
         "time_limit_seconds",
         "Time limit, seconds",
@@ -118,7 +164,9 @@ def field_of(problem: Problem) -> str:
     """
     for field in FIELDS:
         whole = path_text(field.path)
-        if problem.field == whole or problem.field.startswith((f"{whole}.", f"{whole}[", f"{whole} ")):
+        if problem.field == whole or problem.field.startswith(
+            (f"{whole}.", f"{whole}[", f"{whole} ")
+        ):
             return field.name
     told = problem.message.partition(":")[0]
     if told in BY_NAME:
@@ -131,22 +179,42 @@ def field_of(problem: Problem) -> str:
 
 def path_text(path: tuple[str | int, ...]) -> str:
     """``cluster.node_groups[0].nodes``."""
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).lstrip(".")
+    return "".join(
+        f"[{step}]" if isinstance(step, int) else f".{step}" for step in path
+    ).lstrip(".")
 
 
 def answers_of(request: PlanRequest) -> dict[str, str] | None:
     """What one would have typed for a request; None where the form cannot say it."""
     group = request.cluster.node_groups[0]
-    body: dict[str, Any] = {"model": request.model, "cluster": request.cluster.model_dump(mode="json")}
+    body: dict[str, Any] = {
+        "model": request.model,
+        "cluster": request.cluster.model_dump(mode="json"),
+    }
     body["job"] = request.job.model_dump(mode="json", exclude_none=True)
     body["options"] = request.options.model_dump(mode="json")
-    if request.model is None or len(request.cluster.node_groups) > 1 or not isinstance(group.device, str):
+    if (
+        request.model is None
+        or len(request.cluster.node_groups) > 1
+        or not isinstance(group.device, str)
+    ):
         return None
-    answers = {field.name: _typed(_get(body, field.path)) for field in FIELDS if field.kind != "lines"}
-    answers["constraints"] = "\n".join(f"{name}={_typed(value)}" for name, value in body["job"]["constraints"].items())
-    if Options(time_limit_seconds=request.options.time_limit_seconds) != request.options:
+    answers = {
+        field.name: _typed(_get(body, field.path))
+        for field in FIELDS
+        if field.kind != "lines"
+    }
+    answers["constraints"] = "\n".join(
+        f"{name}={_typed(value)}" for name, value in body["job"]["constraints"].items()
+    )
+    if (
+        Options(time_limit_seconds=request.options.time_limit_seconds)
+        != request.options
+    ):
         return None
-    return {name: text for name, text in answers.items() if text != BY_NAME[name].default}
+    return {
+        name: text for name, text in answers.items() if text != BY_NAME[name].default
+    }
 
 
 def _get(body: Any, path: tuple[str | int, ...]) -> Any:

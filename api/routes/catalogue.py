@@ -60,7 +60,9 @@ def list_models() -> ModelList:
 @router.get("/devices")
 def list_devices() -> DeviceList:
     """Devices that clusters can name."""
-    return DeviceList(devices=tuple(_device_view(device) for device in catalogue().values()))
+    return DeviceList(
+        devices=tuple(_device_view(device) for device in catalogue().values())
+    )
 
 
 @router.get("/schemas/{name}")
@@ -68,13 +70,19 @@ def get_schema(name: str) -> dict[str, Any]:
     """JSON Schema of a document."""
     kind = SCHEMAS.get(name)
     if kind is None:
-        raise NotFoundError(f"there is no schema {name!r}.", field="name", mend=f"use one of {', '.join(SCHEMAS)}.")
+        raise NotFoundError(
+            f"there is no schema {name!r}.",
+            field="name",
+            mend=f"use one of {', '.join(SCHEMAS)}.",
+        )
     return kind.model_json_schema(by_alias=True)
 
 
 def _model_view(name: str) -> ModelView:
     found = entry(name)
-    return ModelView.model_validate({field: getattr(found, field) for field in ModelView.model_fields})
+    return ModelView.model_validate(
+        {field: getattr(found, field) for field in ModelView.model_fields}
+    )
 
 
 def _device_view(device: CatalogueDevice) -> DeviceView:

@@ -21,13 +21,19 @@ WARNINGS = "Export-Warnings"
 _DOWNLOAD: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The plan in the target's own format.",
-        "content": {target.media_type: {"schema": {"type": "string"}} for target in TARGETS.values()},
+        "content": {
+            target.media_type: {"schema": {"type": "string"}}
+            for target in TARGETS.values()
+        },
         "headers": {
             "Content-Disposition": {
                 "description": "attachment, with a file name that begins with the plan's id.",
                 "schema": {"type": "string"},
             },
-            "ETag": {"description": "sha256 of the text.", "schema": {"type": "string"}},
+            "ETag": {
+                "description": "sha256 of the text.",
+                "schema": {"type": "string"},
+            },
             WARNINGS: {
                 "description": "What the target does otherwise than the plan says: a list (RFC 9651) of strings, one "
                 "per sentence; a sentence with other characters than ASCII is a display string. Absent: nothing.",
@@ -64,14 +70,20 @@ def list_exports() -> ExportTargets:
     return ExportTargets(exports=tuple(map(_listed, TARGETS.values())))
 
 
-@router.get("/v1/plans/{plan_id}/exports/{target}", response_class=Response, responses=_DOWNLOAD)
+@router.get(
+    "/v1/plans/{plan_id}/exports/{target}", response_class=Response, responses=_DOWNLOAD
+)
 def get_export(target: str, request: Request, result: ResultDependency) -> Response:
     """The plan, written for a target, as a file to store; 422 where the target cannot do what the plan says."""
     known = _target(target)
     plan = result.plan()
     export = known.write(plan)
-    response = cacheable(request, export.text, media_type=known.media_type, cache_control=REVALIDATE)
-    response.headers["Content-Disposition"] = f'attachment; filename="{known.file_name(plan)}"'
+    response = cacheable(
+        request, export.text, media_type=known.media_type, cache_control=REVALIDATE
+    )
+    response.headers["Content-Disposition"] = (
+        f'attachment; filename="{known.file_name(plan)}"'
+    )
     if export.warnings:
         response.headers[WARNINGS] = ", ".join(map(structured, export.warnings))
     return response
@@ -108,4 +120,6 @@ def _target(name: str) -> Target:
         return find(name)
     except UnknownNameError as error:
         (problem,) = error.problems
-        raise NotFoundError(problem.message, field=problem.field, mend=problem.mend) from None
+        raise NotFoundError(
+            problem.message, field=problem.field, mend=problem.mend
+        ) from None

@@ -38,10 +38,16 @@ def get_readiness(parts: ServicesDependency) -> Readiness:
     return Readiness(queue_length=waiting, running=parts.solvers.running)
 
 
-@router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {}}}},
+)
 def get_metrics(parts: ServicesDependency) -> Response:
     """Counters in Prometheus' text format."""
-    text = parts.metrics.text(queue_length=parts.solvers.waiting, running=parts.solvers.running)
+    text = parts.metrics.text(
+        queue_length=parts.solvers.waiting, running=parts.solvers.running
+    )
     return Response(text, media_type=MEDIA_TYPE)
 
 
@@ -50,7 +56,9 @@ def _check_store(parts: Services) -> None:
         parts.store.check_writable()
     except sqlite3.Error as error:
         raise NotReadyError(
-            f"the database cannot be written: {error}.", mend="look after its disk.", retry_after_seconds=10
+            f"the database cannot be written: {error}.",
+            mend="look after its disk.",
+            retry_after_seconds=10,
         ) from None
 
 

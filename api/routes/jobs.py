@@ -8,7 +8,12 @@ from collections.abc import AsyncIterator
 from fastapi import APIRouter, Response
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
-from api.dependencies import JobDependency, LastEventDependency, RootDependency, ServicesDependency
+from api.dependencies import (
+    JobDependency,
+    LastEventDependency,
+    RootDependency,
+    ServicesDependency,
+)
 from api.documents import JobView
 from api.jobs import view_of
 
@@ -33,7 +38,10 @@ async def get_job_events(
     """
     async for event in parts.jobs.events(job.id, after=last_event_id):
         yield ServerSentEvent(
-            data=json.loads(event.data), event=event.name, id=str(event.number), retry=RECONNECT_MILLISECONDS
+            data=json.loads(event.data),
+            event=event.name,
+            id=str(event.number),
+            retry=RECONNECT_MILLISECONDS,
         )
 
 

@@ -10,7 +10,11 @@ from api.dependencies import ServicesDependency
 router = APIRouter(prefix="/v1", tags=["measurements"])
 
 
-@router.get("/measurements.csv", response_class=Response, responses={200: {"content": {"text/csv": {}}}})
+@router.get(
+    "/measurements.csv",
+    response_class=Response,
+    responses={200: {"content": {"text/csv": {}}}},
+)
 def get_measurements_csv(parts: ServicesDependency) -> Response:
     """Every stored run of a catalogue transformer, one row each, for `planner calibrate --measurements`."""
     return Response(rows_text(parts.store.measured_plans()), media_type="text/csv")

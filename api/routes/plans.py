@@ -10,7 +10,14 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
-from api.caching import FOREVER, NOT_MODIFIED, REVALIDATE, cacheable, check_if_match, tag_of
+from api.caching import (
+    FOREVER,
+    NOT_MODIFIED,
+    REVALIDATE,
+    cacheable,
+    check_if_match,
+    tag_of,
+)
 from api.cursors import cursor_of, number_of
 from api.dependencies import (
     ClientDependency,
@@ -54,16 +61,26 @@ ACCEPTED: dict[int | str, dict[str, Any]] = {
         "description": "Not solved within the wait: follow the job.",
         "headers": {
             "Location": {"description": "The job.", "schema": {"type": "string"}},
-            "Retry-After": {"description": "Seconds until it is worth asking.", "schema": {"type": "integer"}},
+            "Retry-After": {
+                "description": "Seconds until it is worth asking.",
+                "schema": {"type": "integer"},
+            },
         },
     }
 }
-PICTURE: dict[int | str, dict[str, Any]] = {200: {"content": {"image/svg+xml": {}}}, **NOT_MODIFIED}
+PICTURE: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"image/svg+xml": {}}},
+    **NOT_MODIFIED,
+}
 
 
 @router.post("", response_model=Plan | Infeasible, responses=ACCEPTED)
 async def create_plan(
-    body: PlanCreate, request: Request, parts: ServicesDependency, client: ClientDependency, wait: WaitDependency
+    body: PlanCreate,
+    request: Request,
+    parts: ServicesDependency,
+    client: ClientDependency,
+    wait: WaitDependency,
 ) -> Response:
     """The best plan: at once when it is known, else solved; waits as long as ``Prefer: wait=N`` says, then answers 202.
 
@@ -78,12 +95,17 @@ async def create_plan(
 
 
 @router.get("")
-def list_plans(parts: ServicesDependency, root: RootDependency, asked: Annotated[PlanQuery, Query()]) -> PlanPage:
+def list_plans(
+    parts: ServicesDependency,
+    root: RootDependency,
+    asked: Annotated[PlanQuery, Query()],
+) -> PlanPage:
     """Plans, newest first; `next` is the cursor of the following page."""
     rows = parts.store.plans(before=number_of(asked.cursor), limit=asked.limit + 1)
     shown, more = rows[: asked.limit], len(rows) > asked.limit
     return PlanPage(
-        plans=tuple(_summary(row, root) for row in shown), next=cursor_of(shown[-1].number) if more else None
+        plans=tuple(_summary(row, root) for row in shown),
+        next=cursor_of(shown[-1].number) if more else None,
     )
 
 
@@ -94,7 +116,9 @@ def get_plan(request: Request, result: ResultDependency) -> Response:
 
 
 @router.delete("/{plan_id}", status_code=204, response_class=Response)
-def delete_plan(request: Request, result: ResultDependency, parts: ServicesDependency) -> None:
+def delete_plan(
+    request: Request, result: ResultDependency, parts: ServicesDependency
+) -> None:
     """Delete a plan, its measured runs and its ended jobs; asked for again, it is solved again."""
     check_if_match(request, tag_of(result.document.encode()))
     parts.store.delete_plan(result.row.id)
@@ -112,28 +136,49 @@ def get_stage_map(request: Request, result: ResultDependency) -> Response:
         stages=plan.stages,
         placement=plan.placement,
     )
-    return cacheable(request, stage_map.model_dump_json(), media_type=JSON, cache_control=REVALIDATE)
+    return cacheable(
+        request, stage_map.model_dump_json(), media_type=JSON, cache_control=REVALIDATE
+    )
 
 
-@router.get("/{plan_id}/timeline.json", response_class=JSONResponse, responses=NOT_MODIFIED)
-def get_timeline_json(request: Request, result: ResultDependency, parts: ServicesDependency) -> Response:
+@router.get(
+    "/{plan_id}/timeline.json", response_class=JSONResponse, responses=NOT_MODIFIED
+)
+def get_timeline_json(
+    request: Request, result: ResultDependency, parts: ServicesDependency
+) -> Response:
     """One predicted step as a Chrome trace, for ui.perfetto.dev or chrome://tracing."""
     from planner.schedule.timeline import chrome_trace
 
-    timeline = predicted_timeline(result.plan(), parts.profiles.get(result.row.profile_id))
-    return cacheable(request, json.dumps(chrome_trace([timeline])), media_type=JSON, cache_control=REVALIDATE)
+    timeline = predicted_timeline(
+        result.plan(), parts.profiles.get(result.row.profile_id)
+    )
+    return cacheable(
+        request,
+        json.dumps(chrome_trace([timeline])),
+        media_type=JSON,
+        cache_control=REVALIDATE,
+    )
 
 
 @router.get("/{plan_id}/timeline.svg", response_class=Response, responses=PICTURE)
-def get_timeline_svg(request: Request, result: ResultDependency, parts: ServicesDependency) -> Response:
+def get_timeline_svg(
+    request: Request, result: ResultDependency, parts: ServicesDependency
+) -> Response:
     """One predicted step as a picture."""
     from planner.schedule.timeline import svg
 
-    timeline = predicted_timeline(result.plan(), parts.profiles.get(result.row.profile_id))
-    return cacheable(request, svg([timeline]), media_type="image/svg+xml", cache_control=REVALIDATE)
+    timeline = predicted_timeline(
+        result.plan(), parts.profiles.get(result.row.profile_id)
+    )
+    return cacheable(
+        request, svg([timeline]), media_type="image/svg+xml", cache_control=REVALIDATE
+    )
 
 
-@router.get("/{plan_id}/explanation", response_model=Explanation, responses=NOT_MODIFIED)
+@router.get(
+    "/{plan_id}/explanation", response_model=Explanation, responses=NOT_MODIFIED
+)
 def get_explanation(request: Request, result: ResultDependency) -> Response:
     """Why this plan won, how far it is proven, and what the next best ones would cost."""
     plan = result.plan()
@@ -147,12 +192,21 @@ def get_explanation(request: Request, result: ResultDependency) -> Response:
         relaxations=plan.relaxations,
         sensitivity=plan.sensitivity,
     )
-    return cacheable(request, explanation.model_dump_json(), media_type=JSON, cache_control=REVALIDATE)
+    return cacheable(
+        request,
+        explanation.model_dump_json(),
+        media_type=JSON,
+        cache_control=REVALIDATE,
+    )
 
 
 @router.post("/{plan_id}/measurements", status_code=201)
 def create_measurement(
-    body: MeasuredRun, response: Response, result: ResultDependency, parts: ServicesDependency, root: RootDependency
+    body: MeasuredRun,
+    response: Response,
+    result: ResultDependency,
+    parts: ServicesDependency,
+    root: RootDependency,
 ) -> MeasurementView:
     """Store what a run of this plan really did (the measured.json of `planner run`)."""
     plan = result.plan()
@@ -162,20 +216,30 @@ def create_measurement(
             field="plan_id",
             mend=f"POST it to /v1/plans/{body.plan_id}/measurements.",
         )
-    view = _measurement_view(parts.store.add_measurement(plan.id, body.model_dump_json()), result.row, root)
+    view = _measurement_view(
+        parts.store.add_measurement(plan.id, body.model_dump_json()), result.row, root
+    )
     response.headers["Location"] = f"/v1/plans/{plan.id}/measurements/{view.id}"
     return view
 
 
 @router.get("/{plan_id}/measurements")
-def list_measurements(result: ResultDependency, parts: ServicesDependency, root: RootDependency) -> MeasurementList:
+def list_measurements(
+    result: ResultDependency, parts: ServicesDependency, root: RootDependency
+) -> MeasurementList:
     """Measured runs of this plan, newest first, each against the prediction."""
     result.plan()
     rows = parts.store.measurements(result.row.id)
-    return MeasurementList(measurements=tuple(_measurement_view(row, result.row, root) for row in rows))
+    return MeasurementList(
+        measurements=tuple(_measurement_view(row, result.row, root) for row in rows)
+    )
 
 
-@router.get("/{plan_id}/measurements/{measurement_id}", response_model=MeasuredRun, responses=NOT_MODIFIED)
+@router.get(
+    "/{plan_id}/measurements/{measurement_id}",
+    response_model=MeasuredRun,
+    responses=NOT_MODIFIED,
+)
 def get_measurement(
     measurement_id: Annotated[int, Path(ge=1, le=LARGEST_INTEGER)],
     request: Request,
@@ -198,19 +262,28 @@ def _after_wait(request: Request, parts: Services, job: JobRow, wait: Wait) -> R
     if job.status in ("succeeded", "infeasible"):
         found = parts.store.plan(job.plan_id)
         if found is None:
-            raise NotFoundError(f"plan {job.plan_id} was deleted meanwhile.", mend="ask for the plan again.")
+            raise NotFoundError(
+                f"plan {job.plan_id} was deleted meanwhile.",
+                mend="ask for the plan again.",
+            )
         return _answer(request, StoredResult(*found), cache="fwd=miss; stored")
     if job.status == "cancelled":
-        raise JobCancelledError(f"job {job.id} was cancelled by a client.", mend="ask for the plan again.")
+        raise JobCancelledError(
+            f"job {job.id} was cancelled by a client.", mend="ask for the plan again."
+        )
     view = view_of(job, root_of(request.scope))
     if job.status == "failed":
         assert view.problem is not None
         parts.metrics.problems.add(code=view.problem.code)
-        return response_of(view.problem.model_copy(update={"request_id": request.scope["request_id"]}))
+        return response_of(
+            view.problem.model_copy(update={"request_id": request.scope["request_id"]})
+        )
     headers = {"Location": f"/v1/jobs/{job.id}", "Retry-After": "1"}
     if wait.applied:
         headers["Preference-Applied"] = wait.applied
-    return Response(view.model_dump_json(), status_code=202, media_type=JSON, headers=headers)
+    return Response(
+        view.model_dump_json(), status_code=202, media_type=JSON, headers=headers
+    )
 
 
 def _answer(request: Request, result: StoredResult, *, cache: str) -> Response:

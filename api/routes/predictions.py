@@ -16,7 +16,9 @@ router = APIRouter(prefix="/v1/predictions", tags=["predictions"])
 
 
 @router.post("")
-async def create_prediction(body: PredictionCreate, parts: ServicesDependency, client: ClientDependency) -> Forecast:
+async def create_prediction(
+    body: PredictionCreate, parts: ServicesDependency, client: ClientDependency
+) -> Forecast:
     """Predict one layout; without `layers_per_stage`, its best stage map. Nothing is stored."""
     resolved = await run_in_threadpool(parts.profiles.resolve, body)
     answer = await parts.solvers.run(
@@ -26,9 +28,15 @@ async def create_prediction(body: PredictionCreate, parts: ServicesDependency, c
         on_progress=lambda report: None,
     )
     if not isinstance(answer, Forecast):
-        raise NotReadyError("the service is stopping.", mend="ask again in a moment.", retry_after_seconds=1)
+        raise NotReadyError(
+            "the service is stopping.",
+            mend="ask again in a moment.",
+            retry_after_seconds=1,
+        )
     return answer
 
 
 def _task(body: PredictionCreate, resolved: ResolvedProfile) -> PredictTask:
-    return PredictTask(resolved.profile, body.cluster, body.job, body.layout, resolved.model)
+    return PredictTask(
+        resolved.profile, body.cluster, body.job, body.layout, resolved.model
+    )

@@ -13,9 +13,16 @@ from planner.spec import ModelProfile
 router = APIRouter(prefix="/v1/profiles", tags=["profiles"])
 
 
-@router.post("", status_code=201, responses={200: {"model": ProfileSummary, "description": "It was stored before."}})
+@router.post(
+    "",
+    status_code=201,
+    responses={200: {"model": ProfileSummary, "description": "It was stored before."}},
+)
 def create_profile(
-    body: ProfileCreate, response: Response, parts: ServicesDependency, root: RootDependency
+    body: ProfileCreate,
+    response: Response,
+    parts: ServicesDependency,
+    root: RootDependency,
 ) -> ProfileSummary:
     """Store a profile, or the counted profile of a catalogue model. The same profile always gets the same id."""
     resolved = _resolve(body.root, parts)
@@ -26,21 +33,32 @@ def create_profile(
 
 
 @router.get("/{profile_id}", response_model=ModelProfile, responses=NOT_MODIFIED)
-def get_profile(profile_id: str, request: Request, parts: ServicesDependency) -> Response:
+def get_profile(
+    profile_id: str, request: Request, parts: ServicesDependency
+) -> Response:
     """A stored profile."""
     document = parts.profiles.document(profile_id)
-    return cacheable(request, document, media_type="application/json", cache_control=FOREVER)
+    return cacheable(
+        request, document, media_type="application/json", cache_control=FOREVER
+    )
 
 
-def _resolve(body: ModelProfile | CatalogueProfile, parts: ServicesDependency) -> ResolvedProfile:
+def _resolve(
+    body: ModelProfile | CatalogueProfile, parts: ServicesDependency
+) -> ResolvedProfile:
     if isinstance(body, ModelProfile):
         return parts.profiles.given(body)
-    return parts.profiles.derived(body.model, sequence_length=body.sequence_length, dtype=body.dtype)
+    return parts.profiles.derived(
+        body.model, sequence_length=body.sequence_length, dtype=body.dtype
+    )
 
 
 def _summary(resolved: ResolvedProfile, root: str) -> ProfileSummary:
     profile = resolved.profile
-    copies = sum(shared.parameters * (len(shared.layers) - 1) for shared in profile.shared_parameters)
+    copies = sum(
+        shared.parameters * (len(shared.layers) - 1)
+        for shared in profile.shared_parameters
+    )
     return ProfileSummary(
         id=resolved.id,
         model=profile.model,

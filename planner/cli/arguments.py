@@ -31,7 +31,9 @@ def module_names(text: str) -> tuple[str, ...]:
     """``encoder.layer.*,head`` -> the names, none empty."""
     names = tuple(name.strip() for name in text.split(","))
     if not all(all(name.split(".")) for name in names):
-        raise argparse.ArgumentTypeError(f"{text!r} holds an empty name; give qualified names, e.g. encoder.layer.*")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} holds an empty name; give qualified names, e.g. encoder.layer.*"
+        )
     return names
 
 
@@ -47,7 +49,9 @@ def positive_number(text: str) -> float:
     """A finite number above 0."""
     value = _number(text, "give a plain number, e.g. 0.001")
     if value <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not above 0; give a positive number")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not above 0; give a positive number"
+        )
     return value
 
 
@@ -64,7 +68,9 @@ def below_1(text: str) -> float:
     """A number from 0 to below 1."""
     value = _number(text, "give a plain number, e.g. 0.9")
     if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not from 0 to below 1; give e.g. 0.9")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not from 0 to below 1; give e.g. 0.9"
+        )
     return value
 
 
@@ -90,7 +96,9 @@ def _whole(text: str, *, least: int) -> int:
     except ValueError:
         value = least - 1
     if value < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a whole number of at least {least}"
+        )
     return value
 
 
@@ -104,7 +112,9 @@ def _number(text: str, hint: str) -> float:
     return value
 
 
-def refuse(arguments: argparse.Namespace, names: Iterable[str], message: str, mend: str) -> None:
+def refuse(
+    arguments: argparse.Namespace, names: Iterable[str], message: str, mend: str
+) -> None:
     """Refuse options that would be ignored.
 
     Args:
@@ -117,10 +127,14 @@ def refuse(arguments: argparse.Namespace, names: Iterable[str], message: str, me
     for name in names:
         if getattr(arguments, name) is not None:
             option = f"--{name.replace('_', '-')}"
-            raise DocumentError(message, field=option, mend=mend.replace("OPTION", option))
+            raise DocumentError(
+                message, field=option, mend=mend.replace("OPTION", option)
+            )
 
 
-def add_json(parser: argparse.ArgumentParser, what: str = "print the result as JSON") -> None:
+def add_json(
+    parser: argparse.ArgumentParser, what: str = "print the result as JSON"
+) -> None:
     """``--json``, which every verb has."""
     parser.add_argument("--json", action="store_true", help=what)
 
@@ -133,13 +147,31 @@ def add_output(parser: argparse.ArgumentParser, what: str) -> None:
 def add_question(parser: argparse.ArgumentParser) -> None:
     """The three documents of a question: model or profile, cluster, job."""
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--profile", metavar="FILE", help="profile.json, as `planner profile` writes it")
-    model.add_argument("--model", metavar="MODEL", help="catalogue name, config.json, or package.module:callable")
-    parser.add_argument("--cluster", metavar="FILE", required=True, help="cluster document (YAML, TOML or JSON)")
-    parser.add_argument("--job", metavar="FILE", required=True, help="job document (YAML, TOML or JSON)")
+    model.add_argument(
+        "--profile", metavar="FILE", help="profile.json, as `planner profile` writes it"
+    )
+    model.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="catalogue name, config.json, or package.module:callable",
+    )
+    parser.add_argument(
+        "--cluster",
+        metavar="FILE",
+        required=True,
+        help="cluster document (YAML, TOML or JSON)",
+    )
+    parser.add_argument(
+        "--job", metavar="FILE", required=True, help="job document (YAML, TOML or JSON)"
+    )
 
 
-def add_option(parser: argparse._ActionsContainer, name: str, kind: Callable[[str], Any], **settings: Any) -> None:
+def add_option(
+    parser: argparse._ActionsContainer,
+    name: str,
+    kind: Callable[[str], Any],
+    **settings: Any,
+) -> None:
     """An option whose help tells its default."""
     if settings.get("default") is not None:
         settings["help"] += f" (default: {settings['default']})"

@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner.cli.arguments import add_json
-from planner.cli.console import STDOUT, Progress, bold, check_output, data, table, words, write
+from planner.cli.console import (
+    STDOUT,
+    Progress,
+    bold,
+    check_output,
+    data,
+    table,
+    words,
+    write,
+)
 from planner.cli.failures import DONE
 from planner.cli.service import SCHEMES, exchange
 from planner.spec.calibration import ANY, DEFAULT, Calibration, Constants, dump
@@ -30,7 +39,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="CSV file with one measured run per row, a folder of them, or the service that runs reported to",
     )
-    parser.add_argument("--framework", metavar="NAME", help="fit this framework only (default: all)")
+    parser.add_argument(
+        "--framework", metavar="NAME", help="fit this framework only (default: all)"
+    )
     parser.add_argument(
         "-o",
         "--output",
@@ -57,11 +68,19 @@ def run(arguments: argparse.Namespace) -> int:
     with Progress("fitting") as progress:
         progress.update(0, 1, f"reading {len(runs)} runs")
         usable = measured(runs, remarks)
-        found = calibrate(usable, source=path.name, framework=arguments.framework, progress=progress.update)
+        found = calibrate(
+            usable,
+            source=path.name,
+            framework=arguments.framework,
+            progress=progress.update,
+        )
     for each, why in usable.failures:
         words(f"left out: {each.family} {each.source_id}: {why}")
     mine = [each for each in runs if arguments.framework in (None, each.framework.name)]
-    before, after = outcomes(mine, remarks), outcomes(mine, remarks, constants_from(found))
+    before, after = (
+        outcomes(mine, remarks),
+        outcomes(mine, remarks, constants_from(found)),
+    )
     _publish(found, arguments, before, after)
     return DONE
 
@@ -80,9 +99,15 @@ def _measurements(given: str) -> Iterator[Path]:
 
 
 def _publish(
-    found: tuple[Calibration, ...], arguments: argparse.Namespace, before: Sequence[Outcome], after: Sequence[Outcome]
+    found: tuple[Calibration, ...],
+    arguments: argparse.Namespace,
+    before: Sequence[Outcome],
+    after: Sequence[Outcome],
 ) -> None:
-    written, as_data = dump(found).rstrip("\n"), arguments.json or arguments.output == STDOUT
+    written, as_data = (
+        dump(found).rstrip("\n"),
+        arguments.json or arguments.output == STDOUT,
+    )
     text = f"{errors_text(before, after)}\n\n{constants_text(found)}"
     if arguments.output not in (None, STDOUT):
         write(arguments.output, written)
@@ -100,12 +125,32 @@ def errors_text(before: Sequence[Outcome], after: Sequence[Outcome]) -> str:
     for pair in sorted({pair_of(one.run) for one in before}):
         for what in ("time", "memory"):
             then, now = (
-                errors_of(getattr(one, f"{what}_error") for one in each if pair_of(one.run) == pair)
+                errors_of(
+                    getattr(one, f"{what}_error")
+                    for one in each
+                    if pair_of(one.run) == pair
+                )
                 for each in (before, after)
             )
             if then and now:
-                rows.append((f"{pair[0]} on {pair[1]}", what, str(then.rows), *_cells(then), *_cells(now)))
-    header = ("runs of", "what", "rows", "median before", "MAPE", "median after", "MAPE")
+                rows.append(
+                    (
+                        f"{pair[0]} on {pair[1]}",
+                        what,
+                        str(then.rows),
+                        *_cells(then),
+                        *_cells(now),
+                    )
+                )
+    header = (
+        "runs of",
+        "what",
+        "rows",
+        "median before",
+        "MAPE",
+        "median after",
+        "MAPE",
+    )
     return table(header, rows, left=(0, 1))
 
 

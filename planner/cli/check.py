@@ -21,12 +21,19 @@ if TYPE_CHECKING:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
     parser.add_argument("plan", metavar="plan.json", help="plan to check ('-': stdin)")
-    parser.add_argument("--profile", metavar="FILE", help="profile of the plan, when the plan does not carry it")
     parser.add_argument(
-        "--dry-run", action="store_true", help="build every rank without its device, and compare what it holds"
+        "--profile",
+        metavar="FILE",
+        help="profile of the plan, when the plan does not carry it",
     )
     parser.add_argument(
-        "--model", help="of the dry run: catalogue name, config.json, or package.module:callable (default: the plan's)"
+        "--dry-run",
+        action="store_true",
+        help="build every rank without its device, and compare what it holds",
+    )
+    parser.add_argument(
+        "--model",
+        help="of the dry run: catalogue name, config.json, or package.module:callable (default: the plan's)",
     )
     add_json(parser)
 
@@ -34,7 +41,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print what was checked; exit 1 when the plan does not hold."""
     if arguments.model is not None and not arguments.dry_run:
-        raise DocumentError("is for --dry-run only.", field="--model", mend="give --dry-run too, or leave it out.")
+        raise DocumentError(
+            "is for --dry-run only.",
+            field="--model",
+            mend="give --dry-run too, or leave it out.",
+        )
     plan = read(Plan, arguments.plan)
     model = arguments.model or model_of(plan) if arguments.dry_run else None
     profile = profile_behind(plan, arguments.profile)
@@ -43,8 +54,20 @@ def run(arguments: argparse.Namespace) -> int:
     report = check(plan, profile)
     dry = _dry_run(plan, model) if model is not None else None
     if arguments.json:
-        document = {"ok": report.ok, "problems": list(report.problems), "checked": list(report.checked)}
-        data(to_json({"plan": plan.id, **document, **({} if dry is None else {"dry_run": _document(dry)})}))
+        document = {
+            "ok": report.ok,
+            "problems": list(report.problems),
+            "checked": list(report.checked),
+        }
+        data(
+            to_json(
+                {
+                    "plan": plan.id,
+                    **document,
+                    **({} if dry is None else {"dry_run": _document(dry)}),
+                }
+            )
+        )
     else:
         data(_text(plan, report))
         if dry is not None:
@@ -55,7 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _text(plan: Plan, report: CheckReport) -> str:
     lines = [f"checked  {what}" for what in report.checked]
     lines += [f"WRONG    {problem}" for problem in report.problems]
-    verdict = "holds" if report.ok else f"does not hold: {len(report.problems)} problem(s)"
+    verdict = (
+        "holds" if report.ok else f"does not hold: {len(report.problems)} problem(s)"
+    )
     return "\n".join([*lines, f"plan {plan.id[:12]} {verdict}"])
 
 
@@ -76,7 +101,9 @@ def _document(dry: DryRun) -> dict[str, Any]:
             "pipeline": rank.built.pipeline,
             "parameters": rank.built.parameters,
             **{name: getattr(rank.built, name) for name in COMPARED},
-            "predicted": {name: getattr(rank.predicted, name) for name in COMPARED} if rank.predicted else None,
+            "predicted": {name: getattr(rank.predicted, name) for name in COMPARED}
+            if rank.predicted
+            else None,
             "differences": list(rank.differences),
         }
         for rank in dry.ranks
@@ -85,13 +112,27 @@ def _document(dry: DryRun) -> dict[str, Any]:
 
 
 def _dry_text(plan: Plan, dry: DryRun) -> str:
-    header = ("ranks", "pipeline rank", "parameters", "parameter bytes", "gradient bytes", "optimizer bytes")
-    names, offloads = (*header, "states on the host"), any(rank.built.host_bytes for rank in dry.ranks)
+    header = (
+        "ranks",
+        "pipeline rank",
+        "parameters",
+        "parameter bytes",
+        "gradient bytes",
+        "optimizer bytes",
+    )
+    names, offloads = (
+        (*header, "states on the host"),
+        any(rank.built.host_bytes for rank in dry.ranks),
+    )
     columns = len(header) + offloads
     lines = [table(names[:columns], [_row(rank)[:columns] for rank in dry.ranks])]
     lines += [f"WRONG    {difference}" for difference in dry.differences]
     ranks = len(plan.placement)
-    verdict = "as predicted" if not dry.differences else f"not as predicted: {len(dry.differences)} difference(s)"
+    verdict = (
+        "as predicted"
+        if not dry.differences
+        else f"not as predicted: {len(dry.differences)} difference(s)"
+    )
     return "\n".join([*lines, f"dry run of {ranks} rank(s): {verdict}"])
 
 

@@ -51,9 +51,15 @@ def check_output(path: str | None) -> None:
     if Path(path).is_dir():
         raise DocumentError("is a folder.", field=path, mend="name a file in it.")
     if not folder.is_dir():
-        raise DocumentError(f"there is no folder {str(folder)!r}.", field=path, mend="create it, or write elsewhere.")
+        raise DocumentError(
+            f"there is no folder {str(folder)!r}.",
+            field=path,
+            mend="create it, or write elsewhere.",
+        )
     if not os.access(path if Path(path).exists() else folder, os.W_OK):
-        raise DocumentError("cannot be written.", field=path, mend="choose a path you may write to.")
+        raise DocumentError(
+            "cannot be written.", field=path, mend="choose a path you may write to."
+        )
 
 
 def write(path: str, text: str) -> None:
@@ -69,7 +75,9 @@ def write(path: str, text: str) -> None:
         _write_file(Path(path), text + "\n")
     except OSError as error:
         reason = error.strerror or str(error)
-        raise DocumentError(f"cannot be written: {reason}.", field=path, mend="choose another path.") from None
+        raise DocumentError(
+            f"cannot be written: {reason}.", field=path, mend="choose another path."
+        ) from None
     words(f"wrote {path}")
 
 
@@ -85,7 +93,9 @@ def publish(document: str, text: str, output: str | None, *, as_json: bool) -> N
 
 
 def _write_file(path: Path, text: str) -> None:
-    if path.exists() and not path.is_file():  # a pipe or a device such as /dev/null: nothing to replace
+    if (
+        path.exists() and not path.is_file()
+    ):  # a pipe or a device such as /dev/null: nothing to replace
         path.write_text(text, encoding="utf-8")
         return
     mode = path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask()
@@ -109,7 +119,11 @@ def _umask() -> int:
 
 def has_colour(stream: IO[str]) -> bool:
     """May this stream be coloured? Not when it is no terminal, nor when NO_COLOR is set (no-color.org)."""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return (
+        stream.isatty()
+        and not os.environ.get("NO_COLOR")
+        and os.environ.get("TERM") != "dumb"
+    )
 
 
 def bold(text: str) -> str:
@@ -117,9 +131,14 @@ def bold(text: str) -> str:
     return f"\033[1m{text}\033[0m" if has_colour(sys.stdout) else text
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)) -> str:
+def table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)
+) -> str:
     """Aligned columns: those in `left` to the left, numbers to the right."""
-    widths = [max(len(line[column]) for line in (header, *rows)) for column in range(len(header))]
+    widths = [
+        max(len(line[column]) for line in (header, *rows))
+        for column in range(len(header))
+    ]
 
     def aligned(line: Sequence[str]) -> str:
         cells = (
@@ -150,7 +169,12 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         if self._shown:
             self._stream.write("\r\033[K")
             self._stream.flush()
@@ -165,6 +189,11 @@ class Progress:
         left = f", {passed * (total - done) / done:.0f} s left" if done else ""
         told = f" {done}/{total}  {passed:.0f} s{left}  {text}"
         columns = shutil.get_terminal_size().columns - 1
-        width = min(24, max(4, columns - len(self._title) - len(told) - 1))  # the words matter more than the bar
-        self._stream.write("\r\033[K" + f"{self._title} {bar(done / max(total, 1), width)}{told}"[:columns])
+        width = min(
+            24, max(4, columns - len(self._title) - len(told) - 1)
+        )  # the words matter more than the bar
+        self._stream.write(
+            "\r\033[K"
+            + f"{self._title} {bar(done / max(total, 1), width)}{told}"[:columns]
+        )
         self._stream.flush()

@@ -16,32 +16,60 @@ from planner.spec.devices import CatalogueDevice, catalogue, find_entry, link_wi
 from planner.spec.profile import Operation
 from planner.spec.units import gibibytes, percent, scaled
 
-DOMAIN = {"switch": "behind a switch", "mesh": "in a mesh", "ring": "in a ring", "pcie": "over PCIe"}
+DOMAIN = {
+    "switch": "behind a switch",
+    "mesh": "in a mesh",
+    "ring": "in a ring",
+    "pcie": "over PCIe",
+}
 MATRIX_SIZES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Rows, columns and inner size of the products whose efficiency is told."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
-    parser.add_argument("device", nargs="?", metavar="ID", help="show this device, each figure with its source")
-    parser.add_argument("--file", metavar="FILE", help="check a device document of your own (YAML, TOML or JSON)")
+    parser.add_argument(
+        "device",
+        nargs="?",
+        metavar="ID",
+        help="show this device, each figure with its source",
+    )
+    parser.add_argument(
+        "--file",
+        metavar="FILE",
+        help="check a device document of your own (YAML, TOML or JSON)",
+    )
     add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print every device, one of them, or the device of a file."""
     if arguments.device is not None and arguments.file is not None:
-        raise SpecError("one device at a time.", field="--file", mend="leave out the id, or --file.")
+        raise SpecError(
+            "one device at a time.", field="--file", mend="leave out the id, or --file."
+        )
     if arguments.file is not None:
         spec = read(DeviceSpec, arguments.file)
         known = catalogue().get(spec.id)
-        data(to_json(spec) if arguments.json else _sheet(spec, known.architecture if known else ""))
+        data(
+            to_json(spec)
+            if arguments.json
+            else _sheet(spec, known.architecture if known else "")
+        )
     elif arguments.device is not None:
         device = find_entry(arguments.device)
-        data(to_json(_document(device)) if arguments.json else _sheet(device.spec, device.architecture))
+        data(
+            to_json(_document(device))
+            if arguments.json
+            else _sheet(device.spec, device.architecture)
+        )
     else:
         devices = catalogue().values()
-        data(to_json([_document(device) for device in devices]) if arguments.json else _table(devices))
+        data(
+            to_json([_document(device) for device in devices])
+            if arguments.json
+            else _table(devices)
+        )
     return 0
 
 
@@ -78,7 +106,10 @@ def _row(device: CatalogueDevice) -> tuple[str, ...]:
 
 def _sheet(spec: DeviceSpec, architecture: str) -> str:
     """One line per figure, with where it stands; then what the planner assumes of its peak."""
-    rows = [(name, value, spec.sources.get(field, "-")) for name, value, field in _figures(spec)]
+    rows = [
+        (name, value, spec.sources.get(field, "-"))
+        for name, value, field in _figures(spec)
+    ]
     figures = table(("figure", "value", "source"), rows, left=(0, 2))
     return f"{spec.id}: {spec.name}\n\n{figures}\n\n{_efficiency(spec, architecture)}"
 
@@ -86,7 +117,9 @@ def _sheet(spec: DeviceSpec, architecture: str) -> str:
 def _efficiency(spec: DeviceSpec, architecture: str) -> str:
     """What large and small products reach, and what that stands on."""
     curve = _curve(spec, architecture)
-    rows = [(str(size), percent(curve["fractions"][str(size)])) for size in MATRIX_SIZES]
+    rows = [
+        (str(size), percent(curve["fractions"][str(size)])) for size in MATRIX_SIZES
+    ]
     head = ("product, m = n = k", "of the peak")
     return "\n".join(("assumed:\n", table(head, rows, left=()), "", curve["source"]))
 
@@ -94,7 +127,10 @@ def _efficiency(spec: DeviceSpec, architecture: str) -> str:
 def _curve(spec: DeviceSpec, architecture: str) -> dict[str, Any]:
     """What the cost model takes matrix products to reach of the peak, by size: equation (K1)."""
     constants = constants_for(OURS, architecture)
-    fractions = {str(size): matmul_fraction(_product(size), spec, constants) for size in MATRIX_SIZES}
+    fractions = {
+        str(size): matmul_fraction(_product(size), spec, constants)
+        for size in MATRIX_SIZES
+    }
     return {"source": _told(spec, architecture, constants), "fractions": fractions}
 
 
@@ -102,7 +138,11 @@ def _told(spec: DeviceSpec, architecture: str, constants: Constants) -> str:
     """Where the curve comes from."""
     if not constants.matmul_edge:
         return f"the best matrix product's for all sizes ({spec.sources.get('achievable_fraction', 'as told')})"
-    fitted = {one.architecture: one for one in shipped() if one.framework == ANY and one.constants.matmul_edge}
+    fitted = {
+        one.architecture: one
+        for one in shipped()
+        if one.framework == ANY and one.constants.matmul_edge
+    }
     if architecture in fitted:
         return f"fitted to runs of all frameworks on {architecture}; {fitted[architecture].source}"
     return f"nobody measured runs on {architecture}: the median of {', '.join(sorted(fitted))}"
@@ -110,14 +150,20 @@ def _told(spec: DeviceSpec, architecture: str, constants: Constants) -> str:
 
 def _product(size: int) -> Operation:
     """Of two square matrices."""
-    return Operation(kind="matmul", count=1, flops=2 * size**3, bytes=0, m=size, n=size, k=size)
+    return Operation(
+        kind="matmul", count=1, flops=2 * size**3, bytes=0, m=size, n=size, k=size
+    )
 
 
 def _figures(spec: DeviceSpec) -> Iterator[tuple[str, str, str]]:
     """Name, value and field of everything that the data sheet tells."""
     for kind, peak in spec.peak_flops_per_second.items():
         yield f"dense peak, {kind}", scaled(peak, "FLOP/s"), "peak_flops_per_second"
-    yield "best matrix product", percent(spec.achievable_fraction), "achievable_fraction"
+    yield (
+        "best matrix product",
+        percent(spec.achievable_fraction),
+        "achievable_fraction",
+    )
     yield "memory", gibibytes(spec.memory_bytes), "memory_bytes"
     rates = (
         ("memory bandwidth", "memory_bandwidth_bytes_per_second"),
@@ -128,8 +174,16 @@ def _figures(spec: DeviceSpec) -> Iterator[tuple[str, str, str]]:
         if getattr(spec, field) is not None:
             yield name, scaled(getattr(spec, field), "B/s"), field
     if spec.scale_up is not None:
-        yield f"scale-up, {_domain(spec.scale_up)}", _rate(_bandwidth(link_within(spec, 1)), "B/s"), "scale_up"
-        yield "scale-up, one pair", scaled(_pair_bandwidth(spec.scale_up), "B/s"), "scale_up"
+        yield (
+            f"scale-up, {_domain(spec.scale_up)}",
+            _rate(_bandwidth(link_within(spec, 1)), "B/s"),
+            "scale_up",
+        )
+        yield (
+            "scale-up, one pair",
+            scaled(_pair_bandwidth(spec.scale_up), "B/s"),
+            "scale_up",
+        )
     if spec.price_per_hour is not None:
         yield "price of an hour", f"{spec.price_per_hour:g}", "price_per_hour"
 
@@ -139,7 +193,9 @@ def _domain(scale_up: ScaleUp) -> str:
 
 
 def _pair_bandwidth(scale_up: ScaleUp) -> float:
-    return scale_up.pair_bandwidth_bytes_per_second or scale_up.bandwidth_bytes_per_second
+    return (
+        scale_up.pair_bandwidth_bytes_per_second or scale_up.bandwidth_bytes_per_second
+    )
 
 
 def _bandwidth(link: Link | None) -> float | None:
@@ -158,7 +214,9 @@ def _document(device: CatalogueDevice) -> dict[str, Any]:
         "devices_per_node": device.devices_per_node,
         "scale_up_link": device.scale_up_link,
         "intra_node": device.intra_node.model_dump(mode="json"),
-        "inter_node": device.inter_node.model_dump(mode="json") if device.inter_node else None,
+        "inter_node": device.inter_node.model_dump(mode="json")
+        if device.inter_node
+        else None,
         "matrix_products": _curve(device.spec, device.architecture),
         "confidence": device.confidence,
     }

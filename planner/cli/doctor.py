@@ -20,7 +20,14 @@ def run(arguments: argparse.Namespace) -> int:
     findings = examine()
     broken = [finding for finding in findings if finding.status == "broken"]
     if arguments.json:
-        data(to_json({"ok": not broken, "checks": [finding.document() for finding in findings]}))
+        data(
+            to_json(
+                {
+                    "ok": not broken,
+                    "checks": [finding.document() for finding in findings],
+                }
+            )
+        )
     else:
         data("\n".join(line for finding in findings for line in _lines(finding)))
     return FAILED if broken else DONE

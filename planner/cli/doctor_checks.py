@@ -46,7 +46,9 @@ def _python(name: str) -> Finding:
 def _packages(name: str) -> Finding:
     versions, absent = _versions(NEEDED)
     if absent:
-        return Finding(name, "broken", f"not installed: {', '.join(absent)}", "pip install planner")
+        return Finding(
+            name, "broken", f"not installed: {', '.join(absent)}", "pip install planner"
+        )
     return Finding(name, "ok", versions)
 
 
@@ -71,13 +73,19 @@ def _solver(name: str) -> Finding:
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     if solver.solve(model) != cp_model.OPTIMAL or solver.value(number) != 4:
-        return Finding(name, "broken", "CP-SAT gives a wrong answer", "reinstall ortools")
+        return Finding(
+            name, "broken", "CP-SAT gives a wrong answer", "reinstall ortools"
+        )
     return Finding(name, "ok", "CP-SAT solves")
 
 
 def _machine(name: str) -> Finding:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Finding(name, "ok", f"{available_cores()} of {os.cpu_count()} cores usable, {gibibytes(memory)} memory")
+    return Finding(
+        name,
+        "ok",
+        f"{available_cores()} of {os.cpu_count()} cores usable, {gibibytes(memory)} memory",
+    )
 
 
 def _temporary(name: str) -> Finding:
@@ -87,19 +95,31 @@ def _temporary(name: str) -> Finding:
     free = shutil.disk_usage(folder).free
     detail = f"{folder} is writable, {gibibytes(free)} free"
     if free < LEAST_FREE_BYTES:
-        return Finding(name, "broken", detail, "free some space, or set TMPDIR to another folder")
+        return Finding(
+            name, "broken", detail, "free some space, or set TMPDIR to another folder"
+        )
     return Finding(name, "ok", detail)
 
 
 def _torch(name: str) -> Finding:
     versions, absent = _versions(FOR_TRAINING)
     if "torch" in absent:
-        return Finding(name, "absent", "not installed: profile, links and run will refuse", INSTALL_TORCH)
+        return Finding(
+            name,
+            "absent",
+            "not installed: profile, links and run will refuse",
+            INSTALL_TORCH,
+        )
     import torch
 
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
     if absent:
-        return Finding(name, "absent", f"{versions} ({build}); not installed: {', '.join(absent)}", INSTALL_TORCH)
+        return Finding(
+            name,
+            "absent",
+            f"{versions} ({build}); not installed: {', '.join(absent)}",
+            INSTALL_TORCH,
+        )
     return Finding(name, "ok", f"{versions} ({build})")
 
 
@@ -110,8 +130,17 @@ def _devices(name: str) -> Finding:
 
     if not torch.cuda.is_available():
         return Finding(name, "ok", "no CUDA device; ranks run on the CPU")
-    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return Finding(name, "ok", ", ".join(f"{each.name} with {gibibytes(each.total_memory)}" for each in properties))
+    properties = [
+        torch.cuda.get_device_properties(index)
+        for index in range(torch.cuda.device_count())
+    ]
+    return Finding(
+        name,
+        "ok",
+        ", ".join(
+            f"{each.name} with {gibibytes(each.total_memory)}" for each in properties
+        ),
+    )
 
 
 def _gloo(name: str) -> Finding:
@@ -135,12 +164,16 @@ def _all_reduce(backend: str, ranks: int) -> str:
     """Start real ranks under torchrun and let them reduce one small tensor."""
     from profiler.links import LinkOptions, launch_links
 
-    options = LinkOptions(backend=backend, sizes=(1024, 4096), operations=("all_reduce",), repeats=1, slowdowns=False)
+    options = LinkOptions(
+        backend=backend,
+        sizes=(1024, 4096),
+        operations=("all_reduce",),
+        repeats=1,
+        slowdowns=False,
+    )
     link = launch_links(ranks, options).intra_node
     assert link is not None  # ranks started here stand on one node
-    return (
-        f"{ranks} ranks started and reduced {len(link.measurements)} tensors, latency {seconds(link.latency_seconds)}"
-    )
+    return f"{ranks} ranks started and reduced {len(link.measurements)} tensors, latency {seconds(link.latency_seconds)}"
 
 
 def _has_torch() -> bool:

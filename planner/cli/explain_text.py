@@ -26,9 +26,19 @@ def explanation_text(account: Account) -> str:
     parts = [
         f"{bold('framework')} {account.framework}, {counted(account.micro_batches, 'micro-batch')}; "
         f"rank {account.last_rank} ends last",
-        _table("each stage and micro-batch, ms", account.stages, "_seconds", 1e3, "stage"),
-        _table("each pipeline rank and step, ms", ranks, "_seconds", 1e3, "pipeline_rank"),
-        _table("each pipeline rank at its peak, GiB", ranks, "_bytes", 1 / GIB, "pipeline_rank"),
+        _table(
+            "each stage and micro-batch, ms", account.stages, "_seconds", 1e3, "stage"
+        ),
+        _table(
+            "each pipeline rank and step, ms", ranks, "_seconds", 1e3, "pipeline_rank"
+        ),
+        _table(
+            "each pipeline rank at its peak, GiB",
+            ranks,
+            "_bytes",
+            1 / GIB,
+            "pipeline_rank",
+        ),
         _host(account),
         _in_flight(account),
         _constants(account),
@@ -41,24 +51,48 @@ def _host(account: Account) -> str:
     """Nothing where nothing is offloaded."""
     if not any(rank.host_bytes for rank in account.ranks):
         return ""
-    return _table("its part of its host, GiB", account.ranks, "_bytes", 1 / GIB, "pipeline_rank", of_host=True)
+    return _table(
+        "its part of its host, GiB",
+        account.ranks,
+        "_bytes",
+        1 / GIB,
+        "pipeline_rank",
+        of_host=True,
+    )
 
 
-def _table(title: str, columns: Sequence[Any], ending: str, scale: float, number: str, *, of_host: bool = False) -> str:
+def _table(
+    title: str,
+    columns: Sequence[Any],
+    ending: str,
+    scale: float,
+    number: str,
+    *,
+    of_host: bool = False,
+) -> str:
     """One column per stage or rank, one row per part that is not zero everywhere, of the device or of its host."""
     shown = _shown(columns)
     rows = []
     names = [each.name for each in fields(columns[0]) if each.name.endswith(ending)]
     for name in (each for each in names if ("host" in each) == of_host):
         if any(getattr(column, name) for column in columns):
-            values = (f"{getattr(column, name) * scale:.3f}" if column is not None else "..." for column in shown)
+            values = (
+                f"{getattr(column, name) * scale:.3f}" if column is not None else "..."
+                for column in shown
+            )
             rows.append((_spoken(name, ending), EQUATIONS.get(name, ""), *values))
-    heads = (str(getattr(column, number)) if column is not None else "..." for column in shown)
+    heads = (
+        str(getattr(column, number)) if column is not None else "..."
+        for column in shown
+    )
     return table((title, "equations", *heads), rows, left=(0, 1))
 
 
 def _in_flight(account: Account) -> str:
-    held = (f"stage {stage.stage}: {stage.in_flight}" if stage else "..." for stage in _shown(account.stages))
+    held = (
+        f"stage {stage.stage}: {stage.in_flight}" if stage else "..."
+        for stage in _shown(account.stages)
+    )
     return f"micro-batches in flight at most (M2): {', '.join(held)}"
 
 
@@ -83,4 +117,8 @@ def _constants(account: Account) -> str:
         for name in names
         if (value := getattr(account.constants, name)) != getattr(DEFAULT, name)
     ]
-    return table(("constant (K1-K3)", "value"), rows) if rows else "constants: the defaults (K1-K3)"
+    return (
+        table(("constant (K1-K3)", "value"), rows)
+        if rows
+        else "constants: the defaults (K1-K3)"
+    )

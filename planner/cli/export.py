@@ -12,16 +12,29 @@ from planner.errors import DocumentError, PlannerError
 from planner.export import TARGETS, Export, Target, find
 from planner.spec import Plan, read
 
-SEE_LIST = "`planner export --list` shows all targets; with a plan, which of them can take it."
+SEE_LIST = (
+    "`planner export --list` shows all targets; with a plan, which of them can take it."
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
-    parser.add_argument("plan", metavar="plan.json", nargs="?", help="plan to write ('-': stdin)")
-    parser.add_argument("--to", metavar="TARGET", help="runtime or launcher to write it for")
-    parser.add_argument("--list", action="store_true", help="list the targets; with a plan, which of them can take it")
+    parser.add_argument(
+        "plan", metavar="plan.json", nargs="?", help="plan to write ('-': stdin)"
+    )
+    parser.add_argument(
+        "--to", metavar="TARGET", help="runtime or launcher to write it for"
+    )
+    parser.add_argument(
+        "--list",
+        action="store_true",
+        help="list the targets; with a plan, which of them can take it",
+    )
     add_output(parser, "write the text to FILE instead of stdout")
-    add_json(parser, "print one object with target, text, warnings and file_name (with --list: the list)")
+    add_json(
+        parser,
+        "print one object with target, text, warnings and file_name (with --list: the list)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -29,7 +42,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.list:
         return _list(arguments)
     if arguments.to is None:
-        raise DocumentError("was not given: for what shall the plan be written?", field="--to", mend=SEE_LIST)
+        raise DocumentError(
+            "was not given: for what shall the plan be written?",
+            field="--to",
+            mend=SEE_LIST,
+        )
     target = find(arguments.to)
     if arguments.plan is None:
         raise DocumentError(
@@ -43,15 +60,23 @@ def run(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def _publish(plan: Plan, target: Target, export: Export, arguments: argparse.Namespace) -> None:
+def _publish(
+    plan: Plan, target: Target, export: Export, arguments: argparse.Namespace
+) -> None:
     for warning in export.warnings:
         words(f"warning: {warning}")
-    text = export.text.removesuffix("\n")  # `write` and `data` end the last line themselves
+    text = export.text.removesuffix(
+        "\n"
+    )  # `write` and `data` end the last line themselves
     if arguments.output is not None:
         write(arguments.output, text)
     if arguments.json and arguments.output != STDOUT:
         document = {"target": target.name, "file_name": target.file_name(plan)}
-        data(to_json({**document, "warnings": list(export.warnings), "text": export.text}))
+        data(
+            to_json(
+                {**document, "warnings": list(export.warnings), "text": export.text}
+            )
+        )
     elif arguments.output is None:
         data(text)
 
@@ -59,7 +84,11 @@ def _publish(plan: Plan, target: Target, export: Export, arguments: argparse.Nam
 def _list(arguments: argparse.Namespace) -> int:
     for option in ("to", "output"):
         if getattr(arguments, option) is not None:
-            raise DocumentError("means nothing with --list.", field=f"--{option}", mend="leave one of the two out.")
+            raise DocumentError(
+                "means nothing with --list.",
+                field=f"--{option}",
+                mend="leave one of the two out.",
+            )
     plan = None if arguments.plan is None else read(Plan, arguments.plan)
     rows = [_row(target, plan) for target in TARGETS.values()]
     if arguments.json:
@@ -87,7 +116,10 @@ def _row(target: Target, plan: Plan | None) -> dict[str, Any]:
     try:
         return {**row, "can": True, "warnings": list(target.write(plan).warnings)}
     except PlannerError as error:
-        problems = [{"field": each.field, "message": each.message, "mend": each.mend} for each in error.problems]
+        problems = [
+            {"field": each.field, "message": each.message, "mend": each.mend}
+            for each in error.problems
+        ]
         return {**row, "can": False, "errors": problems}
 
 
@@ -95,4 +127,8 @@ def _verdict(row: dict[str, Any]) -> str:
     if not row["can"]:
         return f"no: {row['errors'][0]['field']}"
     warnings = len(row["warnings"])
-    return "yes" if not warnings else f"yes, with {warnings} warning{'s' if warnings > 1 else ''}"
+    return (
+        "yes"
+        if not warnings
+        else f"yes, with {warnings} warning{'s' if warnings > 1 else ''}"
+    )

@@ -45,7 +45,10 @@ def tell_interrupted() -> None:
 
 def _without_torch(error: Exception) -> Exception:
     """An installation for planning only is a choice of the user, not a defect."""
-    if not isinstance(error, ModuleNotFoundError) or error.name not in TRAINING_PACKAGES:
+    if (
+        not isinstance(error, ModuleNotFoundError)
+        or error.name not in TRAINING_PACKAGES
+    ):
         return error
     return UnsupportedError(
         f"this needs {error.name}, which is not installed.",
@@ -57,7 +60,11 @@ def exit_code(error: Exception) -> int:
     """2 when the user's input can be mended, 1 when the work itself failed, 143 when it was told to stop."""
     if isinstance(error, StoppedError):
         return STOPPED
-    return BAD_INPUT if isinstance(error, PlannerError) and not isinstance(error, RunError) else FAILED
+    return (
+        BAD_INPUT
+        if isinstance(error, PlannerError) and not isinstance(error, RunError)
+        else FAILED
+    )
 
 
 def problem_document(error: Exception) -> dict[str, Any]:
@@ -74,7 +81,10 @@ def problem_document(error: Exception) -> dict[str, Any]:
         "type": f"/problems/{error.code}",
         "title": error.title,
         "detail": str(error),
-        "errors": [{"field": each.field, "message": each.message, "mend": each.mend} for each in error.problems],
+        "errors": [
+            {"field": each.field, "message": each.message, "mend": each.mend}
+            for each in error.problems
+        ],
         "exit_code": exit_code(error),
     }
 

@@ -47,7 +47,9 @@ class Question:
     """Catalogue name that gives the same profile; None: the profile is a document of its own."""
 
 
-def read_question(arguments: argparse.Namespace, *, fixed: list[str] | None = None) -> Question:
+def read_question(
+    arguments: argparse.Namespace, *, fixed: list[str] | None = None
+) -> Question:
     """The documents that `arguments.add_question` asks for; `fixed` holds FIELD=V constraints of the command line.
 
     Raises:
@@ -89,7 +91,9 @@ def _named_document(field: str, path: Path) -> Any:
     link = getattr(parse(Links, data, where=str(path)), field)
     if link is None:
         raise DocumentError(
-            "the file holds no such link.", field=f"{path}: {field}", mend="measure it: `planner links` on these nodes."
+            "the file holds no such link.",
+            field=f"{path}: {field}",
+            mend="measure it: `planner links` on these nodes.",
         )
     return link.model_dump(mode="json")
 
@@ -110,7 +114,9 @@ def catalogue_profile(name: str, job: Job) -> ModelProfile:
     """The profile that a request with this catalogue name stands for."""
     from profiler.counted import counted_profile
 
-    return counted_profile(name, sequence_length=job.sequence_length, dtype=_data_type(job))
+    return counted_profile(
+        name, sequence_length=job.sequence_length, dtype=_data_type(job)
+    )
 
 
 def _count(reference: str, job: Job) -> ModelProfile:
@@ -172,11 +178,17 @@ def fix(job: Job, fixed: list[str]) -> Job:
     constraints = dict(constraint(text) for text in fixed)
     if not constraints:
         return job
-    return parse(Job, {**job.model_dump(mode="json"), "constraints": {**_plain(job), **constraints}}, where="--fix")
+    return parse(
+        Job,
+        {**job.model_dump(mode="json"), "constraints": {**_plain(job), **constraints}},
+        where="--fix",
+    )
 
 
 def _plain(job: Job) -> dict[str, Any]:
-    constraints: dict[str, Any] = job.model_dump(mode="json", exclude_none=True)["constraints"]
+    constraints: dict[str, Any] = job.model_dump(mode="json", exclude_none=True)[
+        "constraints"
+    ]
     return constraints
 
 
@@ -192,7 +204,9 @@ def constraint(text: str) -> tuple[str, Any]:
         return name, value
     from planner.schedule import canonical_name
 
-    return name, [canonical_name(each) for each in value] if isinstance(value, list) else canonical_name(value)
+    return name, [canonical_name(each) for each in value] if isinstance(
+        value, list
+    ) else canonical_name(value)
 
 
 def read_layout(words: list[str]) -> PredictionLayout:
@@ -209,6 +223,11 @@ def read_layout(words: list[str]) -> PredictionLayout:
     names = [name for name, _ in pairs]
     for name in names:
         if names.count(name) > 1:
-            raise DocumentError("is given twice.", field=f"--layout {name}", mend="give it once.")
-    layout = {name: layers_of(value) if name in _LISTED else scalar(value) for name, value in pairs}
+            raise DocumentError(
+                "is given twice.", field=f"--layout {name}", mend="give it once."
+            )
+    layout = {
+        name: layers_of(value) if name in _LISTED else scalar(value)
+        for name, value in pairs
+    }
     return parse(PredictionLayout, layout, where="--layout")

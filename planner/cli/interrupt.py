@@ -34,7 +34,10 @@ def interruptible(work: Callable[[Callable[[], bool]], Result]) -> Result:
     Raises:
         KeyboardInterrupt: after Ctrl-C, once the work has ended. When it does not end soon the process does.
     """
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    ):
         return work(lambda: False)
     stop = threading.Event()
     worker = _Worker(lambda: work(stop.is_set))

@@ -5,8 +5,25 @@ from __future__ import annotations
 import argparse
 import os
 
-from planner.cli.arguments import add_json, add_option, add_output, positive_int, positive_ints, positive_seconds
-from planner.cli.console import STDOUT, Progress, bold, check_output, data, table, to_json, words, write
+from planner.cli.arguments import (
+    add_json,
+    add_option,
+    add_output,
+    positive_int,
+    positive_ints,
+    positive_seconds,
+)
+from planner.cli.console import (
+    STDOUT,
+    Progress,
+    bold,
+    check_output,
+    data,
+    table,
+    to_json,
+    words,
+    write,
+)
 from planner.cli.failures import DONE
 from planner.spec import Link, Links
 from planner.spec.units import percent, scaled, seconds
@@ -17,9 +34,16 @@ LEAST_RANKS = 2
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
-    add_output(parser, "write the measured link, or with several nodes both links of a node group, to FILE")
+    add_output(
+        parser,
+        "write the measured link, or with several nodes both links of a node group, to FILE",
+    )
     add_option(
-        parser, "--ranks", positive_int, metavar="N", help="local ranks (default: one per GPU, without GPUs per core)"
+        parser,
+        "--ranks",
+        positive_int,
+        metavar="N",
+        help="local ranks (default: one per GPU, without GPUs per core)",
     )
     add_option(
         parser,
@@ -30,10 +54,27 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     sizes = parser.add_mutually_exclusive_group()
     add_option(
-        sizes, "--sizes", positive_ints, metavar="B,B,...", help="bytes to send (default: 1 KiB up, by factors of four)"
+        sizes,
+        "--sizes",
+        positive_ints,
+        metavar="B,B,...",
+        help="bytes to send (default: 1 KiB up, by factors of four)",
     )
-    add_option(sizes, "--max-bytes", positive_int, metavar="B", help="largest size (default: 64 MiB, on GPUs 1 GiB)")
-    add_option(parser, "--repeats", positive_int, default=5, metavar="N", help="samples the median is taken over")
+    add_option(
+        sizes,
+        "--max-bytes",
+        positive_int,
+        metavar="B",
+        help="largest size (default: 64 MiB, on GPUs 1 GiB)",
+    )
+    add_option(
+        parser,
+        "--repeats",
+        positive_int,
+        default=5,
+        metavar="N",
+        help="samples the median is taken over",
+    )
     add_option(
         parser,
         "--time-budget",
@@ -42,10 +83,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="sizes that would take longer are left out, the largest first",
     )
-    parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl with a GPU per rank, else gloo")
-    parser.epilog = (
-        "to measure between nodes, start it there with torchrun: torchrun ... -m planner.cli.main links -o F"
+    parser.add_argument(
+        "--backend",
+        choices=("gloo", "nccl"),
+        help="default: nccl with a GPU per rank, else gloo",
     )
+    parser.epilog = "to measure between nodes, start it there with torchrun: torchrun ... -m planner.cli.main links -o F"
     add_json(parser, "print the link, or both, as JSON on stdout")
 
 
@@ -71,7 +114,12 @@ def _measure(arguments: argparse.Namespace, progress: Progress) -> Links:
         ranks_per_node=arguments.ranks_per_node,
     )
     timeout = 2 * arguments.time_budget + STARTING_SECONDS
-    return launch_links(arguments.ranks or default_ranks(), options, timeout_seconds=timeout, progress=progress.update)
+    return launch_links(
+        arguments.ranks or default_ranks(),
+        options,
+        timeout_seconds=timeout,
+        progress=progress.update,
+    )
 
 
 STARTING_SECONDS = 300.0
@@ -88,7 +136,11 @@ def default_ranks() -> int:
 
 def document(links: Links) -> Link | Links:
     """What is written: the link of one node, as a cluster takes it; both links where there are several nodes."""
-    return links if links.inter_node is not None or links.intra_node is None else links.intra_node
+    return (
+        links
+        if links.inter_node is not None or links.intra_node is None
+        else links.intra_node
+    )
 
 
 def _publish(links: Links, arguments: argparse.Namespace) -> None:
@@ -103,7 +155,10 @@ def _publish(links: Links, arguments: argparse.Namespace) -> None:
 
 def links_text(links: Links) -> str:
     """For each level the fitted line, the fits by operation, and the rows that they were fitted to."""
-    return "\n\n".join(f"{_summary(name, link)}\n\n{_fits(link)}\n\n{_rows(link)}" for name, link in _levels(links))
+    return "\n\n".join(
+        f"{_summary(name, link)}\n\n{_fits(link)}\n\n{_rows(link)}"
+        for name, link in _levels(links)
+    )
 
 
 def _levels(links: Links) -> list[tuple[str, Link]]:

@@ -50,7 +50,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise `SpecError` instead of ending the process."""
-        raise SpecError(f"{message}.", field=self.prog, mend=f"see `{self.prog} --help`.")
+        raise SpecError(
+            f"{message}.", field=self.prog, mend=f"see `{self.prog} --help`."
+        )
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -103,7 +105,9 @@ def build_parser(name: str | None = None) -> Parser:
     parser.add_argument("--version", action="version", version=f"planner {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", title="commands")
     for each, summary in VERBS.items():
-        child = verbs.add_parser(each, help=summary, description=summary, allow_abbrev=False)
+        child = verbs.add_parser(
+            each, help=summary, description=summary, allow_abbrev=False
+        )
         if each == name:
             _module(each).configure(child)
     return parser

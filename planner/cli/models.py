@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
-    parser.add_argument("--family", metavar="FAMILY", help="only models of this family, e.g. llama")
+    parser.add_argument(
+        "--family", metavar="FAMILY", help="only models of this family, e.g. llama"
+    )
     add_json(parser)
 
 
@@ -27,16 +29,27 @@ def run(arguments: argparse.Namespace) -> int:
 
     entries = [entry(name) for name in names()]
     if arguments.family is not None:
-        entries = [each for each in entries if each.family in find_family(arguments.family)]
+        entries = [
+            each for each in entries if each.family in find_family(arguments.family)
+        ]
     if arguments.json:
-        data(to_json([each.model_dump(mode="json", exclude={"config", "network"}) for each in entries]))
+        data(
+            to_json(
+                [
+                    each.model_dump(mode="json", exclude={"config", "network"})
+                    for each in entries
+                ]
+            )
+        )
     else:
         data(_table(entries))
     return 0
 
 
 def _table(entries: Iterable[CatalogueEntry]) -> str:
-    families = {each.family: position for position, each in reversed(list(enumerate(entries)))}
+    families = {
+        each.family: position for position, each in reversed(list(enumerate(entries)))
+    }
     ordered = sorted(entries, key=lambda each: families[each.family])
     header = ("name", "parameters", "per token", "layers", "longest sequence", "source")
     lines = table(header, [_row(each) for each in ordered], left=(0, 5)).splitlines()
@@ -64,4 +77,6 @@ def _billions(parameters: int) -> str:
 
 def _source(entry: CatalogueEntry) -> str:
     """The paper by authors and year, and where the configuration is published."""
-    return "; ".join(part for part in (entry.citation.partition(",")[0], entry.repository) if part)
+    return "; ".join(
+        part for part in (entry.citation.partition(",")[0], entry.repository) if part
+    )

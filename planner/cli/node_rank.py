@@ -38,7 +38,9 @@ class PlannerApart:
     @cached_property
     def _pool(self) -> ProcessPoolExecutor:
         """Started by the first question: most ranks never ask."""
-        return ProcessPoolExecutor(1, get_context("spawn"), _prepare, (self._path, self._address))
+        return ProcessPoolExecutor(
+            1, get_context("spawn"), _prepare, (self._path, self._address)
+        )
 
     def for_nodes(self, roster: Roster) -> Plan | Infeasible:
         """See `planner.executor.elastic.nodes.NodePlanner`."""
@@ -50,7 +52,9 @@ class PlannerApart:
 
     def rebalance(self, plan: Plan, slowdown: Sequence[float]) -> Rebalanced | None:
         """See `planner.executor.elastic.weigh.Rebalancer`."""
-        return self._pool.submit(_answer, NodeReplanner.rebalance, plan, tuple(slowdown)).result()
+        return self._pool.submit(
+            _answer, NodeReplanner.rebalance, plan, tuple(slowdown)
+        ).result()
 
     def replica_seconds(self, plan: Plan) -> tuple[float, ...]:
         """See `planner.executor.elastic.weigh.Rebalancer`."""
@@ -58,7 +62,9 @@ class PlannerApart:
 
     def reshare(self, plan: Plan, slowdown: Sequence[float]) -> Rebalanced | None:
         """See `planner.executor.elastic.weigh.Rebalancer`."""
-        return self._pool.submit(_answer, NodeReplanner.reshare, plan, tuple(slowdown)).result()
+        return self._pool.submit(
+            _answer, NodeReplanner.reshare, plan, tuple(slowdown)
+        ).result()
 
 
 _PLANNERS: list[NodeReplanner] = []
@@ -67,7 +73,11 @@ _PLANNERS: list[NodeReplanner] = []
 
 def _prepare(path: str, address: str | None) -> None:
     plan = read(Plan, path)
-    _PLANNERS.append(NodeReplanner(plan, by_search(plan) if address is None else by_service(plan, address)))
+    _PLANNERS.append(
+        NodeReplanner(
+            plan, by_search(plan) if address is None else by_service(plan, address)
+        )
+    )
 
 
 def _answer(question: Callable[..., Answer], *arguments: object) -> Answer:
@@ -79,13 +89,21 @@ def main(words: Sequence[str] | None = None) -> int:
     from planner.executor.elastic.node_rank import RankOptions, run_rank
     from planner.executor.settings import RunSettings
 
-    parser = argparse.ArgumentParser(description="Train one rank of an elastic run; its node's agent starts it.")
-    parser.add_argument("--planner", metavar="URL", help="service to ask for plans (default: the search here)")
+    parser = argparse.ArgumentParser(
+        description="Train one rank of an elastic run; its node's agent starts it."
+    )
+    parser.add_argument(
+        "--planner",
+        metavar="URL",
+        help="service to ask for plans (default: the search here)",
+    )
     RankOptions.add_arguments(parser)
     found = parser.parse_args(words)
     settings = RunSettings.from_arguments(found)
     apart = PlannerApart(found.plan, found.planner)
-    return run_rank(read(Plan, found.plan), settings, RankOptions.from_arguments(found), apart)
+    return run_rank(
+        read(Plan, found.plan), settings, RankOptions.from_arguments(found), apart
+    )
 
 
 if __name__ == "__main__":

@@ -14,16 +14,33 @@ from planner.spec import ModelProfile, read
 from planner.spec.job import OptimizerName
 from planner.spec.units import percent, scaled, seconds
 
-OF_A_PROFILE = ("by", "micro_batch_size", "sequence_length", "optimizer", "micro_batches")
+OF_A_PROFILE = (
+    "by",
+    "micro_batch_size",
+    "sequence_length",
+    "optimizer",
+    "micro_batches",
+)
 """Options that choose what of a profile is balanced."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
     what = parser.add_mutually_exclusive_group(required=True)
-    add_option(what, "--costs", costs, metavar="C,C,...", help="cost of every layer, in order")
-    what.add_argument("--profile", metavar="FILE", help="profile.json, as `planner profile` writes it")
-    add_option(parser, "--parts", positive_int, required=True, metavar="N", help="number of parts")
+    add_option(
+        what, "--costs", costs, metavar="C,C,...", help="cost of every layer, in order"
+    )
+    what.add_argument(
+        "--profile", metavar="FILE", help="profile.json, as `planner profile` writes it"
+    )
+    add_option(
+        parser,
+        "--parts",
+        positive_int,
+        required=True,
+        metavar="N",
+        help="number of parts",
+    )
     parser.add_argument(
         "--method",
         choices=METHODS,
@@ -43,13 +60,31 @@ def _configure_profile(parser: argparse.ArgumentParser) -> None:
         help="time: forward and backward seconds (default); memory: OGP and the activations of micro-batches in flight",
     )
     add_option(
-        group, "--micro-batch-size", positive_int, metavar="B", help="samples (default: the smallest of the profile)"
+        group,
+        "--micro-batch-size",
+        positive_int,
+        metavar="B",
+        help="samples (default: the smallest of the profile)",
     )
     add_option(
-        group, "--sequence-length", positive_int, metavar="N", help="tokens (default: the longest of the profile)"
+        group,
+        "--sequence-length",
+        positive_int,
+        metavar="N",
+        help="tokens (default: the longest of the profile)",
     )
-    group.add_argument("--optimizer", choices=get_args(OptimizerName), help="of memory (default: adamw)")
-    add_option(group, "--micro-batches", positive_int, metavar="M", help="of memory: in flight at a time (default: 1)")
+    group.add_argument(
+        "--optimizer",
+        choices=get_args(OptimizerName),
+        help="of memory (default: adamw)",
+    )
+    add_option(
+        group,
+        "--micro-batches",
+        positive_int,
+        metavar="M",
+        help="of memory: in flight at a time (default: 1)",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +100,13 @@ class _Layers:
 
     def cost(self, value: float) -> str:
         """In words."""
-        return f"{value:g}" if not self.by else seconds(value) if self.by == "time" else scaled(value, "B")
+        return (
+            f"{value:g}"
+            if not self.by
+            else seconds(value)
+            if self.by == "time"
+            else scaled(value, "B")
+        )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -94,7 +135,9 @@ def run(arguments: argparse.Namespace) -> int:
         for index, (part, cost) in enumerate(zip(parts, found.costs, strict=True))
     ]
     data(table(("part", "layers", layers.by or "cost", ""), rows, left=(0, 1, 3)))
-    above = f" ({percent(found.bottleneck / ideal - 1)} above the mean)" if ideal else ""
+    above = (
+        f" ({percent(found.bottleneck / ideal - 1)} above the mean)" if ideal else ""
+    )
     data(f"bottleneck {layers.cost(found.bottleneck)}{above}")
     return 0
 
@@ -102,8 +145,15 @@ def run(arguments: argparse.Namespace) -> int:
 def _layers(arguments: argparse.Namespace) -> _Layers:
     if arguments.profile is not None:
         return _of_profile(arguments)
-    refuse(arguments, OF_A_PROFILE, "has a meaning only with --profile.", "leave OPTION out.")
-    return _Layers(tuple(str(index) for index in range(len(arguments.costs))), arguments.costs)
+    refuse(
+        arguments,
+        OF_A_PROFILE,
+        "has a meaning only with --profile.",
+        "leave OPTION out.",
+    )
+    return _Layers(
+        tuple(str(index) for index in range(len(arguments.costs))), arguments.costs
+    )
 
 
 def _of_profile(arguments: argparse.Namespace) -> _Layers:
@@ -111,7 +161,12 @@ def _of_profile(arguments: argparse.Namespace) -> _Layers:
     by: Measure = arguments.by or "time"
     if by == "time":
         of_memory = ("optimizer", "micro_batches")
-        refuse(arguments, of_memory, "has a meaning only by memory.", "add --by memory, or leave OPTION out.")
+        refuse(
+            arguments,
+            of_memory,
+            "has a meaning only by memory.",
+            "add --by memory, or leave OPTION out.",
+        )
     choice = Choice(
         micro_batch_size=arguments.micro_batch_size,
         sequence_length=arguments.sequence_length,
@@ -119,7 +174,9 @@ def _of_profile(arguments: argparse.Namespace) -> _Layers:
         micro_batches=arguments.micro_batches or 1,
     )
     names = tuple(layer.name for layer in profile.layers)
-    return _Layers(names, layer_costs(profile, by, choice), by, chosen_size(profile, choice))
+    return _Layers(
+        names, layer_costs(profile, by, choice), by, chosen_size(profile, choice)
+    )
 
 
 def _origin(layers: _Layers, parts: list[list[int]]) -> dict[str, Any]:

@@ -21,15 +21,25 @@ def plan_text(plan: Plan) -> str:
         f"{bold('plan')} {plan.id[:12]}  {_subject(plan)}",
         f"{bold('layout')} {layout_line(plan.layout)}, {_micro_batches(plan)}",
         *_prediction(plan.prediction),
-        *([f"{bold('price')} {_price(plan.cost_per_token)} per million {_unit(plan)}"] if plan.cost_per_token else []),
+        *(
+            [f"{bold('price')} {_price(plan.cost_per_token)} per million {_unit(plan)}"]
+            if plan.cost_per_token
+            else []
+        ),
         _stages(plan.stages),
         _memory(plan.prediction.memory),
         proof_line(plan.search),
     ]
     if plan.explanation:
-        parts.append("\n".join([bold("why"), *(f"  {sentence}" for sentence in plan.explanation)]))
+        parts.append(
+            "\n".join(
+                [bold("why"), *(f"  {sentence}" for sentence in plan.explanation)]
+            )
+        )
     if plan.alternatives:
-        parts.append("\n".join([bold("next best"), *map(_alternative, plan.alternatives)]))
+        parts.append(
+            "\n".join([bold("next best"), *map(_alternative, plan.alternatives)])
+        )
     if plan.pareto:
         parts.append(_pareto(plan))
     return "\n\n".join(parts)
@@ -42,7 +52,11 @@ def forecast_text(forecast: Forecast) -> str:
         *_prediction(forecast.prediction),
         _stages(forecast.stages),
         _memory(forecast.prediction.memory),
-        "fits" if forecast.fits else "\n".join([bold("does not fit"), *(f"  {why}" for why in forecast.reasons)]),
+        "fits"
+        if forecast.fits
+        else "\n".join(
+            [bold("does not fit"), *(f"  {why}" for why in forecast.reasons)]
+        ),
     ]
     return "\n\n".join(parts)
 
@@ -50,7 +64,10 @@ def forecast_text(forecast: Forecast) -> str:
 def infeasible_text(result: Infeasible) -> str:
     """Why no plan fits, and how near the nearest layouts came."""
     is_known = result.search is None or result.search.optimal
-    lines = [bold("no plan fits" if is_known else "no plan found"), *(f"  {reason}" for reason in result.reasons)]
+    lines = [
+        bold("no plan fits" if is_known else "no plan found"),
+        *(f"  {reason}" for reason in result.reasons),
+    ]
     if result.nearest:
         lines += ["", bold("nearest misses"), *map(_miss, result.nearest)]
     if result.search is not None:
@@ -74,7 +91,11 @@ def proof_line(search: SearchReport) -> str:
 
 def _counts(search: SearchReport) -> str:
     left = search.layouts_considered - search.layouts_pruned - search.layouts_solved
-    parts = f" of {search.clusters_considered} parts of the cluster" if search.clusters_considered > 1 else ""
+    parts = (
+        f" of {search.clusters_considered} parts of the cluster"
+        if search.clusters_considered > 1
+        else ""
+    )
     return (
         f"{counted(search.layouts_considered, 'layout')}{parts} considered, {search.layouts_pruned} pruned by their "
         f"bound, {search.layouts_solved} solved{f', {left} left open' if left else ''}, in {seconds(search.seconds)}"
@@ -83,7 +104,11 @@ def _counts(search: SearchReport) -> str:
 
 def _subject(plan: Plan) -> str:
     request = plan.request
-    model = request.model or (request.profile.model if request.profile else f"profile {request.profile_id[:12]}")
+    model = request.model or (
+        request.profile.model
+        if request.profile
+        else f"profile {request.profile_id[:12]}"
+    )
     devices, there = len(plan.placement), request.cluster.devices
     if devices == there:
         return f"{model} on {counted(devices, 'device')} of {request.cluster.name}"
@@ -109,11 +134,18 @@ def _pareto(plan: Plan) -> str:
     priced = any(point.cost_per_token is not None for point in plan.pareto)
     rows = [
         (
-            "*" if (point.layout, point.step_seconds) == (plan.layout, plan.prediction.step_seconds) else "",
+            "*"
+            if (point.layout, point.step_seconds)
+            == (plan.layout, plan.prediction.step_seconds)
+            else "",
             str(point.devices),
             seconds(point.step_seconds),
             gibibytes(point.peak_bytes),
-            *([_price(point.cost_per_token)] if point.cost_per_token is not None else []),
+            *(
+                [_price(point.cost_per_token)]
+                if point.cost_per_token is not None
+                else []
+            ),
             layout_line(point.layout),
         )
         for point in plan.pareto
@@ -126,13 +158,24 @@ def _pareto(plan: Plan) -> str:
 
 def _prediction(prediction: Prediction) -> tuple[str, str]:
     """The first line's bubble is the mean of all ranks, the table's that of the rank that ends last."""
-    mfu = "unknown (the device's peak is not known)" if prediction.mfu is None else percent(prediction.mfu)
+    mfu = (
+        "unknown (the device's peak is not known)"
+        if prediction.mfu is None
+        else percent(prediction.mfu)
+    )
     rate = scaled(prediction.tokens_per_second, "tokens/s")
     total = prediction.step_seconds
     head = f"{bold('step')} {seconds(total)}  {rate}  MFU {mfu}  mean bubble {percent(prediction.bubble_fraction)}"
-    spent = {name: getattr(prediction.breakdown, name) for name in type(prediction.breakdown).model_fields}
+    spent = {
+        name: getattr(prediction.breakdown, name)
+        for name in type(prediction.breakdown).model_fields
+    }
     rows = [
-        (name.removesuffix("_seconds").replace("_", " "), seconds(value), percent(value / total))
+        (
+            name.removesuffix("_seconds").replace("_", " "),
+            seconds(value),
+            percent(value / total),
+        )
         for name, value in spent.items()
         if value
     ]
@@ -145,17 +188,30 @@ def _stages(stages: Sequence[Stage]) -> str:
             str(stage.index),
             str(stage.pipeline_rank),
             str(len(stage.layers)),
-            f"{stage.layers[0].name} .. {stage.layers[-1].name}" if len(stage.layers) > 1 else stage.layers[0].name,
+            f"{stage.layers[0].name} .. {stage.layers[-1].name}"
+            if len(stage.layers) > 1
+            else stage.layers[0].name,
             str(sum(layer.recompute != "none" for layer in stage.layers)),
             spans(stage.ranks),
         )
         for stage in stages
     ]
-    return table(("stage", "pipeline rank", "layers", "from .. to", "recomputed", "ranks"), rows, left=(0, 3, 5))
+    return table(
+        ("stage", "pipeline rank", "layers", "from .. to", "recomputed", "ranks"),
+        rows,
+        left=(0, 3, 5),
+    )
 
 
 def _memory(memory: Sequence[RankMemory]) -> str:
-    kinds = ("parameters", "gradients", "optimizer", "activations", "temporary", "reserved")
+    kinds = (
+        "parameters",
+        "gradients",
+        "optimizer",
+        "activations",
+        "temporary",
+        "reserved",
+    )
     rows = [
         (
             str(row.pipeline_rank),
@@ -167,8 +223,14 @@ def _memory(memory: Sequence[RankMemory]) -> str:
         for row in memory
     ]
     header = ("pipeline rank", *kinds, "peak", "capacity", "filled")
-    device = "memory of one device, in GiB\n" + table(header, rows, left=(0, len(header) - 1))
-    return f"{device}\n\n{_host(memory)}" if any(row.host_bytes for row in memory) else device
+    device = "memory of one device, in GiB\n" + table(
+        header, rows, left=(0, len(header) - 1)
+    )
+    return (
+        f"{device}\n\n{_host(memory)}"
+        if any(row.host_bytes for row in memory)
+        else device
+    )
 
 
 def _host(memory: Sequence[RankMemory]) -> str:

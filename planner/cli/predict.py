@@ -39,9 +39,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="whose traits to predict with: planner, megatron-core, torchtitan, ... (default: planner)",
     )
-    parser.add_argument("--calibration", metavar="FILE", help="constants that `planner calibrate` wrote")
     parser.add_argument(
-        "--explain", action="store_true", help="show where each millisecond and GiB goes, with the equations"
+        "--calibration", metavar="FILE", help="constants that `planner calibrate` wrote"
+    )
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="show where each millisecond and GiB goes, with the equations",
     )
     add_output(parser, "write the forecast as JSON to FILE")
     add_json(parser)
@@ -54,8 +58,14 @@ def run(arguments: argparse.Namespace) -> int:
     layout = read_layout(arguments.layout)
     question = read_question(arguments)
     constants = _constants(question, arguments)
-    forecast = interruptible(lambda _: _predict(question, layout, arguments.framework, constants))
-    account = _account(question, forecast, arguments.framework, constants) if arguments.explain else None
+    forecast = interruptible(
+        lambda _: _predict(question, layout, arguments.framework, constants)
+    )
+    account = (
+        _account(question, forecast, arguments.framework, constants)
+        if arguments.explain
+        else None
+    )
     document, text = to_json(_document(forecast, account)), _text(forecast, account)
     publish(document, text, arguments.output, as_json=arguments.json)
     return DONE
@@ -70,12 +80,21 @@ def _constants(question: Question, arguments: argparse.Namespace) -> Constants |
     if arguments.calibration is None:
         return None
     calibrations = load(Path(arguments.calibration))
-    device = find_device(question.cluster.node_groups[0].device, field="cluster.node_groups[0].device")
+    device = find_device(
+        question.cluster.node_groups[0].device, field="cluster.node_groups[0].device"
+    )
     known = catalogue().get(device.id)
     architecture = known.architecture if known else ""
-    wanted = {(arguments.framework, architecture), (ANY, architecture), (arguments.framework, ANY)}
+    wanted = {
+        (arguments.framework, architecture),
+        (ANY, architecture),
+        (arguments.framework, ANY),
+    }
     if not wanted & {(one.framework, one.architecture) for one in calibrations}:
-        held = ", ".join(f"{one.framework} on {one.architecture}" for one in calibrations) or "none"
+        held = (
+            ", ".join(f"{one.framework} on {one.architecture}" for one in calibrations)
+            or "none"
+        )
         raise DocumentError(
             f"holds no constants of framework {arguments.framework!r} on {architecture or device.id}; it has {held}.",
             field="--calibration",
@@ -84,7 +103,12 @@ def _constants(question: Question, arguments: argparse.Namespace) -> Constants |
     return constants_for(arguments.framework, architecture, calibrations)
 
 
-def _predict(question: Question, layout: PredictionLayout, framework: str, constants: Constants | None) -> Forecast:
+def _predict(
+    question: Question,
+    layout: PredictionLayout,
+    framework: str,
+    constants: Constants | None,
+) -> Forecast:
     from planner.search import predict
 
     return predict(
@@ -98,7 +122,9 @@ def _predict(question: Question, layout: PredictionLayout, framework: str, const
     )
 
 
-def _account(question: Question, forecast: Forecast, framework: str, constants: Constants | None) -> Account:
+def _account(
+    question: Question, forecast: Forecast, framework: str, constants: Constants | None
+) -> Account:
     from planner.search import account
 
     documents = (question.profile, question.cluster, question.job)
@@ -109,7 +135,9 @@ def _document(forecast: Forecast, account: Account | None) -> Any:
     """The forecast; with --explain also its account."""
     if account is None:
         return forecast
-    return forecast.model_dump(mode="json", by_alias=True) | {"account": asdict(account)}
+    return forecast.model_dump(mode="json", by_alias=True) | {
+        "account": asdict(account)
+    }
 
 
 def _text(forecast: Forecast, account: Account | None) -> str:

@@ -17,7 +17,15 @@ from planner.cli.arguments import (
     positive_seconds,
     refuse,
 )
-from planner.cli.console import STDOUT, Progress, check_output, data, to_json, words, write
+from planner.cli.console import (
+    STDOUT,
+    Progress,
+    check_output,
+    data,
+    to_json,
+    words,
+    write,
+)
 from planner.cli.failures import DONE
 from planner.cli.inputs import MICRO_BATCH_SIZES
 from planner.cli.profile_text import noise, profile_text
@@ -39,7 +47,11 @@ COUNTING_ONLY = ("expert_parallel", "context_parallel")
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
-    parser.add_argument("model", metavar="MODEL", help="catalogue name, config.json, or package.module:callable")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="catalogue name, config.json, or package.module:callable",
+    )
     add_output(parser, "write profile.json to FILE; absent: to stdout")
     parser.add_argument(
         "--device",
@@ -84,7 +96,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="E,E,...",
         help="expert-parallel degrees, with analytic:ID (default: 1, 2, 4 and 8, of those that divide the experts)",
     )
-    parser.add_argument("--dtype", choices=get_args(DataType), help="default: fp32 on cpu, else bf16")
+    parser.add_argument(
+        "--dtype", choices=get_args(DataType), help="default: fp32 on cpu, else bf16"
+    )
     parser.add_argument(
         "--precision",
         choices=["fp8"],
@@ -110,9 +124,19 @@ def _configure_measuring(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="ranks that will share this machine's cores (default: 1)",
     )
-    add_option(group, "--time-budget", positive_seconds, metavar="SECONDS", help="for the timed runs (default: 25)")
     add_option(
-        group, "--journal", Path, metavar="FILE", help="keep what was measured, so that interrupted work goes on"
+        group,
+        "--time-budget",
+        positive_seconds,
+        metavar="SECONDS",
+        help="for the timed runs (default: 25)",
+    )
+    add_option(
+        group,
+        "--journal",
+        Path,
+        metavar="FILE",
+        help="keep what was measured, so that interrupted work goes on",
     )
 
 
@@ -123,13 +147,19 @@ def _listed(numbers: tuple[int, ...]) -> str:
 def run(arguments: argparse.Namespace) -> int:
     """Profile, then write the document and print a summary."""
     check_output(arguments.output)
-    profile = _analytic(arguments) if arguments.device.startswith(ANALYTIC) else _measured(arguments)
+    profile = (
+        _analytic(arguments)
+        if arguments.device.startswith(ANALYTIC)
+        else _measured(arguments)
+    )
     if arguments.output not in (None, STDOUT):
         write(arguments.output, to_json(profile))
     as_json = arguments.json or arguments.output in (None, STDOUT)
     data(to_json(profile) if as_json else profile_text(profile))
     if "cut" in profile.environment:
-        words(f"{profile.model} is {profile.environment['cut']}; it can be split over data and tensors only")
+        words(
+            f"{profile.model} is {profile.environment['cut']}; it can be split over data and tensors only"
+        )
     if "fp8" in profile.environment:
         words(profile.environment["fp8"])
     for sentence in noise(profile):
@@ -142,8 +172,16 @@ def _analytic(arguments: argparse.Namespace) -> ModelProfile:
     from planner.cost import price
 
     device = find_device(arguments.device.removeprefix(ANALYTIC), field="--device")
-    refuse(arguments, MEASURING_ONLY, "has a meaning only when measuring.", "leave OPTION out.")
-    return price(_counted(arguments).model_copy(update={"precision": arguments.precision}), device)
+    refuse(
+        arguments,
+        MEASURING_ONLY,
+        "has a meaning only when measuring.",
+        "leave OPTION out.",
+    )
+    return price(
+        _counted(arguments).model_copy(update={"precision": arguments.precision}),
+        device,
+    )
 
 
 def _counted(arguments: argparse.Namespace) -> ModelProfile:
@@ -156,7 +194,9 @@ def _counted(arguments: argparse.Namespace) -> ModelProfile:
     if arguments.model in names() and not arguments.cut and context == (1,):
         from profiler.counted import counted_profile
 
-        lengths = sequence_lengths(arguments.sequence_length, entry(arguments.model).longest_sequence)
+        lengths = sequence_lengths(
+            arguments.sequence_length, entry(arguments.model).longest_sequence
+        )
         return at_lengths(
             lambda length: counted_profile(
                 arguments.model,
@@ -178,9 +218,11 @@ def _counted(arguments: argparse.Namespace) -> ModelProfile:
                 source,
                 sequence_length=length,
                 micro_batch_sizes=sizes,
-                tensor_parallel_degrees=arguments.tensor_parallel or source.tensor_parallel_degrees(),
+                tensor_parallel_degrees=arguments.tensor_parallel
+                or source.tensor_parallel_degrees(),
                 sequence_parallel=True,
-                expert_parallel_degrees=arguments.expert_parallel or source.expert_parallel_degrees(),
+                expert_parallel_degrees=arguments.expert_parallel
+                or source.expert_parallel_degrees(),
                 context_parallel_degrees=context,
                 dtype=dtype,
                 progress=progress.update,
@@ -190,7 +232,12 @@ def _counted(arguments: argparse.Namespace) -> ModelProfile:
 
 
 def _measured(arguments: argparse.Namespace) -> ModelProfile:
-    refuse(arguments, COUNTING_ONLY, "is counted, not measured.", "leave OPTION out, or give --device analytic:ID.")
+    refuse(
+        arguments,
+        COUNTING_ONLY,
+        "is counted, not measured.",
+        "leave OPTION out, or give --device analytic:ID.",
+    )
     # Read when torch is loaded. Threads that spin while they wait would measure other processes, not the kernels.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from profiler.measure import TIME_BUDGET_SECONDS, profile
@@ -221,7 +268,9 @@ def _dtype(arguments: argparse.Namespace, default: DataType) -> DataType:
         return told or default
     if told not in (None, "bf16"):
         raise DocumentError(
-            f"cannot be {told} beside --precision {arguments.precision}.", field="--dtype", mend="leave it out."
+            f"cannot be {told} beside --precision {arguments.precision}.",
+            field="--dtype",
+            mend="leave it out.",
         )
     return "bf16"
 
@@ -239,7 +288,9 @@ def _lengths_for(source: ModelSource, wish: tuple[int, ...] | None) -> tuple[int
         return sequence_lengths(wish, 0)
     if wish is None and not source.longest_sequence:
         raise SpecError(
-            f"{source.name} states no longest sequence.", field="--sequence-length", mend="give the tokens per sample."
+            f"{source.name} states no longest sequence.",
+            field="--sequence-length",
+            mend="give the tokens per sample.",
         )
     return sequence_lengths(wish, source.longest_sequence or LONGEST_DEFAULT)
 
@@ -251,5 +302,9 @@ def sequence_lengths(wish: tuple[int, ...] | None, longest: int) -> tuple[int, .
         SpecError: a length for a model that has no sequence.
     """
     if longest == 0 and wish is not None:
-        raise SpecError("the model takes no sequence.", field="--sequence-length", mend="leave it out.")
+        raise SpecError(
+            "the model takes no sequence.",
+            field="--sequence-length",
+            mend="leave it out.",
+        )
     return (min(longest, LONGEST_DEFAULT),) if wish is None else wish

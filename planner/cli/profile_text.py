@@ -41,11 +41,20 @@ def profile_text(profile: ModelProfile) -> str:
 
 def noise(profile: ModelProfile) -> list[str]:
     """Sentences about what disturbed the measurement; none when it was quiet, or nothing was measured."""
-    rows = [row for layer in profile.layers for row in layer.measurements if row.recompute == "none"]
+    rows = [
+        row
+        for layer in profile.layers
+        for row in layer.measurements
+        if row.recompute == "none"
+    ]
     spreads = [row.relative_spread for row in rows if row.relative_spread is not None]
     if not spreads or statistics.median(spreads) <= NOISY:
         return []
-    told = "; ".join(f"{name} {profile.environment[name]}" for name in CONDITIONS if name in profile.environment)
+    told = "; ".join(
+        f"{name} {profile.environment[name]}"
+        for name in CONDITIONS
+        if name in profile.environment
+    )
     return [
         f"the samples spread by {percent(statistics.median(spreads))} of their median"
         f" ({told or 'no conditions known'}): measure again when nothing else runs here, or with a larger --time-budget"
@@ -53,12 +62,23 @@ def noise(profile: ModelProfile) -> list[str]:
 
 
 def _head(profile: ModelProfile) -> str:
-    shared = sum(each.parameters * (len(each.layers) - 1) for each in profile.shared_parameters)
+    shared = sum(
+        each.parameters * (len(each.layers) - 1) for each in profile.shared_parameters
+    )
     parameters = sum(layer.parameters for layer in profile.layers) - shared
     frozen = sum(layer.frozen_parameters for layer in profile.layers)
-    frozen -= sum(each.parameters * (len(each.layers) - 1) for each in profile.shared_parameters if each.frozen)
-    ogp = recipe("fp32" if BYTES_PER_ELEMENT[profile.dtype] == 4 else "bf16-mixed", "adamw")
-    kept = ogp.total_bytes(ParameterCount(parameters - frozen)) + frozen * ogp.parameter_bytes
+    frozen -= sum(
+        each.parameters * (len(each.layers) - 1)
+        for each in profile.shared_parameters
+        if each.frozen
+    )
+    ogp = recipe(
+        "fp32" if BYTES_PER_ELEMENT[profile.dtype] == 4 else "bf16-mixed", "adamw"
+    )
+    kept = (
+        ogp.total_bytes(ParameterCount(parameters - frozen))
+        + frozen * ogp.parameter_bytes
+    )
     told = f" ({scaled(frozen)} of them frozen)" if frozen else ""
     return (
         f"{bold(profile.model)} on {profile.device}, {profile.dtype}: {counted(len(profile.layers), 'layer')}, "
@@ -67,7 +87,11 @@ def _head(profile: ModelProfile) -> str:
 
 
 def _rows(kind: str, layers: list[LayerProfile]) -> list[tuple[str, ...]]:
-    plain = [row for row in layers[0].measurements if row.recompute == "none" and row.tensor_parallel_degree == 1]
+    plain = [
+        row
+        for row in layers[0].measurements
+        if row.recompute == "none" and row.tensor_parallel_degree == 1
+    ]
     return [
         (
             kind,

@@ -23,7 +23,9 @@ Counts = tuple[int, ...]
 """Layers of every stage."""
 
 
-def rebalanced(plan: Plan, profile: ModelProfile, slowdown: Sequence[float]) -> Rebalanced | None:
+def rebalanced(
+    plan: Plan, profile: ModelProfile, slowdown: Sequence[float]
+) -> Rebalanced | None:
     """The fastest partition that is reached by taking one layer from a stage for another, each time the best move.
 
     Its plan carries the profile with the seconds that it was chosen by, so that its prediction holds for these ranks.
@@ -45,21 +47,31 @@ def rebalanced(plan: Plan, profile: ModelProfile, slowdown: Sequence[float]) -> 
     @cache
     def seconds(counts: Counts) -> float:
         try:
-            found = predict(slowed(rows, counts, of_stages), cluster, job, _layout(plan, counts))
+            found = predict(
+                slowed(rows, counts, of_stages), cluster, job, _layout(plan, counts)
+            )
         except LayoutError:
             return float("inf")
         # An order that is synthesized may be better with the stages elsewhere, where other ranks' factors hold.
-        stays = [stage.pipeline_rank for stage in found.stages] == [stage.pipeline_rank for stage in plan.stages]
+        stays = [stage.pipeline_rank for stage in found.stages] == [
+            stage.pipeline_rank for stage in plan.stages
+        ]
         return found.prediction.step_seconds if found.fits and stays else float("inf")
 
     begin = best = tuple(len(stage.layers) for stage in plan.stages)
-    while (better := min(_neighbours(best), key=seconds, default=best)) and seconds(better) < seconds(best):
+    while (better := min(_neighbours(best), key=seconds, default=best)) and seconds(
+        better
+    ) < seconds(best):
         best = better
     if best == begin or seconds(begin) == float("inf"):
         return None
     chosen = slowed(rows, best, of_stages)
     found = plan_layout(make_request(chosen, cluster, job), chosen, _layout(plan, best))
-    return Rebalanced(found, seconds(begin), seconds(best)) if isinstance(found, Plan) else None
+    return (
+        Rebalanced(found, seconds(begin), seconds(best))
+        if isinstance(found, Plan)
+        else None
+    )
 
 
 def _layout(plan: Plan, counts: Counts) -> PredictionLayout:
@@ -100,21 +112,35 @@ def priced_rows(profile: ModelProfile, plan: Plan) -> ModelProfile:
         }
     )
     devices = [find_device(group.device) for group in plan.cluster.node_groups]
-    has_seconds = all(row.forward_seconds is not None for layer in kept.layers for row in layer.measurements)
+    has_seconds = all(
+        row.forward_seconds is not None
+        for layer in kept.layers
+        for row in layer.measurements
+    )
     if has_seconds or any(device != devices[0] for device in devices):
         return kept
     return price(kept, devices[0])
 
 
-def slowed(profile: ModelProfile, counts: Counts, of_stages: Sequence[float]) -> ModelProfile:
+def slowed(
+    profile: ModelProfile, counts: Counts, of_stages: Sequence[float]
+) -> ModelProfile:
     """The profile with every layer's seconds as its stage's rank takes them.
 
     Args:
         of_stages: how many times as long the rank of every stage takes.
     """
-    factors = chain.from_iterable(repeat(factor, count) for factor, count in zip(of_stages, counts, strict=True))
+    factors = chain.from_iterable(
+        repeat(factor, count) for factor, count in zip(of_stages, counts, strict=True)
+    )
     layers = tuple(
-        layer.model_copy(update={"measurements": tuple(_slowed_row(row, factor) for row in layer.measurements)})
+        layer.model_copy(
+            update={
+                "measurements": tuple(
+                    _slowed_row(row, factor) for row in layer.measurements
+                )
+            }
+        )
         for layer, factor in zip(profile.layers, factors, strict=True)
     )
     return profile.model_copy(update={"layers": layers})
@@ -123,8 +149,16 @@ def slowed(profile: ModelProfile, counts: Counts, of_stages: Sequence[float]) ->
 def _slowed_row(row: Measurement, factor: float) -> Measurement:
     if row.forward_seconds is None:
         return _with_more_work(row, factor)
-    seconds = {name: getattr(row, name) for name in Measurement.model_fields if name.endswith("_seconds")}
-    return row.model_copy(update={name: value * factor for name, value in seconds.items() if value is not None})
+    seconds = {
+        name: getattr(row, name)
+        for name in Measurement.model_fields
+        if name.endswith("_seconds")
+    }
+    return row.model_copy(
+        update={
+            name: value * factor for name, value in seconds.items() if value is not None
+        }
+    )
 
 
 def _with_more_work(row: Measurement, factor: float) -> Measurement:
@@ -132,12 +166,20 @@ def _with_more_work(row: Measurement, factor: float) -> Measurement:
     What they cost beyond that, to be launched, stays. The layer's own FLOPs stay too, for MFU, where kernels tell."""
     names = ["forward_bytes", "backward_bytes"]
     if not row.operations:
-        names += ["forward_flops", "backward_input_flops", "backward_weight_flops", "recompute_flops"]
+        names += [
+            "forward_flops",
+            "backward_input_flops",
+            "backward_weight_flops",
+            "recompute_flops",
+        ]
     counted = {name: round(getattr(row, name) * factor) for name in names}
     kernels = {
         name: tuple(
             operation.model_copy(
-                update={"flops": round(operation.flops * factor), "bytes": round(operation.bytes * factor)}
+                update={
+                    "flops": round(operation.flops * factor),
+                    "bytes": round(operation.bytes * factor),
+                }
             )
             for operation in getattr(row, name)
         )

@@ -19,7 +19,17 @@ from planner.cli.service import WAIT_SECONDS, exchange
 from planner.errors import PlannerError, RunError, UnsupportedError
 from planner.executor.elastic.roster import Roster, check_groups
 from planner.executor.elastic.weigh import Rebalanced
-from planner.spec import Cluster, Forecast, Infeasible, Job, ModelProfile, NodeGroup, Options, Plan, parse
+from planner.spec import (
+    Cluster,
+    Forecast,
+    Infeasible,
+    Job,
+    ModelProfile,
+    NodeGroup,
+    Options,
+    Plan,
+    parse,
+)
 from planner.spec.job import DIVISION
 
 SEARCH_SECONDS = 20.0
@@ -122,7 +132,9 @@ class Replanner(PlanRebalancer):
             yield answer
 
     def _of(self, devices: int) -> Cluster:
-        group = self._cluster.node_groups[0].model_copy(update={"devices_per_node": devices})
+        group = self._cluster.node_groups[0].model_copy(
+            update={"devices_per_node": devices}
+        )
         return self._cluster.model_copy(update={"node_groups": (group,)})
 
 
@@ -165,9 +177,17 @@ class NodeReplanner(PlanRebalancer):
 
     def _candidates(self, roster: Roster) -> list[Roster]:
         """What to ask for, in order; at least half of the devices, unless nothing larger can be asked for."""
-        parts = _parts_of_kinds(roster) if len(set(roster.by_group)) > 1 else _equal_parts(roster)
+        parts = (
+            _parts_of_kinds(roster)
+            if len(set(roster.by_group)) > 1
+            else _equal_parts(roster)
+        )
         sizes = {part: sum(part.devices) for part in parts}
-        asked = [part for part in parts if part.devices and 2 * sizes[part] >= max(sizes.values())]
+        asked = [
+            part
+            for part in parts
+            if part.devices and 2 * sizes[part] >= max(sizes.values())
+        ]
         whole = Roster.of_nodes(_sorted_nodes(roster))
         if len(set(whole.devices)) > 1 and whole not in asked:
             asked.append(whole)
@@ -185,7 +205,9 @@ class NodeReplanner(PlanRebalancer):
     def _of(self, roster: Roster) -> Cluster:
         """A cluster of these nodes."""
         groups = tuple(
-            self._group(name).model_copy(update={"nodes": devices.count(each), "devices_per_node": each})
+            self._group(name).model_copy(
+                update={"nodes": devices.count(each), "devices_per_node": each}
+            )
             for name in dict.fromkeys(roster.by_group)
             for devices in [roster.devices_of(name)]
             for each in sorted(set(devices), reverse=True)
@@ -207,21 +229,32 @@ def _best(answers: Iterable[Plan | Infeasible]) -> Plan | Infeasible:
 
 def _sorted_nodes(roster: Roster) -> list[tuple[int, str]]:
     """(devices, group) of every node: group by group, as they first come, the largest nodes first."""
-    return [(each, group) for group in dict.fromkeys(roster.by_group) for each in roster.devices_of(group)]
+    return [
+        (each, group)
+        for group in dict.fromkeys(roster.by_group)
+        for each in roster.devices_of(group)
+    ]
 
 
 def _equal_parts(roster: Roster) -> list[Roster]:
     """So many nodes with so many devices each; of nodes of one kind."""
     there = sorted(roster.devices, reverse=True)
     group = roster.groups[:1]
-    equal = {(each,) * count for count, most in enumerate(there, 1) for each in range(1, most + 1)}
+    equal = {
+        (each,) * count
+        for count, most in enumerate(there, 1)
+        for each in range(1, most + 1)
+    }
     return [Roster(nodes, group * len(nodes)) for nodes in sorted(equal)]
 
 
 def _parts_of_kinds(roster: Roster) -> list[Roster]:
     """So many nodes of every kind, those with most devices; a search leaves whole groups out by itself."""
     kinds = [
-        [[(each, group) for each in devices[:count]] for count in range(len(devices), -1, -1)]
+        [
+            [(each, group) for each in devices[:count]]
+            for count in range(len(devices), -1, -1)
+        ]
         for group in dict.fromkeys(roster.by_group)
         for devices in [roster.devices_of(group)]
     ]
@@ -238,12 +271,18 @@ def discovered_by(command: str) -> Callable[[], tuple[int, ...]]:
     def discover() -> tuple[int, ...]:
         try:
             done = subprocess.run(
-                shlex.split(command), capture_output=True, text=True, timeout=WAIT_SECONDS, check=True
+                shlex.split(command),
+                capture_output=True,
+                text=True,
+                timeout=WAIT_SECONDS,
+                check=True,
             )
             return tuple(int(word) for word in done.stdout.split())
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             raise RunError(
-                f"{command!r} failed: {error}.", field="--discover", mend="print indices of devices, one per line."
+                f"{command!r} failed: {error}.",
+                field="--discover",
+                mend="print indices of devices, one per line.",
             ) from None
 
     return discover
@@ -258,7 +297,10 @@ def by_search(plan: Plan) -> Search:
         from planner.search import plan as find
 
         options = Options(top=0, time_limit_seconds=SEARCH_SECONDS)
-        return find(make_request(profile, cluster, request.job, options, model=request.model), profile)
+        return find(
+            make_request(profile, cluster, request.job, options, model=request.model),
+            profile,
+        )
 
     return search
 
@@ -268,20 +310,33 @@ def by_service(plan: Plan, address: str) -> Search:
     profile, request = profile_behind(plan, None), plan.request
 
     def search(cluster: Cluster) -> Plan | Infeasible:
-        return _ask(address.rstrip("/"), _question(profile, request.model, cluster, request.job))
+        return _ask(
+            address.rstrip("/"), _question(profile, request.model, cluster, request.job)
+        )
 
     return search
 
 
-def _question(profile: ModelProfile, model: str | None, cluster: Cluster, job: Job) -> dict[str, Any]:
+def _question(
+    profile: ModelProfile, model: str | None, cluster: Cluster, job: Job
+) -> dict[str, Any]:
     options = {"top": 0, "time_limit_seconds": SEARCH_SECONDS}
-    behind = {"model": model} if model else {"profile": profile.model_dump(mode="json", by_alias=True)}
-    documents = {"cluster": cluster.model_dump(mode="json"), "job": job.model_dump(mode="json", exclude_none=True)}
+    behind = (
+        {"model": model}
+        if model
+        else {"profile": profile.model_dump(mode="json", by_alias=True)}
+    )
+    documents = {
+        "cluster": cluster.model_dump(mode="json"),
+        "job": job.model_dump(mode="json", exclude_none=True),
+    }
     return {**behind, **documents, "options": options}
 
 
 def _ask(address: str, question: dict[str, Any]) -> Plan | Infeasible:
-    status, headers, answer = exchange(f"{address}/v1/plans", question, Prefer=f"wait={WAIT_SECONDS:g}")
+    status, headers, answer = exchange(
+        f"{address}/v1/plans", question, Prefer=f"wait={WAIT_SECONDS:g}"
+    )
     until = time.monotonic() + 2 * SEARCH_SECONDS
     while status == 202 and time.monotonic() < until:
         time.sleep(float(headers.get("Retry-After", "1")))
@@ -290,9 +345,14 @@ def _ask(address: str, question: dict[str, Any]) -> Plan | Infeasible:
             status, _, answer = exchange(f"{address}/v1/plans/{job['plan_id']}")
         elif job["status"] not in ("queued", "running"):
             detail = (job.get("problem") or {}).get("detail", "it tells no reason.")
-            raise RunError(f"the service's search ended {job['status']}: {detail}", field=address)
+            raise RunError(
+                f"the service's search ended {job['status']}: {detail}", field=address
+            )
     if status == 202:
-        raise RunError(f"the service found no plan in {2 * SEARCH_SECONDS:g} seconds.", field=address)
+        raise RunError(
+            f"the service found no plan in {2 * SEARCH_SECONDS:g} seconds.",
+            field=address,
+        )
     if answer.get("status") == "infeasible":
         return parse(Infeasible, answer, where=address)
     return parse(Plan, answer, where=address)

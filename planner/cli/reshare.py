@@ -24,17 +24,24 @@ def replica_seconds(plan: Plan, profile: ModelProfile) -> tuple[float, ...]:
     """Predicted seconds of every data-parallel rank's actions in one step, the mean over its pipeline ranks."""
     shares = plan.layout.shares(plan.request.job.global_batch_size)
     rows = _micro_batch_seconds(plan, profile)
-    return tuple(share * sum(row) / len(row) for share, row in zip(shares, rows, strict=True))
+    return tuple(
+        share * sum(row) / len(row) for share, row in zip(shares, rows, strict=True)
+    )
 
 
 def stage_seconds(plan: Plan, profile: ModelProfile) -> tuple[float, ...]:
     """Predicted seconds of every pipeline rank's actions in one step, the mean over its data-parallel ranks."""
     shares = plan.layout.shares(plan.request.job.global_batch_size)
     columns = zip(*_micro_batch_seconds(plan, profile), strict=True)
-    return tuple(sum(share * each for share, each in zip(shares, of, strict=True)) / len(shares) for of in columns)
+    return tuple(
+        sum(share * each for share, each in zip(shares, of, strict=True)) / len(shares)
+        for of in columns
+    )
 
 
-def reshared(plan: Plan, profile: ModelProfile, slowdown: Sequence[float]) -> Rebalanced | None:
+def reshared(
+    plan: Plan, profile: ModelProfile, slowdown: Sequence[float]
+) -> Rebalanced | None:
     """Shares by the speed of the replicas, if they are faster.
 
     Args:
@@ -53,8 +60,12 @@ def reshared(plan: Plan, profile: ModelProfile, slowdown: Sequence[float]) -> Re
     fill = plan.layout.pipeline_parallel_degree - 1
     now = plan.layout.shares(plan.request.job.global_batch_size)
     alike = [max(row) for row in _micro_batch_seconds(plan, profile)]
-    drifted = [seconds * factor for seconds, factor in zip(alike, slowdown, strict=True)]
-    then = fair_shares([max(round(seconds * _TICKS), 1) for seconds in drifted], sum(now), fill)
+    drifted = [
+        seconds * factor for seconds, factor in zip(alike, slowdown, strict=True)
+    ]
+    then = fair_shares(
+        [max(round(seconds * _TICKS), 1) for seconds in drifted], sum(now), fill
+    )
     if then == now or min(then) == 0:
         return None
     rest = max(plan.prediction.step_seconds - _slowest(now, alike, fill), 0.0)
@@ -62,28 +73,50 @@ def reshared(plan: Plan, profile: ModelProfile, slowdown: Sequence[float]) -> Re
     counts = tuple(len(stage.layers) for stage in plan.stages)
     chosen = slowed(priced_rows(profile, plan), counts, [factor] * len(counts))
     shares = then if len(set(then)) > 1 else None
-    fields = {**plan.layout.model_dump(), "micro_batch_shares": shares, "layers_per_stage": counts}
-    found = plan_layout(make_request(chosen, plan.cluster, plan.request.job), chosen, PredictionLayout(**fields))
+    fields = {
+        **plan.layout.model_dump(),
+        "micro_batch_shares": shares,
+        "layers_per_stage": counts,
+    }
+    found = plan_layout(
+        make_request(chosen, plan.cluster, plan.request.job),
+        chosen,
+        PredictionLayout(**fields),
+    )
     if not isinstance(found, Plan):
         return None
-    return Rebalanced(found, _slowest(now, drifted, fill) + rest, _slowest(then, drifted, fill) + rest)
+    return Rebalanced(
+        found, _slowest(now, drifted, fill) + rest, _slowest(then, drifted, fill) + rest
+    )
 
 
 def _slowest(shares: Sequence[int], seconds: Sequence[float], fill: int) -> float:
     """Of the replica that is done last: equation (H2)."""
-    return max((share + fill) * each for share, each in zip(shares, seconds, strict=True))
+    return max(
+        (share + fill) * each for share, each in zip(shares, seconds, strict=True)
+    )
 
 
 def _micro_batch_seconds(plan: Plan, profile: ModelProfile) -> list[list[float]]:
     """Predicted seconds of one micro-batch, of every data rank, of every pipeline rank of it."""
-    from planner.cost import TICK_SECONDS, choose, durations, layout_costs, schedule_of, workload
+    from planner.cost import (
+        TICK_SECONDS,
+        choose,
+        durations,
+        layout_costs,
+        schedule_of,
+        workload,
+    )
     from planner.cost.mixed import columns_of
     from planner.cost.step import per_column
 
     work = workload(profile, plan.cluster, plan.request.job)
     costs = layout_costs(work, plan.layout)
     order = {layer.name: index for index, layer in enumerate(profile.layers)}
-    stage_map = [[(order[layer.name], layer.recompute) for layer in stage.layers] for stage in plan.stages]
+    stage_map = [
+        [(order[layer.name], layer.recompute) for layer in stage.layers]
+        for stage in plan.stages
+    ]
     schedule = schedule_of(costs)
 
     def rows() -> Iterator[list[float]]:
@@ -91,8 +124,15 @@ def _micro_batch_seconds(plan: Plan, profile: ModelProfile) -> list[list[float]]
             spent = durations(column, stages)
             seconds = [0.0] * schedule.ranks
             for stage, rank in enumerate(schedule.stage_ranks):
-                parts = (spent.forward, spent.backward_input, spent.backward_weight, spent.recompute)
-                seconds[rank] += sum(part[stage] for part in parts if part) * TICK_SECONDS
+                parts = (
+                    spent.forward,
+                    spent.backward_input,
+                    spent.backward_weight,
+                    spent.recompute,
+                )
+                seconds[rank] += (
+                    sum(part[stage] for part in parts if part) * TICK_SECONDS
+                )
             yield seconds
 
     found = list(rows())

@@ -31,8 +31,27 @@ RANK = ("-m", "planner.cli.node_rank")
 NODES = re.compile(r"(\d+):(\d+)")
 ONE_NODE_ONLY = ("cooldown", "discover", "reference_steps")
 """Options of an elastic run on one node: with several, a lost rank's node begins anew with all of its devices."""
-NODES_ONLY = ("rendezvous", "run_id", "group", "devices", "address", "last_call", "join", "heartbeat")
-PRINTED = ("run_id", "last_call", "join", "heartbeat", "planner", "restarts", "report", "metrics", "output")
+NODES_ONLY = (
+    "rendezvous",
+    "run_id",
+    "group",
+    "devices",
+    "address",
+    "last_call",
+    "join",
+    "heartbeat",
+)
+PRINTED = (
+    "run_id",
+    "last_call",
+    "join",
+    "heartbeat",
+    "planner",
+    "restarts",
+    "report",
+    "metrics",
+    "output",
+)
 """Options besides the settings that the printed command has too; every node has an address of its own."""
 
 
@@ -52,9 +71,19 @@ def add_nodes(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="with --nodes: take part with this node; the store by which the nodes find each other is there",
     )
-    add_option(parser, "--run-id", str, metavar="ID", help="with --nodes: the same on every node (default: the plan's)")
     add_option(
-        parser, "--devices", positive_int, metavar="N", help="with --nodes: of this node (default: as in the cluster)"
+        parser,
+        "--run-id",
+        str,
+        metavar="ID",
+        help="with --nodes: the same on every node (default: the plan's)",
+    )
+    add_option(
+        parser,
+        "--devices",
+        positive_int,
+        metavar="N",
+        help="with --nodes: of this node (default: as in the cluster)",
     )
     parser.add_argument(
         "--group",
@@ -62,11 +91,26 @@ def add_nodes(parser: argparse.ArgumentParser) -> None:
         help="with --nodes: node group of the plan's cluster that this node is of (default: by its device, where "
         "that tells; needed where the cluster has several kinds of nodes)",
     )
-    parser.add_argument("--address", help="with --nodes: of this node, for the others (default: its name)")
+    parser.add_argument(
+        "--address",
+        help="with --nodes: of this node, for the others (default: its name)",
+    )
     for name, seconds, text in (
-        ("--last-call", DEFAULT_LAST_CALL_SECONDS, "that the nodes wait for more of them than MIN"),
-        ("--join", DEFAULT_JOIN_SECONDS, "that a node waits for MIN of them, or to be let in"),
-        ("--heartbeat", DEFAULT_HEARTBEAT_SECONDS, "between signs of life: a node is lost when three are missing"),
+        (
+            "--last-call",
+            DEFAULT_LAST_CALL_SECONDS,
+            "that the nodes wait for more of them than MIN",
+        ),
+        (
+            "--join",
+            DEFAULT_JOIN_SECONDS,
+            "that a node waits for MIN of them, or to be let in",
+        ),
+        (
+            "--heartbeat",
+            DEFAULT_HEARTBEAT_SECONDS,
+            "between signs of life: a node is lost when three are missing",
+        ),
     ):
         add_option(
             parser,
@@ -84,9 +128,19 @@ def check_node_options(arguments: argparse.Namespace) -> None:
         DocumentError: naming one.
     """
     if arguments.nodes is None:
-        refuse(arguments, NODES_ONLY, "means nothing without --nodes.", "give --nodes MIN:MAX too.")
+        refuse(
+            arguments,
+            NODES_ONLY,
+            "means nothing without --nodes.",
+            "give --nodes MIN:MAX too.",
+        )
     else:
-        refuse(arguments, ONE_NODE_ONLY, "means nothing with --nodes.", "leave OPTION out, or --nodes.")
+        refuse(
+            arguments,
+            ONE_NODE_ONLY,
+            "means nothing with --nodes.",
+            "leave OPTION out, or --nodes.",
+        )
 
 
 def train_nodes(
@@ -105,13 +159,23 @@ def train_nodes(
 
     for path in (arguments.output, arguments.metrics):
         check_output(path)
-    NodeReplanner(plan, by_search(plan))  # refuses what cannot be planned for, before anything starts
+    NodeReplanner(
+        plan, by_search(plan)
+    )  # refuses what cannot be planned for, before anything starts
     cluster = plan.request.cluster
-    asks_device = arguments.group is None and len(kinds(cluster)) > 1 and arguments.device != "cpu"
-    group = group_of_node(cluster, arguments.group, _device_here() if asks_device else None)
+    asks_device = (
+        arguments.group is None
+        and len(kinds(cluster)) > 1
+        and arguments.device != "cpu"
+    )
+    group = group_of_node(
+        cluster, arguments.group, _device_here() if asks_device else None
+    )
     chosen, policy = _chosen(plan, settings), _policy(plan, group, arguments)
     metrics = arguments.metrics
-    measured, is_first = run_node(plan, chosen, policy, metrics=metrics, log=words, unfinished=unfinished)
+    measured, is_first = run_node(
+        plan, chosen, policy, metrics=metrics, log=words, unfinished=unfinished
+    )
     known = KnownPlans(elastic_folder(chosen, policy.run_id), plan)
     return measured, known.by_id(measured.plan_id) or plan, is_first
 
@@ -145,28 +209,52 @@ class KindCommand:
         return f"on nodes{of} of {self.devices} {'device' if self.devices == 1 else 'devices'}"
 
 
-def elastic_commands(plan: Plan, settings: dict[str, Any], arguments: argparse.Namespace) -> tuple[KindCommand, ...]:
+def elastic_commands(
+    plan: Plan, settings: dict[str, Any], arguments: argparse.Namespace
+) -> tuple[KindCommand, ...]:
     """The command that every node of a kind starts."""
     from planner.cli.replan import NodeReplanner, by_search
 
     if arguments.plan == STDOUT:
         raise DocumentError(
-            "every node reads the plan itself.", field="plan.json", mend="write it to a file that all of them have."
+            "every node reads the plan itself.",
+            field="plan.json",
+            mend="write it to a file that all of them have.",
         )
     NodeReplanner(plan, by_search(plan))
     chosen = _chosen(plan, settings)
-    command = ["planner", "run", arguments.plan, *_spelt(chosen), "--elastic", "--nodes", arguments.nodes]
+    command = [
+        "planner",
+        "run",
+        arguments.plan,
+        *_spelt(chosen),
+        "--elastic",
+        "--nodes",
+        arguments.nodes,
+    ]
     for name in PRINTED:
         if getattr(arguments, name) is not None:
             command += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
     found = []
     asked = _kinds_of_nodes(plan, arguments)
     for group, count in asked:
-        _policy(plan, group, argparse.Namespace(**{**vars(arguments), "devices": count}))  # refuses what makes no sense
+        _policy(
+            plan, group, argparse.Namespace(**{**vars(arguments), "devices": count})
+        )  # refuses what makes no sense
         told = ["--group", group] if group else []
-        told += ["--devices", str(count)] if arguments.devices is not None or _sizes(asked, group) > 1 else []
+        told += (
+            ["--devices", str(count)]
+            if arguments.devices is not None or _sizes(asked, group) > 1
+            else []
+        )
         # The one word that the shell must expand stays unquoted.
-        found.append(KindCommand(group, count, f'{shlex.join([*command, *told])} --rendezvous "$RENDEZVOUS"'))
+        found.append(
+            KindCommand(
+                group,
+                count,
+                f'{shlex.join([*command, *told])} --rendezvous "$RENDEZVOUS"',
+            )
+        )
     elastic_folder(chosen, "")  # refuses a run without checkpoints
     return tuple(found)
 
@@ -174,11 +262,18 @@ def elastic_commands(plan: Plan, settings: dict[str, Any], arguments: argparse.N
 def _kinds_of_nodes(plan: Plan, arguments: argparse.Namespace) -> list[tuple[str, int]]:
     """Node group and devices of the nodes that a command is for."""
     cluster = plan.request.cluster
-    groups = [ANY_GROUP] if len(kinds(cluster)) == 1 else list(dict.fromkeys(each.name for each in cluster.node_groups))
+    groups = (
+        [ANY_GROUP]
+        if len(kinds(cluster)) == 1
+        else list(dict.fromkeys(each.name for each in cluster.node_groups))
+    )
     if arguments.group is not None:
         groups = [group_of_node(cluster, arguments.group, None)]
     counts = {
-        group: [arguments.devices] if arguments.devices is not None else _devices(plan, group) for group in groups
+        group: [arguments.devices]
+        if arguments.devices is not None
+        else _devices(plan, group)
+        for group in groups
     }
     return [(group, count) for group in groups for count in counts[group]]
 
@@ -203,7 +298,11 @@ def _spelt(settings: RunSettings) -> list[str]:
 def _policy(plan: Plan, group: str, arguments: argparse.Namespace) -> NodesPolicy:
     found = NODES.fullmatch(arguments.nodes)
     if found is None:
-        raise DocumentError(f"{arguments.nodes!r} is no range.", field="--nodes", mend="give MIN:MAX, e.g. 2:4.")
+        raise DocumentError(
+            f"{arguments.nodes!r} is no range.",
+            field="--nodes",
+            mend="give MIN:MAX, e.g. 2:4.",
+        )
     service = () if arguments.planner is None else ("--planner", arguments.planner)
     return NodesPolicy(
         least=int(found[1]),
@@ -224,7 +323,10 @@ def _policy(plan: Plan, group: str, arguments: argparse.Namespace) -> NodesPolic
 def _devices(plan: Plan, group: str) -> list[int]:
     """How many the nodes of a group have; `ANY_GROUP`: of the plan's cluster."""
     groups = plan.request.cluster.node_groups
-    return sorted({each.devices_per_node for each in groups if group in (each.name, ANY_GROUP)}, reverse=True)
+    return sorted(
+        {each.devices_per_node for each in groups if group in (each.name, ANY_GROUP)},
+        reverse=True,
+    )
 
 
 def _only(devices: list[int]) -> int:

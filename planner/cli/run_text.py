@@ -16,9 +16,7 @@ COUNTED = (
     "predicted from counted FLOPs and bytes and the cluster document's figures; `planner profile` and `planner links` "
     "measure this machine's"
 )
-UNMEASURED_LINKS = (
-    "predicted from links that nobody has measured; `planner links`, under torchrun, measures this machine's"
-)
+UNMEASURED_LINKS = "predicted from links that nobody has measured; `planner links`, under torchrun, measures this machine's"
 
 
 def run_text(plan: Plan, measured: MeasuredRun) -> str:
@@ -35,10 +33,20 @@ def run_text(plan: Plan, measured: MeasuredRun) -> str:
     if measured.reference_losses:
         parts.insert(2, _reference(measured))
     if measured.warnings:
-        parts.append("\n".join((bold("warnings"), *(f"  {each}" for each in measured.warnings))))
+        parts.append(
+            "\n".join((bold("warnings"), *(f"  {each}" for each in measured.warnings)))
+        )
     if measured.decisions:
         parts.append(
-            "\n".join((bold("decisions"), *(f"  step {each.step}: {each.text}" for each in measured.decisions)))
+            "\n".join(
+                (
+                    bold("decisions"),
+                    *(
+                        f"  step {each.step}: {each.text}"
+                        for each in measured.decisions
+                    ),
+                )
+            )
         )
     return "\n\n".join(parts)
 
@@ -46,13 +54,20 @@ def run_text(plan: Plan, measured: MeasuredRun) -> str:
 def _held_out(measured: MeasuredRun) -> str:
     """Of the last look at held-out samples."""
     looks = measured.validation_losses[-1:]
-    return "".join(f", validation {each.loss:.4f} after step {each.step}" for each in looks)
+    return "".join(
+        f", validation {each.loss:.4f} after step {each.step}" for each in looks
+    )
 
 
 def _reference(measured: MeasuredRun) -> str:
     trained = measured.losses_by_step
     rows = [
-        (str(step), f"{trained[step]:.6f}", f"{theirs:.6f}", f"{trained[step] - theirs:+.1e}")
+        (
+            str(step),
+            f"{trained[step]:.6f}",
+            f"{theirs:.6f}",
+            f"{trained[step] - theirs:+.1e}",
+        )
         for step, theirs in enumerate(measured.reference_losses)
     ]
     return table(("step", "this run", "single process", "difference"), rows)
@@ -89,7 +104,9 @@ def _speed(plan: Plan, measured: MeasuredRun) -> str:
 def _assumed(plan: Plan) -> Iterator[str]:
     """What the prediction rests on that was not measured, on whatever device."""
     layers = () if plan.request.profile is None else plan.request.profile.layers
-    if not any(row.source == "measured" for layer in layers for row in layer.measurements):
+    if not any(
+        row.source == "measured" for layer in layers for row in layer.measurements
+    ):
         yield COUNTED
     elif len(plan.placement) > 1 and not _has_measured_links(plan):
         yield UNMEASURED_LINKS
@@ -97,8 +114,16 @@ def _assumed(plan: Plan) -> Iterator[str]:
 
 def _has_measured_links(plan: Plan) -> bool:
     groups = plan.request.cluster.node_groups
-    links = [link for group in groups for link in (group.intra_node, group.inter_node) if link is not None]
-    return any(link.relative_residual is not None or link.fits or link.measurements for link in links)
+    links = [
+        link
+        for group in groups
+        for link in (group.intra_node, group.inter_node)
+        if link is not None
+    ]
+    return any(
+        link.relative_residual is not None or link.fits or link.measurements
+        for link in links
+    )
 
 
 def _memory(plan: Plan, measured: MeasuredRun) -> str:
@@ -106,20 +131,40 @@ def _memory(plan: Plan, measured: MeasuredRun) -> str:
     rows = {row.pipeline_rank: row for row in plan.prediction.memory}
     promised = [(rank, rows.get(rank.pipeline)) for rank in measured.ranks]
     found = _by_rank(
-        "peak", [(rank, None if row is None else row.peak_bytes, rank.peak_bytes) for rank, row in promised]
+        "peak",
+        [
+            (rank, None if row is None else row.peak_bytes, rank.peak_bytes)
+            for rank, row in promised
+        ],
     )
     if any(rank.host_bytes for rank in measured.ranks):
-        on_host = [(rank, None if row is None else row.host_bytes, rank.host_bytes) for rank, row in promised]
+        on_host = [
+            (rank, None if row is None else row.host_bytes, rank.host_bytes)
+            for rank, row in promised
+        ]
         found += f"\n\n{_by_rank('on the host', on_host)}"
-    return f"{found}\npredicted for the replica that has the least room" if plan.replicas_differ else found
+    return (
+        f"{found}\npredicted for the replica that has the least room"
+        if plan.replicas_differ
+        else found
+    )
 
 
 def _by_rank(what: str, rows: Iterable[tuple[MeasuredRank, int | None, int]]) -> str:
     """Bytes predicted, if they are, and measured."""
-    header = ("rank", "pipeline rank", f"predicted {what}", f"measured {what}", "predicted is off by")
+    header = (
+        "rank",
+        "pipeline rank",
+        f"predicted {what}",
+        f"measured {what}",
+        "predicted is off by",
+    )
     return table(
         header,
-        [(str(rank.rank), str(rank.pipeline), *_promised(predicted, seen)) for rank, predicted, seen in rows],
+        [
+            (str(rank.rank), str(rank.pipeline), *_promised(predicted, seen))
+            for rank, predicted, seen in rows
+        ],
     )
 
 

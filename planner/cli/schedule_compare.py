@@ -19,18 +19,28 @@ from planner.spec.units import percent
 def compare(arguments: argparse.Namespace) -> int:
     """Print one row per schedule, in the order given; a schedule that refuses the numbers is told on stderr."""
     if arguments.actions:
-        raise SpecError("comparisons print no actions.", field="--actions", mend="leave it out.")
+        raise SpecError(
+            "comparisons print no actions.", field="--actions", mend="leave it out."
+        )
     names = _names(arguments)
     check_options(arguments, [find(name) for name in names])
     made, refused = _made(arguments, names)
     if arguments.json:
         data(to_json({"schedules": list(map(_document, made)), "refused": refused}))
     elif made:
-        header = ("schedule", "makespan", "span", "bubble", "peak in flight, micro-batches")
+        header = (
+            "schedule",
+            "makespan",
+            "span",
+            "bubble",
+            "peak in flight, micro-batches",
+        )
         data(table(header, [_row(each.simulation) for each in made]))
     draw(arguments, [each.simulation for each in made])
     for found in (each.synthesis for each in made if each.synthesis):
-        words(f"synthesized: {found.objective} at least {found.lower_bound:g}, gap {percent(found.gap)}")
+        words(
+            f"synthesized: {found.objective} at least {found.lower_bound:g}, gap {percent(found.gap)}"
+        )
     for each in refused:
         words(f"{each['name']}: {each['reason']}")
     return DONE if made else INFEASIBLE
@@ -49,11 +59,15 @@ def _names(arguments: argparse.Namespace) -> list[str]:
     if arguments.name is not None:
         names.insert(0, arguments.name)
     if not names:
-        raise SpecError("names no schedule.", field="--compare", mend="give NAME,NAME,...")
+        raise SpecError(
+            "names no schedule.", field="--compare", mend="give NAME,NAME,..."
+        )
     return list(dict.fromkeys(map(canonical_name, names)))
 
 
-def _made(arguments: argparse.Namespace, names: list[str]) -> tuple[list[_Made], list[dict[str, str]]]:
+def _made(
+    arguments: argparse.Namespace, names: list[str]
+) -> tuple[list[_Made], list[dict[str, str]]]:
     made, refused = [], []
     for name in names:
         try:
@@ -72,14 +86,22 @@ def _one(arguments: argparse.Namespace, name: str) -> _Made:
     limit = arguments.memory_limit
     if find(name).needs_durations:
         parts = (arguments.virtual or 1) * arguments.sequence_chunks
-        found = synthesis_of(arguments, memory_limit=limit and limit * parts, whole_ranks=True)
+        found = synthesis_of(
+            arguments, memory_limit=limit and limit * parts, whole_ranks=True
+        )
         if found is None:
-            raise LayoutError(f"no order stays within the memory limit of {limit}.", field="--memory-limit")
+            raise LayoutError(
+                f"no order stays within the memory limit of {limit}.",
+                field="--memory-limit",
+            )
         return _Made(found.simulation, found)
     simulation = simulated(arguments, name, whole_ranks=True)
     peak = max(_peaks(simulation))
     if limit is not None and peak > limit:
-        raise LayoutError(f"holds {peak:g} micro-batches, over the memory limit of {limit}.", field="--memory-limit")
+        raise LayoutError(
+            f"holds {peak:g} micro-batches, over the memory limit of {limit}.",
+            field="--memory-limit",
+        )
     return _Made(simulation)
 
 

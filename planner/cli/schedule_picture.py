@@ -22,9 +22,17 @@ def check_picture(arguments: argparse.Namespace) -> None:
         SpecError: a name that tells no format, a folder that is not there, or text in the middle of JSON.
     """
     if arguments.ascii and arguments.json:
-        raise SpecError("draws text, which is no JSON.", field="--ascii", mend="give --ascii or --json.")
+        raise SpecError(
+            "draws text, which is no JSON.",
+            field="--ascii",
+            mend="give --ascii or --json.",
+        )
     if arguments.output == "-":
-        raise SpecError("stdout has the figures.", field="-o", mend=f"give a name that ends with {', '.join(FORMATS)}.")
+        raise SpecError(
+            "stdout has the figures.",
+            field="-o",
+            mend=f"give a name that ends with {', '.join(FORMATS)}.",
+        )
     check_format(arguments.output)
     check_output(arguments.output)
 
@@ -36,7 +44,9 @@ def draw(arguments: argparse.Namespace, simulations: Sequence[Simulation]) -> No
     from planner.schedule.timeline import ascii as draw_ascii
     from planner.schedule.timeline import from_simulation
 
-    timelines = [from_simulation(each, title=each.schedule.name) for each in simulations]
+    timelines = [
+        from_simulation(each, title=each.schedule.name) for each in simulations
+    ]
     if arguments.ascii:
         data(draw_ascii(timelines))
     if arguments.output:

@@ -22,18 +22,27 @@ def search(arguments: argparse.Namespace) -> int:
     """Search and print; exit 3 when no order keeps the memory limit."""
     found = synthesis_of(arguments, memory_limit=arguments.memory_limit)
     if found is None:
-        words(f"no order stays within the memory limit of {arguments.memory_limit} in flight")
+        words(
+            f"no order stays within the memory limit of {arguments.memory_limit} in flight"
+        )
         return INFEASIBLE
     if arguments.json:
         data(to_json({**describe(found.simulation), **proof(found)}))
     else:
-        data(tell(found.simulation, actions=arguments.actions) + "\n" + _proof_text(found))
+        data(
+            tell(found.simulation, actions=arguments.actions)
+            + "\n"
+            + _proof_text(found)
+        )
     draw(arguments, [found.simulation])
     return DONE
 
 
 def synthesis_of(
-    arguments: argparse.Namespace, *, memory_limit: int | None, whole_ranks: bool = False
+    arguments: argparse.Namespace,
+    *,
+    memory_limit: int | None,
+    whole_ranks: bool = False,
 ) -> Synthesis | None:
     """The best order under the command's options; `whole_ranks`: durations are of one rank's whole work.
 
@@ -44,10 +53,16 @@ def synthesis_of(
     from planner.schedule.synthesize import best_shape
 
     if arguments.transfer_mode != TransferMode.OVERLAPPED:
-        raise LayoutError("the search knows overlapped transfers only.", field="--transfer-mode", mend="leave it out.")
+        raise LayoutError(
+            "the search knows overlapped transfers only.",
+            field="--transfer-mode",
+            mend="leave it out.",
+        )
     virtual, chunks = arguments.virtual or 1, arguments.sequence_chunks
     placement = Placement(arguments.placement or Placement.WAVE)
-    shape = best_shape(arguments.stages, arguments.micro_batches, virtual, chunks, placement)
+    shape = best_shape(
+        arguments.stages, arguments.micro_batches, virtual, chunks, placement
+    )
     with Progress("synthesize"):
         return synthesize(
             durations_of(arguments, shape, whole_ranks=whole_ranks),
@@ -75,7 +90,11 @@ def proof(found: Synthesis) -> dict[str, object]:
 
 
 def _proof_text(found: Synthesis) -> str:
-    best = f"{found.canonical} takes {found.canonical_value:g}" if found.canonical else "none fits"
+    best = (
+        f"{found.canonical} takes {found.canonical_value:g}"
+        if found.canonical
+        else "none fits"
+    )
     return "\n".join(
         [
             f"lower bound     {found.lower_bound:g} of {found.objective}"

@@ -13,7 +13,12 @@ from planner.spec import SCHEMAS
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
-    parser.add_argument("name", nargs="?", metavar="NAME", help=f"one of {', '.join(SCHEMAS)}; absent: list them")
+    parser.add_argument(
+        "name",
+        nargs="?",
+        metavar="NAME",
+        help=f"one of {', '.join(SCHEMAS)}; absent: list them",
+    )
     add_json(parser, "print the list as JSON (a schema is JSON already)")
 
 
@@ -27,12 +32,20 @@ def run(arguments: argparse.Namespace) -> int:
         raise UnknownNameError(
             f"no schema {arguments.name!r}.",
             field="NAME",
-            mend=(f"did you mean {close[0]!r}? " if close else "") + f"Schemas: {', '.join(SCHEMAS)}.",
+            mend=(f"did you mean {close[0]!r}? " if close else "")
+            + f"Schemas: {', '.join(SCHEMAS)}.",
         )
     data(to_json(SCHEMAS[arguments.name].model_json_schema(by_alias=True)))
     return 0
 
 
 def _list(*, as_json: bool) -> None:
-    summaries = {name: (kind.__doc__ or "").strip().splitlines()[0] for name, kind in SCHEMAS.items()}
-    data(to_json(summaries) if as_json else table(("name", "document"), list(summaries.items()), left=(0, 1)))
+    summaries = {
+        name: (kind.__doc__ or "").strip().splitlines()[0]
+        for name, kind in SCHEMAS.items()
+    }
+    data(
+        to_json(summaries)
+        if as_json
+        else table(("name", "document"), list(summaries.items()), left=(0, 1))
+    )

@@ -16,13 +16,33 @@ SETTINGS = ("host", "port", "database", "keys_file", "without_keys", "root_path"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
-    parser.add_argument("--host", metavar="H", help="address to listen on (default: 127.0.0.1, this machine only)")
-    add_option(parser, "--port", whole_number, metavar="P", help="port (default: 8000; 0: any free one)")
-    parser.add_argument("--database", metavar="PATH", help="SQLite file of plans and jobs (default: planner.db)")
     parser.add_argument(
-        "--config", metavar="FILE", help="settings as TOML; PLANNER_* variables and options win over it"
+        "--host",
+        metavar="H",
+        help="address to listen on (default: 127.0.0.1, this machine only)",
     )
-    parser.add_argument("--keys-file", metavar="FILE", help="API keys, one NAME SCOPE SHA256 per line (default: none)")
+    add_option(
+        parser,
+        "--port",
+        whole_number,
+        metavar="P",
+        help="port (default: 8000; 0: any free one)",
+    )
+    parser.add_argument(
+        "--database",
+        metavar="PATH",
+        help="SQLite file of plans and jobs (default: planner.db)",
+    )
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="settings as TOML; PLANNER_* variables and options win over it",
+    )
+    parser.add_argument(
+        "--keys-file",
+        metavar="FILE",
+        help="API keys, one NAME SCOPE SHA256 per line (default: none)",
+    )
     parser.add_argument(
         "--without-keys",
         action="store_true",
@@ -30,7 +50,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="listen for other machines though there are no API keys: whoever reaches the port may do everything",
     )
     parser.add_argument(
-        "--root-path", metavar="PATH", help="prefix under which a reverse proxy serves it, such as /planner"
+        "--root-path",
+        metavar="PATH",
+        help="prefix under which a reverse proxy serves it, such as /planner",
     )
     parser.add_argument(
         "--make-key",
@@ -39,7 +61,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="make an API key of this scope and end: its line for the keys file goes to stdout, the key itself, which "
         "is stored nowhere, to stderr",
     )
-    parser.add_argument("--key-name", metavar="NAME", help="of the key's holder, for the log (default: the scope)")
+    parser.add_argument(
+        "--key-name",
+        metavar="NAME",
+        help="of the key's holder, for the log (default: the scope)",
+    )
     add_json(parser, "print the settings in force as JSON on stdout, then serve")
 
 
@@ -48,7 +74,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.make_key is not None:
         return _make_key(arguments)
     if arguments.key_name is not None:
-        raise DocumentError("names no key that is made.", field="--key-name", mend="give --make-key too.")
+        raise DocumentError(
+            "names no key that is made.",
+            field="--key-name",
+            mend="give --make-key too.",
+        )
     from api.settings import load_settings
 
     overrides = {name: getattr(arguments, name) for name in SETTINGS}
@@ -64,7 +94,10 @@ def run(arguments: argparse.Namespace) -> int:
         return DONE
     except SystemExit:  # uvicorn has logged why
         where = f"{settings.host}:{settings.port}"
-        raise RunError(f"the service could not start on {where}.", mend="see the log above; or try --port.") from None
+        raise RunError(
+            f"the service could not start on {where}.",
+            mend="see the log above; or try --port.",
+        ) from None
     return DONE
 
 

@@ -24,7 +24,13 @@ class _AsItIs(urllib.request.HTTPRedirectHandler):
     """Follows no redirect: urllib would GET where a document was to be posted, and lose it."""
 
     def redirect_request(
-        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Any, newurl: str
+        self,
+        req: urllib.request.Request,
+        fp: IO[bytes],
+        code: int,
+        msg: str,
+        headers: Any,
+        newurl: str,
     ) -> urllib.request.Request | None:
         """None: the answer becomes an error."""
         return None
@@ -40,7 +46,11 @@ def check_address(address: str | None, *, option: str) -> None:
         DocumentError: naming the option.
     """
     if address is not None and not address.startswith(SCHEMES):
-        raise DocumentError(f"{address!r} is no address of a service.", field=option, mend="give http://HOST:PORT.")
+        raise DocumentError(
+            f"{address!r} is no address of a service.",
+            field=option,
+            mend="give http://HOST:PORT.",
+        )
 
 
 def exchange(url: str, body: Any = None, **headers: str) -> tuple[int, Message, Any]:
@@ -52,21 +62,31 @@ def exchange(url: str, body: Any = None, **headers: str) -> tuple[int, Message, 
     """
     encoded = None if body is None else json.dumps(body).encode()
     try:
-        request = urllib.request.Request(url, encoded, {"Content-Type": "application/json", **_key(), **headers})
+        request = urllib.request.Request(
+            url, encoded, {"Content-Type": "application/json", **_key(), **headers}
+        )
         with _OPENER.open(request, timeout=2 * WAIT_SECONDS) as response:
             text = response.read().decode()
             is_json = response.headers.get_content_type() == "application/json"
-            return response.status, response.headers, json.loads(text) if is_json else text
+            return (
+                response.status,
+                response.headers,
+                json.loads(text) if is_json else text,
+            )
     except urllib.error.HTTPError as error:
         if error.code in REDIRECTS:
             where = error.headers.get("Location")
             raise RunError(
-                f"redirects to {where}.", field=url, mend="give the address of the service itself."
+                f"redirects to {where}.",
+                field=url,
+                mend="give the address of the service itself.",
             ) from None
         raise RunError(f"answered {error.code}: {_detail(error)}", field=url) from None
     except (OSError, ValueError, HTTPException) as error:
         raise RunError(
-            f"does not answer: {error}.", field=url, mend="start it with `planner serve`, or correct the address."
+            f"does not answer: {error}.",
+            field=url,
+            mend="start it with `planner serve`, or correct the address.",
         ) from None
 
 

@@ -34,8 +34,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="out.json (Chrome trace, for ui.perfetto.dev), out.svg or out.html ('-': Chrome trace on stdout)",
     )
-    parser.add_argument("--profile", metavar="FILE", help="profile of a plan that does not carry it")
-    parser.add_argument("--ascii", action="store_true", help="draw in the terminal (also done when no -o is given)")
+    parser.add_argument(
+        "--profile", metavar="FILE", help="profile of a plan that does not carry it"
+    )
+    parser.add_argument(
+        "--ascii",
+        action="store_true",
+        help="draw in the terminal (also done when no -o is given)",
+    )
     add_json(parser, "print the Chrome trace on stdout")
 
 

@@ -19,22 +19,45 @@ if TYPE_CHECKING:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Options of the verb."""
     parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="a run's --checkpoint-dir (its newest checkpoint), or a checkpoint"
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="a run's --checkpoint-dir (its newest checkpoint), or a checkpoint",
     )
-    parser.add_argument("-o", "--output", metavar="DIR", required=True, help="folder for the files; made if need be")
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="DIR",
+        required=True,
+        help="folder for the files; made if need be",
+    )
     add_option(
-        parser, "--max-shard-size", byte_count, default="5GB", metavar="SIZE", help="split what is larger: 500MB, 5GB"
+        parser,
+        "--max-shard-size",
+        byte_count,
+        default="5GB",
+        metavar="SIZE",
+        help="split what is larger: 500MB, 5GB",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace weights in DIR; all else in it stays")
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace weights in DIR; all else in it stays",
+    )
     add_json(parser, "print files and bytes as JSON")
 
 
 def byte_count(text: str) -> int:
     """``500MB`` -> 500000000, at least 1: by powers of a thousand, as transformers counts sizes of files."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)B?", text.upper())
-    value = 0 if found is None else int(float(found[1]) * 1000 ** " KMGT".index(found[2] or " "))
+    value = (
+        0
+        if found is None
+        else int(float(found[1]) * 1000 ** " KMGT".index(found[2] or " "))
+    )
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; give bytes, or KB, MB, GB, TB, e.g. 5GB")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size; give bytes, or KB, MB, GB, TB, e.g. 5GB"
+        )
     return value
 
 
@@ -48,7 +71,11 @@ def run(arguments: argparse.Namespace) -> int:
         max_shard_bytes=arguments.max_shard_size,
         overwrite=arguments.overwrite,
     )
-    data(_json(written, arguments.output) if arguments.json else _text(written, arguments.output))
+    data(
+        _json(written, arguments.output)
+        if arguments.json
+        else _text(written, arguments.output)
+    )
     return DONE
 
 
@@ -61,12 +88,17 @@ def _json(written: Written, folder: str) -> str:
             "folder": folder,
             "tensors": written.tensors,
             "bytes": sum(written.files.values()),
-            "files": [{"name": name, "bytes": size} for name, size in written.files.items()],
+            "files": [
+                {"name": name, "bytes": size} for name, size in written.files.items()
+            ],
         }
     )
 
 
 def _text(written: Written, folder: str) -> str:
-    rows = [(str(Path(folder) / name), scaled(size, "B")) for name, size in written.files.items()]
+    rows = [
+        (str(Path(folder) / name), scaled(size, "B"))
+        for name, size in written.files.items()
+    ]
     told = f"{written.tensors} tensors of {written.manifest.model} after {written.manifest.step} steps"
     return f"{told}, from {written.checkpoint}\n{table(('file', 'size'), rows)}"

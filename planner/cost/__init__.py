@@ -3,7 +3,13 @@
 from planner.cost.compute import price
 from planner.cost.layers import LayoutCosts
 from planner.cost.layout import layout_costs
-from planner.cost.memory import RECEIVE_BUFFERS, StageLayers, held_units, reserved_bytes, stage_memory
+from planner.cost.memory import (
+    RECEIVE_BUFFERS,
+    StageLayers,
+    held_units,
+    reserved_bytes,
+    stage_memory,
+)
 from planner.cost.placement import placement, stage_ranks
 from planner.cost.pricing import LayerCost
 from planner.cost.shared import SharedCost

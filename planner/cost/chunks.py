@@ -45,26 +45,46 @@ def in_chunks(
     """Seconds of a row, all chunks of its micro-batch together: equation (Q3)."""
     whole = computation(row, device, dtype, constants, casts)
     types = {dtype, "fp8"} if casts else {dtype}
-    if chunks == 1 or not row.operations or not types <= device.peak_flops_per_second.keys():
+    if (
+        chunks == 1
+        or not row.operations
+        or not types <= device.peak_flops_per_second.keys()
+    ):
         return whole
     told = row.model_copy(update={"forward_seconds": None})
     of_chunk = told.model_copy(
         update={
-            "operations": tuple(_on_chunk(one, dtype, chunks) for one in row.operations),
-            "recompute_operations": tuple(_on_chunk(one, dtype, chunks) for one in row.recompute_operations),
+            "operations": tuple(
+                _on_chunk(one, dtype, chunks) for one in row.operations
+            ),
+            "recompute_operations": tuple(
+                _on_chunk(one, dtype, chunks) for one in row.recompute_operations
+            ),
         }
     )
     before = computation(told, device, dtype, constants, casts)
     after = computation(of_chunk, device, dtype, constants, casts)
     return Computation(
-        forward_seconds=_grown(whole.forward_seconds, before.forward_seconds, chunks * after.forward_seconds),
+        forward_seconds=_grown(
+            whole.forward_seconds,
+            before.forward_seconds,
+            chunks * after.forward_seconds,
+        ),
         backward_input_seconds=_grown(
-            whole.backward_input_seconds, before.backward_input_seconds, chunks * after.backward_input_seconds
+            whole.backward_input_seconds,
+            before.backward_input_seconds,
+            chunks * after.backward_input_seconds,
         ),
         backward_weight_seconds=_grown(
-            whole.backward_weight_seconds, before.backward_weight_seconds, chunks * after.backward_weight_seconds
+            whole.backward_weight_seconds,
+            before.backward_weight_seconds,
+            chunks * after.backward_weight_seconds,
         ),
-        recompute_seconds=_grown(whole.recompute_seconds, before.recompute_seconds, chunks * after.recompute_seconds),
+        recompute_seconds=_grown(
+            whole.recompute_seconds,
+            before.recompute_seconds,
+            chunks * after.recompute_seconds,
+        ),
     )
 
 
@@ -76,13 +96,21 @@ def _on_chunk(one: Operation, dtype: DataType, chunks: int) -> Operation:
     """The operation on one chunk's tokens."""
     of_tokens: float = one.bytes
     if one.kind == "matmul" and one.m:
-        of_tokens = min(one.bytes, BYTES_PER_ELEMENT[dtype] * one.batch * one.m * (one.k + one.n))
+        of_tokens = min(
+            one.bytes, BYTES_PER_ELEMENT[dtype] * one.batch * one.m * (one.k + one.n)
+        )
     moved = one.bytes - of_tokens + of_tokens / chunks
-    return one.model_copy(update={"flops": one.flops / chunks, "bytes": moved, "m": one.m / chunks})
+    return one.model_copy(
+        update={"flops": one.flops / chunks, "bytes": moved, "m": one.m / chunks}
+    )
 
 
 def attention_part(
-    row: Measurement, plain: Measurement, forward_ticks: int, input_ticks: int, recompute_ticks: int
+    row: Measurement,
+    plain: Measurement,
+    forward_ticks: int,
+    input_ticks: int,
+    recompute_ticks: int,
 ) -> AttentionPart:
     """Equation (Q1).
 
@@ -91,20 +119,28 @@ def attention_part(
         plain: the one that recomputes least.
         input_ticks: of the input gradient.
     """
-    attention = [operation for operation in plain.operations if operation.kind in ATTENTION]
-    flops, whole = sum(each.count * each.flops for each in attention), plain.forward_flops
+    attention = [
+        operation for operation in plain.operations if operation.kind in ATTENTION
+    ]
+    flops, whole = (
+        sum(each.count * each.flops for each in attention),
+        plain.forward_flops,
+    )
     moved = sum(each.count * each.bytes for each in attention)
     if not flops:
         return AttentionPart(bytes=moved)
     again = recompute_ticks * flops // whole if row.recompute == "full" else 0
     return AttentionPart(
         forward_ticks=forward_ticks * flops // whole,
-        backward_ticks=input_ticks * 5 * flops // (2 * (whole - flops) + 5 * flops) + again,
+        backward_ticks=input_ticks * 5 * flops // (2 * (whole - flops) + 5 * flops)
+        + again,
         bytes=moved,
     )
 
 
-def per_chunk(wholes: Sequence[int], attention: Sequence[int], chunks: int) -> tuple[int, ...]:
+def per_chunk(
+    wholes: Sequence[int], attention: Sequence[int], chunks: int
+) -> tuple[int, ...]:
     """Of every stage its chunks in order, which add up to the whole: equation (Q2).
 
     Args:
@@ -120,4 +156,6 @@ def per_chunk(wholes: Sequence[int], attention: Sequence[int], chunks: int) -> t
 
 def _up_to(whole: int, attention: int, chunk: int, chunks: int) -> int:
     """C of equation (Q2), each term rounded down."""
-    return chunk * (whole - attention) // chunks + attention * chunk * chunk // (chunks * chunks)
+    return chunk * (whole - attention) // chunks + attention * chunk * chunk // (
+        chunks * chunks
+    )

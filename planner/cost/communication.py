@@ -55,7 +55,13 @@ def group_of(ranks: Sequence[int], domain_devices: int) -> Group:
 
 
 def ring_seconds(
-    size_bytes: float, ranks: int, link: Link, *, passes: int = 1, copies: float = 0.0, latency: bool = True
+    size_bytes: float,
+    ranks: int,
+    link: Link,
+    *,
+    passes: int = 1,
+    copies: float = 0.0,
+    latency: bool = True,
 ) -> float:
     """So many passes round the ring: equations (L1) and (L2)."""
     if ranks == 1:
@@ -97,20 +103,36 @@ def collective_seconds(
     passes = _RING_PASSES[operation]
     if group.nodes == 1:
         copies = 0.0 if operation == "all_to_all" else copies
-        return ring_seconds(size_bytes, group.ranks, intra_node, passes=passes, copies=copies, latency=latency)
+        return ring_seconds(
+            size_bytes,
+            group.ranks,
+            intra_node,
+            passes=passes,
+            copies=copies,
+            latency=latency,
+        )
     if operation == "all_to_all" or not group.is_even:
-        return ring_seconds(size_bytes, group.ranks, between, passes=passes, latency=latency)
+        return ring_seconds(
+            size_bytes, group.ranks, between, passes=passes, latency=latency
+        )
     members, each = group.ranks_per_node, passes * copies
-    inside = ring_seconds(size_bytes, members, intra_node, passes=passes, copies=each, latency=latency)
+    inside = ring_seconds(
+        size_bytes, members, intra_node, passes=passes, copies=each, latency=latency
+    )
     share = size_bytes / (1 + rails * (members - 1))
-    return inside + ring_seconds(share, group.nodes, between, passes=passes, latency=latency)
+    return inside + ring_seconds(
+        share, group.nodes, between, passes=passes, latency=latency
+    )
 
 
 def chain_seconds(group: Group, intra_node: Link, inter_node: Link | None) -> float:
     """Seconds until the last rank has the first byte: equation (L6)."""
     intra_node, inter_node = group.links or (intra_node, inter_node)
     within, across = group.ranks - group.nodes, group.nodes - 1
-    return within * intra_node.latency_seconds + across * (inter_node or intra_node).latency_seconds
+    return (
+        within * intra_node.latency_seconds
+        + across * (inter_node or intra_node).latency_seconds
+    )
 
 
 def transfer_seconds(size_bytes: float, link: Link) -> float:

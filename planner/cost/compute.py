@@ -20,15 +20,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from planner.cost.fp8 import cast_seconds, check_fp8, kernels_of, product_seconds, reached_fp8, told_fp8
+from planner.cost.fp8 import (
+    cast_seconds,
+    check_fp8,
+    kernels_of,
+    product_seconds,
+    reached_fp8,
+    told_fp8,
+)
 from planner.errors import MismatchError
 from planner.spec.calibration import DEFAULT, OURS, Constants
 from planner.spec.cluster import DeviceSpec
 from planner.spec.fp8 import Cast, Fp8Casts, Operand
 from planner.spec.frameworks import find_framework
-from planner.spec.profile import DataType, LayerProfile, Measurement, ModelProfile, Operation
+from planner.spec.profile import (
+    DataType,
+    LayerProfile,
+    Measurement,
+    ModelProfile,
+    Operation,
+)
 
-ATTENTION: dict[str, float] = {"attention": 1.0, "attention-1": 0.5, "attention-3": 1.75}
+ATTENTION: dict[str, float] = {
+    "attention": 1.0,
+    "attention-1": 0.5,
+    "attention-3": 1.75,
+}
 """Kinds of fused attention, and their speed against FlashAttention-2: "around 2x" the first's (Dao 2023, abstract); the
 third is "1.5-2.0x" as fast on Hopper (Shah et al. 2024, abstract)."""
 
@@ -57,13 +74,18 @@ def operation_seconds(
     bytes_factor: float = 1.0,
 ) -> float:
     """Seconds of one run of the operation: equation (C1)."""
-    launch, bandwidth = launch_seconds(device, constants), reached_bandwidth(device, constants)
+    launch, bandwidth = (
+        launch_seconds(device, constants),
+        reached_bandwidth(device, constants),
+    )
     moving = operation.bytes * bytes_factor / bandwidth
     if operation.kind == "memory":
         return moving + launch
     if operation.kind == "softmax":
         return moving / constants.softmax_fraction + launch
-    reached = device.peak_flops_per_second[dtype] * matmul_fraction(operation, device, constants)
+    reached = device.peak_flops_per_second[dtype] * matmul_fraction(
+        operation, device, constants
+    )
     if operation.kind in ATTENTION:
         reached *= constants.attention_fraction * ATTENTION[operation.kind]
     return max(operation.flops * flops_factor / reached, moving) + launch
@@ -71,37 +93,57 @@ def operation_seconds(
 
 def launch_seconds(device: DeviceSpec, constants: Constants) -> float:
     """Fixed time of one kernel."""
-    return device.launch_seconds if constants.kernel_seconds is None else constants.kernel_seconds
+    return (
+        device.launch_seconds
+        if constants.kernel_seconds is None
+        else constants.kernel_seconds
+    )
 
 
 def reached_bandwidth(device: DeviceSpec, constants: Constants) -> float:
     """Bytes per second that streaming kernels reach; without end where nobody tells the device's."""
-    return (device.memory_bandwidth_bytes_per_second or float("inf")) * constants.memory_fraction
+    return (
+        device.memory_bandwidth_bytes_per_second or float("inf")
+    ) * constants.memory_fraction
 
 
 def linear_seconds(
     operation: Operation, device: DeviceSpec, constants: Constants, casts: Fp8Casts
 ) -> tuple[float, float, float]:
     """Seconds of one linear layer in fp8: forward, input gradient, weight gradient; equations (C7) and (C8)."""
-    launch, bandwidth = launch_seconds(device, constants), reached_bandwidth(device, constants)
-    reached = reached_fp8(device, constants, matmul_fraction(operation, device, constants))
+    launch, bandwidth = (
+        launch_seconds(device, constants),
+        reached_bandwidth(device, constants),
+    )
+    reached = reached_fp8(
+        device, constants, matmul_fraction(operation, device, constants)
+    )
 
     def once(result: Operand, cast: tuple[Cast, ...]) -> float:
         product = product_seconds(operation, result, reached, bandwidth)
         return product + launch + cast_seconds(operation, cast, bandwidth, launch)
 
     forward = once("gradient", casts.forward)
-    return forward, once("input", casts.backward_input), once("weight", casts.backward_weight)
+    return (
+        forward,
+        once("input", casts.backward_input),
+        once("weight", casts.backward_weight),
+    )
 
 
-def matmul_fraction(operation: Operation, device: DeviceSpec, constants: Constants) -> float:
+def matmul_fraction(
+    operation: Operation, device: DeviceSpec, constants: Constants
+) -> float:
     """What a product of this shape reaches of the peak: equation (K1)."""
     largest = device.achievable_fraction * constants.matmul_fraction
     if not operation.m or operation.kind in ATTENTION:
         return largest
     if operation.n % 2 or operation.k % 2:
         largest *= constants.unaligned_fraction
-    return largest / (1 + constants.matmul_edge * (1 / operation.m + 1 / operation.n + 1 / operation.k))
+    return largest / (
+        1
+        + constants.matmul_edge * (1 / operation.m + 1 / operation.n + 1 / operation.k)
+    )
 
 
 def forward_seconds(
@@ -137,27 +179,43 @@ def backward_seconds(
         if operation.gradients == "none":
             continue
         if casts and operation.is_linear:
-            _, input_once, weight_once = linear_seconds(operation, device, constants, casts)
+            _, input_once, weight_once = linear_seconds(
+                operation, device, constants, casts
+            )
             of_input += has_input * operation.count * input_once
             of_weight += has_weight * operation.count * weight_once
         elif operation.kind in PRODUCTS:
-            once = operation.count * operation_seconds(operation, device, dtype, constants)
+            once = operation.count * operation_seconds(
+                operation, device, dtype, constants
+            )
             of_input += has_input * once
             of_weight += has_weight * once
         elif operation.kind in ATTENTION:
             of_input += operation.count * operation_seconds(
-                operation, device, dtype, constants, flops_factor=constants.attention_backward, bytes_factor=2.0
+                operation,
+                device,
+                dtype,
+                constants,
+                flops_factor=constants.attention_backward,
+                bytes_factor=2.0,
             )
         else:
             of_input += operation.count * operation_seconds(
-                operation, device, dtype, constants, bytes_factor=constants.memory_backward
+                operation,
+                device,
+                dtype,
+                constants,
+                bytes_factor=constants.memory_backward,
             )
     return of_input, of_weight
 
 
 def computed_gradients(operation: Operation) -> tuple[bool, bool]:
     """Does the backward compute the gradient of a product's input, and of its weight?"""
-    return operation.gradients in (None, "input"), operation.gradients in (None, "weight")
+    return operation.gradients in (None, "input"), operation.gradients in (
+        None,
+        "weight",
+    )
 
 
 def computation(
@@ -187,26 +245,45 @@ def computation(
     forward = forward_seconds(operations, device, dtype, constants, casts)
     of_input, of_weight = backward_seconds(operations, device, dtype, constants, casts)
     if not row.operations:
-        of_input *= row.backward_input_flops / row.forward_flops if row.forward_flops else 1.0
-        of_weight *= row.backward_weight_flops / row.forward_flops if row.forward_flops else 1.0
+        of_input *= (
+            row.backward_input_flops / row.forward_flops if row.forward_flops else 1.0
+        )
+        of_weight *= (
+            row.backward_weight_flops / row.forward_flops if row.forward_flops else 1.0
+        )
     if row.recompute_operations:
-        again = forward_seconds(row.recompute_operations, device, dtype, constants, casts)
+        again = forward_seconds(
+            row.recompute_operations, device, dtype, constants, casts
+        )
     else:
-        share = row.recompute_flops / row.forward_flops if row.forward_flops else float(row.recompute == "full")
+        share = (
+            row.recompute_flops / row.forward_flops
+            if row.forward_flops
+            else float(row.recompute == "full")
+        )
         again = forward * min(1.0, share)
-    return with_host(row, Computation(forward, of_input, of_weight, again), constants, casts)
+    return with_host(
+        row, Computation(forward, of_input, of_weight, again), constants, casts
+    )
 
 
 def with_host(
-    row: Measurement, device: Computation, constants: Constants, casts: Fp8Casts | None = None
+    row: Measurement,
+    device: Computation,
+    constants: Constants,
+    casts: Fp8Casts | None = None,
 ) -> Computation:
     """The host's floor under the device's seconds: equations (C5) and (K2)."""
     if constants.host_forward_seconds == constants.host_backward_seconds == 0:
         return device
     cast_forward = kernels_of(casts)[0] if casts else 0
     forward = constants.host_forward_seconds * _launched(row.operations, cast_forward)
-    again = constants.host_forward_seconds * _launched(row.recompute_operations, cast_forward)
-    backward = constants.host_backward_seconds * sum(_launched_backward(one, casts) for one in row.operations)
+    again = constants.host_forward_seconds * _launched(
+        row.recompute_operations, cast_forward
+    )
+    backward = constants.host_backward_seconds * sum(
+        _launched_backward(one, casts) for one in row.operations
+    )
     of_device = device.backward_input_seconds + device.backward_weight_seconds
     slower = _higher(of_device, backward) / of_device if of_device else 1.0
     return Computation(
@@ -219,7 +296,11 @@ def with_host(
 
 def _launched(operations: tuple[Operation, ...], casting: int) -> int:
     """Kernels of these operations, with `casting` more for each linear layer in fp8."""
-    casted = sum(operation.count for operation in operations if operation.is_linear) if casting else 0
+    casted = (
+        sum(operation.count for operation in operations if operation.is_linear)
+        if casting
+        else 0
+    )
     return sum(operation.count for operation in operations) + casting * casted
 
 
@@ -242,7 +323,9 @@ def _higher(device_seconds: float, host_seconds: float) -> float:
 
 def _whole_layer(row: Measurement) -> Operation:
     """A row without operations is priced as one matrix product of its FLOPs and bytes."""
-    return Operation(kind="matmul", count=1, flops=row.forward_flops, bytes=row.forward_bytes)
+    return Operation(
+        kind="matmul", count=1, flops=row.forward_flops, bytes=row.forward_bytes
+    )
 
 
 def price(profile: ModelProfile, device: DeviceSpec) -> ModelProfile:
@@ -265,12 +348,19 @@ def price(profile: ModelProfile, device: DeviceSpec) -> ModelProfile:
         is_last = layer is profile.layers[-1]
         key = (id(layer.measurements), is_last)
         if key not in priced:
-            priced[key] = tuple(_priced_row(row, device, profile, is_last=is_last) for row in layer.measurements)
-        layers.append(LayerProfile.model_copy(layer, update={"measurements": priced[key]}))
+            priced[key] = tuple(
+                _priced_row(row, device, profile, is_last=is_last)
+                for row in layer.measurements
+            )
+        layers.append(
+            LayerProfile.model_copy(layer, update={"measurements": priced[key]})
+        )
     return profile.model_copy(update={"device": device.id, "layers": tuple(layers)})
 
 
-def _priced_row(row: Measurement, device: DeviceSpec, profile: ModelProfile, *, is_last: bool) -> Measurement:
+def _priced_row(
+    row: Measurement, device: DeviceSpec, profile: ModelProfile, *, is_last: bool
+) -> Measurement:
     casts = find_framework(OURS).fp8 if profile.precision == "fp8" else None
     told = told_fp8(row, profile.dtype, casts, is_last=is_last) if casts else row
     seconds = computation(told, device, profile.dtype, casts=casts)

@@ -21,7 +21,13 @@ from planner.errors import MismatchError
 from planner.spec.calibration import Constants
 from planner.spec.cluster import DeviceSpec
 from planner.spec.fp8 import MULTIPLE, Cast, Fp8Casts, Operand
-from planner.spec.profile import BYTES_PER_ELEMENT, Collective, DataType, Measurement, Operation
+from planner.spec.profile import (
+    BYTES_PER_ELEMENT,
+    Collective,
+    DataType,
+    Measurement,
+    Operation,
+)
 
 MAXIMA_BYTES = 8
 """Of the all-reduce of (C9): the maxima of input and weight, in fp32."""
@@ -34,25 +40,42 @@ def in_fp8(row: Measurement, dtype: DataType, casts: Fp8Casts) -> Measurement:
     maxima: tuple[Collective, ...] = ()
     if casts.reduces_maxima and products and row.tensor_parallel_degree > 1:
         maxima = (
-            Collective(phase="forward", operation="all_reduce", bytes=MAXIMA_BYTES, count=products),
-            Collective(phase="backward", operation="all_reduce", bytes=MAXIMA_BYTES, count=products),
+            Collective(
+                phase="forward",
+                operation="all_reduce",
+                bytes=MAXIMA_BYTES,
+                count=products,
+            ),
+            Collective(
+                phase="backward",
+                operation="all_reduce",
+                bytes=MAXIMA_BYTES,
+                count=products,
+            ),
         )
     return row.model_copy(
         update={
             "operations": operations,
-            "recompute_operations": tuple(_told(one, dtype) for one in row.recompute_operations),
+            "recompute_operations": tuple(
+                _told(one, dtype) for one in row.recompute_operations
+            ),
             "collectives": row.collectives + maxima,
         }
     )
 
 
-def told_fp8(row: Measurement, dtype: DataType, casts: Fp8Casts, *, is_last: bool) -> Measurement:
+def told_fp8(
+    row: Measurement, dtype: DataType, casts: Fp8Casts, *, is_last: bool
+) -> Measurement:
     """A row of any layer, with `is_linear` told of every operation: false of all in the model's last layer."""
     if not is_last:
         return in_fp8(row, dtype, casts)
     return row.model_copy(
         update={
-            name: tuple(one.model_copy(update={"is_linear": False}) for one in getattr(row, name))
+            name: tuple(
+                one.model_copy(update={"is_linear": False})
+                for one in getattr(row, name)
+            )
             for name in ("operations", "recompute_operations")
         }
     )
@@ -74,7 +97,10 @@ def _is_linear(one: Operation, dtype: DataType) -> bool:
 
 
 def product_seconds(
-    one: Operation, result: Operand, reached_flops_per_second: float, reached_bytes_per_second: float
+    one: Operation,
+    result: Operand,
+    reached_flops_per_second: float,
+    reached_bytes_per_second: float,
 ) -> float:
     """Seconds of a product in fp8, its launch apart: equation (C7).
 
@@ -85,7 +111,10 @@ def product_seconds(
         reached_flops_per_second: by products in fp8.
         reached_bytes_per_second: of the memory.
     """
-    moved = sum(_elements(one, operand) * (2 if operand == result else 1) for operand in _OPERANDS)
+    moved = sum(
+        _elements(one, operand) * (2 if operand == result else 1)
+        for operand in _OPERANDS
+    )
     return max(one.flops / reached_flops_per_second, moved / reached_bytes_per_second)
 
 
@@ -94,15 +123,21 @@ _OPERANDS: tuple[Operand, ...] = ("input", "weight", "gradient")
 
 def _elements(one: Operation, operand: Operand) -> int:
     """Of a linear layer's tensor; the output's gradient has the output's shape."""
-    return {"input": one.m * one.k, "weight": one.n * one.k, "gradient": one.m * one.n}[operand]
+    return {"input": one.m * one.k, "weight": one.n * one.k, "gradient": one.m * one.n}[
+        operand
+    ]
 
 
 def cast_seconds(
-    one: Operation, casts: Iterable[Cast], reached_bytes_per_second: float, launch_seconds: float
+    one: Operation,
+    casts: Iterable[Cast],
+    reached_bytes_per_second: float,
+    launch_seconds: float,
 ) -> float:
     """Seconds of casting a product's operands: equation (C8)."""
     return sum(
-        _elements(one, cast.operand) * cast.bytes_per_element / reached_bytes_per_second + cast.kernels * launch_seconds
+        _elements(one, cast.operand) * cast.bytes_per_element / reached_bytes_per_second
+        + cast.kernels * launch_seconds
         for cast in casts
     )
 
@@ -115,7 +150,8 @@ def reached_fp8(device: DeviceSpec, constants: Constants, fraction: float) -> fl
 def kernels_of(casts: Fp8Casts) -> tuple[int, int, int]:
     """Kernels that cast for one linear layer: in its forward, and for the gradients of its input and its weight."""
     forward, of_input, of_weight = (
-        sum(cast.kernels for cast in each) for each in (casts.forward, casts.backward_input, casts.backward_weight)
+        sum(cast.kernels for cast in each)
+        for each in (casts.forward, casts.backward_input, casts.backward_weight)
     )
     return forward, of_input, of_weight
 

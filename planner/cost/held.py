@@ -29,7 +29,9 @@ class Held:
             frozen = -(-layer.frozen_parameters // row.tensor_parallel_degree)
         experts = row.local_expert_parameters
         trained_experts = experts - row.local_frozen_expert_parameters
-        return cls(elements, experts, max(trained_experts, elements - frozen), trained_experts)
+        return cls(
+            elements, experts, max(trained_experts, elements - frozen), trained_experts
+        )
 
 
 def has_backward(row: Measurement) -> bool:

@@ -14,7 +14,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
-from planner.cost.communication import chain_seconds, collective_seconds, transfer_seconds
+from planner.cost.communication import (
+    chain_seconds,
+    collective_seconds,
+    transfer_seconds,
+)
 from planner.cost.groups import Groups
 from planner.cost.offload import Offload, is_offloading
 from planner.cost.placement import boundary_crosses_nodes
@@ -75,13 +79,23 @@ class LayoutCosts:
         """Pipeline rank of every stage, by the layout's schedule."""
         layout = self.layout
         stages = layout.virtual_stages_per_rank, layout.sequence_chunks
-        return find(layout.schedule).stage_ranks(Shape(layout.pipeline_parallel_degree, self.micro_batches, *stages))
+        return find(layout.schedule).stage_ranks(
+            Shape(layout.pipeline_parallel_degree, self.micro_batches, *stages)
+        )
 
     def under(self, layout: Layout) -> LayoutCosts:
         """The same under another order or recomputation, which change no layer's costs."""
-        known = {id(one): one.under(layout) for one in {id(one): one for one in self.ranks}.values()}
+        known = {
+            id(one): one.under(layout)
+            for one in {id(one): one for one in self.ranks}.values()
+        }
         ranks = tuple(known[id(one)] for one in self.ranks)
-        return replace(self, layout=layout, ranks=ranks, columns=tuple(one.under(layout) for one in self.columns))
+        return replace(
+            self,
+            layout=layout,
+            ranks=ranks,
+            columns=tuple(one.under(layout) for one in self.columns),
+        )
 
     @property
     def kinds(self) -> tuple[tuple[int, int], ...]:
@@ -94,28 +108,46 @@ class LayoutCosts:
         if self.boundary_links:
             return self.boundary_links[: self.layout.pipeline_parallel_degree - 1]
         work, boundaries = self.work, range(self.layout.pipeline_parallel_degree - 1)
-        crossed = [boundary_crosses_nodes(self.layout, s, work.domain_devices) for s in boundaries]
-        return tuple(work.inter_node if crosses and work.inter_node else work.intra_node for crosses in crossed)
+        crossed = [
+            boundary_crosses_nodes(self.layout, s, work.domain_devices)
+            for s in boundaries
+        ]
+        return tuple(
+            work.inter_node if crosses and work.inter_node else work.intra_node
+            for crosses in crossed
+        )
 
     @cached_property
     def gathered_bytes(self) -> int:
         """ZeRO 3: the largest layer's parameters, gathered, and those that are being gathered beside it (T6); ZeRO 2
         and 3: its gradients, and those that are being scattered beside it."""
-        return _gathered_bytes(self.layout, [self.layers[first] for first, _ in self.kinds])
+        return _gathered_bytes(
+            self.layout, [self.layers[first] for first, _ in self.kinds]
+        )
 
     def boundary_bytes(self, last_layer: int) -> int:
         """Bytes that cross a stage boundary behind this layer, per micro-batch: its output and all skips over it."""
         output = next(iter(self.layers[last_layer].values())).output_bytes
-        return output + sum(skip.bytes for skip in self.skips if skip.producer <= last_layer < skip.consumer)
+        return output + sum(
+            skip.bytes
+            for skip in self.skips
+            if skip.producer <= last_layer < skip.consumer
+        )
 
     def all_boundary_bytes(self) -> tuple[int, ...]:
         """`boundary_bytes` of every layer."""
-        outputs = {index: next(iter(self.layers[index].values())).output_bytes for index, _ in self.kinds}
+        outputs = {
+            index: next(iter(self.layers[index].values())).output_bytes
+            for index, _ in self.kinds
+        }
         begun = [0] * (len(self.layers) + 1)
         for skip in self.skips:
             begun[skip.producer] += skip.bytes
             begun[skip.consumer] -= skip.bytes
-        return tuple(outputs[kind] + over for kind, over in zip(self.alike, accumulate(begun), strict=False))
+        return tuple(
+            outputs[kind] + over
+            for kind, over in zip(self.alike, accumulate(begun), strict=False)
+        )
 
     def transfer_ticks(self, boundary: int, last_layer: int) -> int:
         """Ticks from stage `boundary` to the next when its last layer is this one: equation (T5)."""
@@ -127,7 +159,9 @@ class LayoutCosts:
             here, there = self.stage_ranks[boundary : boundary + 2]
             if here == there:
                 return (0,) * len(self.layers)
-            return self._transfers(self.boundary_links[min(here, there) if abs(there - here) == 1 else -1])
+            return self._transfers(
+                self.boundary_links[min(here, there) if abs(there - here) == 1 else -1]
+            )
         links, between = self.links, self.work.inter_node
         if self.layout.virtual_stages_per_rank == 1:
             return self._transfers(links[boundary])
@@ -139,7 +173,9 @@ class LayoutCosts:
         if id(link) not in known:
             chunks = self.layout.sequence_chunks
             sizes = [-(-whole // chunks) for whole in self.all_boundary_bytes()]
-            priced_once = {size: ticks(transfer_seconds(size, link)) for size in set(sizes)}
+            priced_once = {
+                size: ticks(transfer_seconds(size, link)) for size in set(sizes)
+            }
             known[id(link)] = tuple(map(priced_once.__getitem__, sizes))
         return known[id(link)]
 
@@ -149,7 +185,9 @@ class LayoutCosts:
         return {}
 
 
-def priced(work: Workload, layout: Layout, groups: Groups, *, network: Link | None = None) -> LayoutCosts:
+def priced(
+    work: Workload, layout: Layout, groups: Groups, *, network: Link | None = None
+) -> LayoutCosts:
     """Price every layer as if all ranks were alike.
 
     Args:
@@ -168,10 +206,19 @@ def priced(work: Workload, layout: Layout, groups: Groups, *, network: Link | No
     rows = _rows(work, layout)
     alike, layers = work.alike(rows), _on_device(work, layout, groups, rows)
     if is_offloading(layout):
-        offload = Offload.of(work, layout, _gathered_bytes(layout, [layers[first] for first, _ in _counted(alike)]))
-        offloaded = {first: offload.costs(layers[first]) for first, _ in _counted(alike)}
+        offload = Offload.of(
+            work,
+            layout,
+            _gathered_bytes(layout, [layers[first] for first, _ in _counted(alike)]),
+        )
+        offloaded = {
+            first: offload.costs(layers[first]) for first, _ in _counted(alike)
+        }
         layers = tuple(map(offloaded.__getitem__, alike))
-    check_step(micro_batches, sum(count * _longest(layers[first]) for first, count in _counted(alike)))
+    check_step(
+        micro_batches,
+        sum(count * _longest(layers[first]) for first, count in _counted(alike)),
+    )
     return LayoutCosts(
         work=work,
         layout=layout,
@@ -189,11 +236,16 @@ def _on_device(work: Workload, layout: Layout, groups: Groups, rows: Rows) -> La
     ZeRO stage and sequence chunks: those with other pipeline degrees, and on other parts of a cluster."""
     key = ("layers", id(rows), groups, layout.zero_stage, layout.sequence_chunks)
     if key not in work.spent:
-        alike, known = work.alike(rows), known_prices(work, groups, layout.sequence_chunks)
+        alike, known = (
+            work.alike(rows),
+            known_prices(work, groups, layout.sequence_chunks),
+        )
         distinct: dict[int, dict[RecomputeMode, LayerCost]] = {}
         for first, _ in _counted(alike):
             plain = rows[first][modes_of(rows[first])[0]]
-            pricing = LayerPricing(work, layout, groups, work.profile.layers[first], plain, known)
+            pricing = LayerPricing(
+                work, layout, groups, work.profile.layers[first], plain, known
+            )
             distinct[first] = pricing.costs(rows[first])
         work.spent[key] = tuple(map(distinct.__getitem__, alike))
     found: Layers = work.spent[key]
@@ -204,7 +256,9 @@ def _longest(options: Mapping[RecomputeMode, LayerCost]) -> int:
     return max(one.forward_ticks + one.backward_ticks for one in options.values())
 
 
-def _gathered_bytes(layout: Layout, layers: Iterable[Mapping[RecomputeMode, LayerCost]]) -> int:
+def _gathered_bytes(
+    layout: Layout, layers: Iterable[Mapping[RecomputeMode, LayerCost]]
+) -> int:
     """Of two layers that ZeRO 2 scatters or ZeRO 3 gathers, the largest."""
     if layout.zero_stage < 2:
         return 0
@@ -217,8 +271,14 @@ def _counted(alike: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
 
 
 def _rows(work: Workload, layout: Layout) -> Rows:
-    degrees = (layout.tensor_parallel_degree, layout.context_parallel_degree, layout.expert_parallel_degree)
-    found = work.sizes.get((layout.micro_batch_size, *degrees, layout.sequence_parallel))
+    degrees = (
+        layout.tensor_parallel_degree,
+        layout.context_parallel_degree,
+        layout.expert_parallel_degree,
+    )
+    found = work.sizes.get(
+        (layout.micro_batch_size, *degrees, layout.sequence_parallel)
+    )
     if found is None:
         _refuse_unknown_splits(work, layout)
         known = ", ".join(f"({size}, {degree})" for size, degree in work.rows)
@@ -233,7 +293,11 @@ def _rows(work: Workload, layout: Layout) -> Rows:
 
 def _refuse_unknown_splits(work: Workload, layout: Layout) -> None:
     """Refuse context, expert and sequence parallelism by name where no profile was split so."""
-    for field, plain in (("context_parallel_degree", 1), ("expert_parallel_degree", 1), ("sequence_parallel", False)):
+    for field, plain in (
+        ("context_parallel_degree", 1),
+        ("expert_parallel_degree", 1),
+        ("sequence_parallel", False),
+    ):
         value = getattr(layout, field)
         if value != plain:
             raise UnsupportedError(
@@ -249,10 +313,21 @@ def _reduction_latency_ticks(work: Workload, layout: Layout, groups: Groups) -> 
     several = (groups.shard, groups.copies) if layout.zero_stage else (groups.data,)
     links, fitted = (work.intra_node, work.inter_node), work.constants
     seconds = sum(
-        collective_seconds("all_reduce", 1, one, *links, copies=fitted.ring_copies, rails=fitted.rail_fraction)
+        collective_seconds(
+            "all_reduce",
+            1,
+            one,
+            *links,
+            copies=fitted.ring_copies,
+            rails=fitted.rail_fraction,
+        )
         for one in several
     )
     if work.framework.whole_tensors and layout.zero_stage in (1, 2):
-        tensors = work.framework.whole_tensors * -(-len(work.profile.layers) // layout.pipeline_parallel_degree)
-        seconds += min(groups.shard.ranks, tensors) * chain_seconds(groups.shard, *links)
+        tensors = work.framework.whole_tensors * -(
+            -len(work.profile.layers) // layout.pipeline_parallel_degree
+        )
+        seconds += min(groups.shard.ranks, tensors) * chain_seconds(
+            groups.shard, *links
+        )
     return ticks(seconds)

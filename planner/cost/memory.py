@@ -55,19 +55,26 @@ def reserved_bytes(work: Workload) -> int:
     return RESERVED_BYTES if known is None else known
 
 
-def held_units(costs: LayoutCosts, stages: Sequence[StageLayers], schedule: Schedule) -> tuple[dict[int, int], ...]:
+def held_units(
+    costs: LayoutCosts, stages: Sequence[StageLayers], schedule: Schedule
+) -> tuple[dict[int, int], ...]:
     """By pipeline rank: of each of its stages the micro-batches (or chunks) held when the rank holds most bytes."""
     unit = [unit_bytes(costs, stages, index) for index in range(len(stages))]
     ranks = []
     for rank in range(schedule.ranks):
         mine = schedule.stages_of(rank)
         sizes = [unit[stage] for stage in mine]
-        most = max(crests(schedule, rank), key=lambda held: sum(n * size for n, size in zip(held, sizes, strict=True)))
+        most = max(
+            crests(schedule, rank),
+            key=lambda held: sum(n * size for n, size in zip(held, sizes, strict=True)),
+        )
         ranks.append(dict(zip(mine, most, strict=True)))
     return tuple(ranks)
 
 
-def stage_memory(costs: LayoutCosts, stages: Sequence[StageLayers], schedule: Schedule) -> tuple[RankMemory, ...]:
+def stage_memory(
+    costs: LayoutCosts, stages: Sequence[StageLayers], schedule: Schedule
+) -> tuple[RankMemory, ...]:
     """Memory of every pipeline rank: equations (M1) to (M4), and (O2) to (O8).
 
     Args:
@@ -76,23 +83,40 @@ def stage_memory(costs: LayoutCosts, stages: Sequence[StageLayers], schedule: Sc
         schedule: in which order they run.
     """
     held = held_units(costs, stages, schedule)
-    host = [_host_bytes(costs, stages, schedule, rank) for rank in range(schedule.ranks)]
-    return tuple(_rank_memory(costs, stages, rank, units, host[rank]) for rank, units in enumerate(held))
+    host = [
+        _host_bytes(costs, stages, schedule, rank) for rank in range(schedule.ranks)
+    ]
+    return tuple(
+        _rank_memory(costs, stages, rank, units, host[rank])
+        for rank, units in enumerate(held)
+    )
 
 
 def _rank_memory(
-    costs: LayoutCosts, stages: Sequence[StageLayers], rank: int, units: Mapping[int, int], host_bytes: int
+    costs: LayoutCosts,
+    stages: Sequence[StageLayers],
+    rank: int,
+    units: Mapping[int, int],
+    host_bytes: int,
 ) -> RankMemory:
     costs, mine = costs.on_rank(rank), tuple(units)
     layers = [cost for index in mine for _, cost in stages[index]]
-    parameters, gradients, optimizer = _ogp_bytes(costs, [layer for index in mine for layer in stages[index]])
+    parameters, gradients, optimizer = _ogp_bytes(
+        costs, [layer for index in mine for layer in stages[index]]
+    )
     chunks = costs.layout.sequence_chunks
-    activations = sum(count * unit_bytes(costs, stages, index) for index, count in units.items())
+    activations = sum(
+        count * unit_bytes(costs, stages, index) for index, count in units.items()
+    )
     buffers = 1 if costs.work.framework.frees_outputs else RECEIVE_BUFFERS
-    activations += buffers * max(-(-buffer_bytes(costs, stages, index) // chunks) for index in mine)
+    activations += buffers * max(
+        -(-buffer_bytes(costs, stages, index) // chunks) for index in mine
+    )
     activations += sum(cost.attention.bytes for cost in layers) if chunks > 1 else 0
     temporary = max(cost.temporary_bytes for cost in layers) + costs.gathered_bytes
-    temporary += int(costs.work.constants.workspace_bytes) + costs.work.framework.workspace_bytes
+    temporary += (
+        int(costs.work.constants.workspace_bytes) + costs.work.framework.workspace_bytes
+    )
     reserved = reserved_bytes(costs.work)
     return RankMemory(
         pipeline_rank=rank,
@@ -102,28 +126,43 @@ def _rank_memory(
         activations_bytes=activations,
         temporary_bytes=temporary,
         reserved_bytes=reserved,
-        peak_bytes=parameters + gradients + optimizer + activations + temporary + reserved,
+        peak_bytes=parameters
+        + gradients
+        + optimizer
+        + activations
+        + temporary
+        + reserved,
         capacity_bytes=costs.work.capacity_bytes,
         host_bytes=host_bytes,
         host_capacity_bytes=costs.work.host_capacity_bytes,
     )
 
 
-def _host_bytes(costs: LayoutCosts, stages: Sequence[StageLayers], schedule: Schedule, rank: int) -> int:
+def _host_bytes(
+    costs: LayoutCosts, stages: Sequence[StageLayers], schedule: Schedule, rank: int
+) -> int:
     """What a pipeline rank keeps in its host's memory at most: equations (O4) and (O7)."""
     costs, mine = costs.on_rank(rank), schedule.stages_of(rank)
-    states = host_states_bytes(costs, [layer for stage in mine for layer in stages[stage]])
+    states = host_states_bytes(
+        costs, [layer for stage in mine for layer in stages[stage]]
+    )
     if not costs.layout.activation_offload:
         return states
-    sizes = [sum(cost.host_activation_bytes for _, cost in stages[stage]) for stage in mine]
-    return states + max(sum(n * size for n, size in zip(units, sizes, strict=True)) for units in crests(schedule, rank))
+    sizes = [
+        sum(cost.host_activation_bytes for _, cost in stages[stage]) for stage in mine
+    ]
+    return states + max(
+        sum(n * size for n, size in zip(units, sizes, strict=True))
+        for units in crests(schedule, rank)
+    )
 
 
 def host_states_bytes(costs: LayoutCosts, mine: StageLayers) -> int:
     """Optimizer states of a rank's layers that lie in its host's memory: equation (O7)."""
     held = {layer for layer, _ in mine}
     repeated = sum(
-        max(0, len(held.intersection(shared.layers)) - 1) * shared.host_optimizer_bytes for shared in costs.shared
+        max(0, len(held.intersection(shared.layers)) - 1) * shared.host_optimizer_bytes
+        for shared in costs.shared
     )
     return sum(cost.host_optimizer_bytes for _, cost in mine) - repeated
 
@@ -141,34 +180,58 @@ def _ogp_bytes(costs: LayoutCosts, mine: StageLayers) -> tuple[int, int, int]:
         optimizer -= repeated * shared.optimizer_bytes
     # What is stored once counts once here, too: its share of the elements is its share of the bytes.
     stored = parameters / max(1, sum(cost.parameters_bytes for cost in layers))
-    gradients = _gradient_bytes(costs, layers, gradients, int(stored * sum(cost.trained for cost in layers)))
-    return parameters, gradients, 0 if costs.work.framework.offloads_states else optimizer
+    gradients = _gradient_bytes(
+        costs, layers, gradients, int(stored * sum(cost.trained for cost in layers))
+    )
+    return (
+        parameters,
+        gradients,
+        0 if costs.work.framework.offloads_states else optimizer,
+    )
 
 
-def _gradient_bytes(costs: LayoutCosts, layers: Sequence[LayerCost], sharded: int, elements: int) -> int:
+def _gradient_bytes(
+    costs: LayoutCosts, layers: Sequence[LayerCost], sharded: int, elements: int
+) -> int:
     """Gradients as the framework keeps them, of so many whole elements."""
     traits = costs.work.framework
     if traits.steps_in_backward:
         return max(cost.gradients_bytes for cost in layers)
-    is_whole = traits.accumulates_whole and costs.layout.zero_stage == 3 and costs.micro_batches > 1
-    return (ACCUMULATED_BYTES * elements if is_whole else sharded) + traits.copied_gradient_bytes * elements
+    is_whole = (
+        traits.accumulates_whole
+        and costs.layout.zero_stage == 3
+        and costs.micro_batches > 1
+    )
+    return (
+        ACCUMULATED_BYTES * elements if is_whole else sharded
+    ) + traits.copied_gradient_bytes * elements
 
 
 def unit_bytes(costs: LayoutCosts, stages: Sequence[StageLayers], index: int) -> int:
     """Saved activations of one micro-batch, or its chunk's share, and what the stage puts out; offloaded: takes in."""
-    whole = sum(cost.activation_bytes for _, cost in stages[index]) + kept_bytes(costs, stages, index)
+    whole = sum(cost.activation_bytes for _, cost in stages[index]) + kept_bytes(
+        costs, stages, index
+    )
     return -(-whole // costs.layout.sequence_chunks)
 
 
 def kept_bytes(costs: LayoutCosts, stages: Sequence[StageLayers], index: int) -> int:
     """What a stage keeps of a whole micro-batch besides the activations of its layers."""
-    kept = 0 if costs.work.framework.frees_outputs else outgoing_bytes(costs, stages, index)
-    if costs.layout.activation_offload and index > 0:  # (O2): else it is among what the first layer saves
+    kept = (
+        0
+        if costs.work.framework.frees_outputs
+        else outgoing_bytes(costs, stages, index)
+    )
+    if (
+        costs.layout.activation_offload and index > 0
+    ):  # (O2): else it is among what the first layer saves
         kept += outgoing_bytes(costs, stages, index - 1)
     return kept
 
 
-def outgoing_bytes(costs: LayoutCosts, stages: Sequence[StageLayers], index: int) -> int:
+def outgoing_bytes(
+    costs: LayoutCosts, stages: Sequence[StageLayers], index: int
+) -> int:
     """What a stage puts out per micro-batch: to the next stage, or the model's output."""
     last_layer = stages[index][-1][0]
     return costs.boundary_bytes(last_layer)
@@ -181,7 +244,13 @@ def buffer_bytes(costs: LayoutCosts, stages: Sequence[StageLayers], index: int) 
     return before + behind
 
 
-def shared_on_several_stages(stages: Iterable[StageLayers], layers: Sequence[int]) -> tuple[int, ...]:
+def shared_on_several_stages(
+    stages: Iterable[StageLayers], layers: Sequence[int]
+) -> tuple[int, ...]:
     """Stages that hold one of these layers, if they are more than one."""
-    holders = tuple(s for s, stage in enumerate(stages) if {layer for layer, _ in stage}.intersection(layers))
+    holders = tuple(
+        s
+        for s, stage in enumerate(stages)
+        if {layer for layer, _ in stage}.intersection(layers)
+    )
     return holders if len(holders) > 1 else ()

@@ -31,7 +31,13 @@ from planner.cost.communication import Group
 from planner.cost.groups import Groups
 from planner.cost.layers import LayoutCosts, priced
 from planner.cost.offload import is_offloading, refuse_unknown_hosts
-from planner.cost.placement import CommunicatorName, communicator_degrees, communicators, crossing, strides
+from planner.cost.placement import (
+    CommunicatorName,
+    communicator_degrees,
+    communicators,
+    crossing,
+    strides,
+)
 from planner.cost.pricing import LayerCost
 from planner.cost.shared import shared_costs
 from planner.cost.workload import Workload
@@ -90,7 +96,12 @@ def mixed_costs(work: Workload, layout: Layout) -> LayoutCosts:
     pricing = _Pricing(work, layout, columns)
     made = tuple(pricing.column(column) for column in columns)
     least = _least(made)
-    return replace(least, work=work, micro_batches=max(one.micro_batches for one in made), columns=made)
+    return replace(
+        least,
+        work=work,
+        micro_batches=max(one.micro_batches for one in made),
+        columns=made,
+    )
 
 
 def standings(work: Workload, layout: Layout) -> tuple[tuple[int, ...], ...] | None:
@@ -99,7 +110,10 @@ def standings(work: Workload, layout: Layout) -> tuple[tuple[int, ...], ...] | N
     last = layout.context_parallel_degree * layout.tensor_parallel_degree - 1
     rows = []
     for data in range(layout.data_parallel_degree):
-        first = [of.rank(pipeline, data, 0, 0) for pipeline in range(layout.pipeline_parallel_degree)]
+        first = [
+            of.rank(pipeline, data, 0, 0)
+            for pipeline in range(layout.pipeline_parallel_degree)
+        ]
         if any(sites.groups[rank] != sites.groups[rank + last] for rank in first):
             return None
         rows.append(tuple(sites.groups[rank] for rank in first))
@@ -121,9 +135,14 @@ def columns_of(work: Workload, layout: Layout) -> tuple[Column, ...]:
             mend="choose a tensor_parallel_degree that divides the devices of every node group.",
         )
     alike: dict[tuple[tuple[int, ...], int], list[int]] = {}
-    for data, key in enumerate(zip(rows, layout.shares(work.job.global_batch_size), strict=True)):
+    for data, key in enumerate(
+        zip(rows, layout.shares(work.job.global_batch_size), strict=True)
+    ):
         alike.setdefault(key, []).append(data)
-    return tuple(Column(groups, share, tuple(members)) for (groups, share), members in alike.items())
+    return tuple(
+        Column(groups, share, tuple(members))
+        for (groups, share), members in alike.items()
+    )
 
 
 def check_mixed(work: Workload, layout: Layout, columns: Sequence[Column]) -> None:
@@ -139,15 +158,25 @@ def check_mixed(work: Workload, layout: Layout, columns: Sequence[Column]) -> No
         plain |= {"virtual_stages_per_rank": 1, "expert_parallel_degree": 1}
     for field, value in plain.items():
         if getattr(layout, field) != value:
-            raise UnsupportedError(f"{field} must be {value} {why}.", field=f"layout.{field}", mend=f"give {value}.")
+            raise UnsupportedError(
+                f"{field} must be {value} {why}.",
+                field=f"layout.{field}",
+                mend=f"give {value}.",
+            )
     if not _takes_schedule(layout.schedule, columns):
         raise UnsupportedError(
             f"the schedule {layout.schedule!r} is not priced {why}.",
             field="layout.schedule",
             mend=f"use {' or '.join(MIXED_SCHEDULES)}.",
         )
-    rows = dict(sorted((data, column.groups) for column in columns for data in column.data_ranks))
-    if not shards_are_near(tuple(rows.values()), layout.context_parallel_degree, layout.zero_shard_degree):
+    rows = dict(
+        sorted(
+            (data, column.groups) for column in columns for data in column.data_ranks
+        )
+    )
+    if not shards_are_near(
+        tuple(rows.values()), layout.context_parallel_degree, layout.zero_shard_degree
+    ):
         raise UnsupportedError(
             f"groups of {layout.zero_shard_degree} data- and context-parallel ranks that share out ZeRO's states would "
             "stand in two node groups.",
@@ -167,10 +196,14 @@ def _takes_schedule(name: str, columns: Sequence[Column]) -> bool:
     """Replicas that are alike run any schedule with one copy of every stage and an order of its own."""
     entry = find(name)
     has_one_copy = entry.replica_ranks is no_copies
-    return name in MIXED_SCHEDULES or (len(columns) == 1 and has_one_copy and not entry.needs_durations)
+    return name in MIXED_SCHEDULES or (
+        len(columns) == 1 and has_one_copy and not entry.needs_durations
+    )
 
 
-def shards_are_near(rows: Sequence[tuple[int, ...]], context: int, shards: int | None) -> bool:
+def shards_are_near(
+    rows: Sequence[tuple[int, ...]], context: int, shards: int | None
+) -> bool:
     """Does every group of neighbours that share out ZeRO's states stand in one node group, stage by stage?
 
     Args:
@@ -180,7 +213,10 @@ def shards_are_near(rows: Sequence[tuple[int, ...]], context: int, shards: int |
     """
     replicas = [row for row in rows for _ in range(context)]
     step = shards or 1
-    return all(len(set(replicas[start : start + step])) == 1 for start in range(0, len(replicas), step))
+    return all(
+        len(set(replicas[start : start + step])) == 1
+        for start in range(0, len(replicas), step)
+    )
 
 
 def fair_shares(ticks: Sequence[int], micro_batches: int, fill: int) -> tuple[int, ...]:
@@ -204,40 +240,80 @@ def fair_shares(ticks: Sequence[int], micro_batches: int, fill: int) -> tuple[in
 class _Pricing:
     """Prices the ranks of one layout."""
 
-    def __init__(self, work: Workload, layout: Layout, columns: Sequence[Column]) -> None:
+    def __init__(
+        self, work: Workload, layout: Layout, columns: Sequence[Column]
+    ) -> None:
         self.work, self.layout, self.columns = work, layout, columns
         self.groups = work.groups or (work,)
         self.sites = _sites(_sizes(work))
-        self.network = _slowest([_network(group) for group in self.groups]) if work.groups else None
-        self._communicators = _communicators(_sizes(work), communicator_degrees(layout), tuple(columns))
-        self._ranks: dict[tuple[tuple[int, tuple[int, ...], Groups], int], LayoutCosts] = {}
+        self.network = (
+            _slowest([_network(group) for group in self.groups])
+            if work.groups
+            else None
+        )
+        self._communicators = _communicators(
+            _sizes(work), communicator_degrees(layout), tuple(columns)
+        )
+        self._ranks: dict[
+            tuple[tuple[int, tuple[int, ...], Groups], int], LayoutCosts
+        ] = {}
 
     def column(self, column: Column) -> LayoutCosts:
         """A column: each of its pipeline ranks, and what is least of them."""
-        ranks = tuple(self._rank(column, pipeline) for pipeline in range(self.layout.pipeline_parallel_degree))
+        ranks = tuple(
+            self._rank(column, pipeline)
+            for pipeline in range(self.layout.pipeline_parallel_degree)
+        )
         links = self._boundaries(column)
         return replace(
-            _least(ranks), work=self.work, micro_batches=column.micro_batches, ranks=ranks, boundary_links=links
+            _least(ranks),
+            work=self.work,
+            micro_batches=column.micro_batches,
+            ranks=ranks,
+            boundary_links=links,
         )
 
     def _rank(self, column: Column, pipeline: int) -> LayoutCosts:
         """Equations (V2) and (V3)."""
         own = column.groups[pipeline]
         holders = tuple(sorted({each.groups[pipeline] for each in self.columns}))
-        key = (own, holders, self._linked(self._communicators[self.columns.index(column)][pipeline], holders))
+        key = (
+            own,
+            holders,
+            self._linked(
+                self._communicators[self.columns.index(column)][pipeline], holders
+            ),
+        )
         if (key, column.micro_batches) not in self._ranks:
-            found = replace(self._priced(*key), micro_batches=column.micro_batches, layout=self.layout)
+            found = replace(
+                self._priced(*key),
+                micro_batches=column.micro_batches,
+                layout=self.layout,
+            )
             self._ranks[key, column.micro_batches] = found
         return self._ranks[key, column.micro_batches]
 
-    def _priced(self, own: int, holders: tuple[int, ...], groups: Groups) -> LayoutCosts:
+    def _priced(
+        self, own: int, holders: tuple[int, ...], groups: Groups
+    ) -> LayoutCosts:
         """Kept with the node group's workload: most layouts of the same degrees ask for the same."""
         work, layout = self.groups[own], self.layout
         those = [self.groups[other] for other in holders]
         several_stages = layout.pipeline_parallel_degree > 1
-        split = (layout.micro_batch_size, layout.sequence_parallel, layout.zero_stage, several_stages)
+        split = (
+            layout.micro_batch_size,
+            layout.sequence_parallel,
+            layout.zero_stage,
+            several_stages,
+        )
         offloaded = (layout.activation_offload, layout.optimizer_offload)
-        key = (split, offloaded, _shapes(groups), _figures(self.network), tuple(map(id, those)))
+        key = (
+            split,
+            offloaded,
+            _shapes(groups),
+            _figures(self.network),
+            tuple(map(id, those)),
+        )
         if key not in work.latest:
             if len(work.latest) >= _KEPT:
                 work.latest.clear()
@@ -245,22 +321,37 @@ class _Pricing:
         found: LayoutCosts = work.latest[key]
         return found
 
-    def _priced_anew(self, work: Workload, holders: Sequence[Workload], groups: Groups) -> LayoutCosts:
+    def _priced_anew(
+        self, work: Workload, holders: Sequence[Workload], groups: Groups
+    ) -> LayoutCosts:
         costs = priced(work, self.layout, groups, network=self.network)
         if len(holders) == 1:
             return costs
-        others = [priced(other, self.layout, groups, network=self.network) for other in holders]
+        others = [
+            priced(other, self.layout, groups, network=self.network)
+            for other in holders
+        ]
         layers = _waiting_for(costs.layers, [other.layers for other in others])
-        return replace(costs, layers=layers, shared=shared_costs(work, self.layout, layers, self.network))
+        return replace(
+            costs,
+            layers=layers,
+            shared=shared_costs(work, self.layout, layers, self.network),
+        )
 
     def _linked(self, groups: Groups, holders: tuple[int, ...]) -> Groups:
         """With the links of those that sum gradients over several node groups: equation (V3)."""
         if len(holders) == 1:
             return groups
         those = [self.groups[each] for each in holders]
-        links = (_slowest([each.intra_node for each in those]), _slowest([_network(each) for each in those]))
+        links = (
+            _slowest([each.intra_node for each in those]),
+            _slowest([_network(each) for each in those]),
+        )
         names = ("data", "expert_data", "shard", "expert_shard", "copies")
-        return replace(groups, **{name: replace(getattr(groups, name), links=links) for name in names})
+        return replace(
+            groups,
+            **{name: replace(getattr(groups, name), links=links) for name in names},
+        )
 
     def _boundaries(self, column: Column) -> tuple[Link, ...]:
         """Equation (V4): of `LayoutCosts.boundary_links`."""
@@ -275,16 +366,26 @@ class _Pricing:
         here, there = (self.groups[column.groups[rank]] for rank in (start, stop))
         if here is not there:
             return _slowest([_network(each) for each in (here, there)])
-        of, size = strides(self.layout), self.layout.context_parallel_degree * self.layout.tensor_parallel_degree
+        of, size = (
+            strides(self.layout),
+            self.layout.context_parallel_degree * self.layout.tensor_parallel_degree,
+        )
         first = [of.rank(start, data, 0, 0) for data in column.data_ranks]
-        ranks, far = [begin + each for begin in first for each in range(size)], (stop - start) * of.pipeline
-        crosses = any(self.sites.domains[rank] != self.sites.domains[rank + far] for rank in ranks)
+        ranks, far = (
+            [begin + each for begin in first for each in range(size)],
+            (stop - start) * of.pipeline,
+        )
+        crosses = any(
+            self.sites.domains[rank] != self.sites.domains[rank + far] for rank in ranks
+        )
         return here.inter_node if crosses and here.inter_node else here.intra_node
 
 
 def _sizes(work: Workload) -> tuple[tuple[int, int], ...]:
     """Devices, and devices of a domain, of every node group."""
-    return tuple((group.devices, group.domain_devices) for group in work.groups or (work,))
+    return tuple(
+        (group.devices, group.domain_devices) for group in work.groups or (work,)
+    )
 
 
 @lru_cache(maxsize=256)
@@ -305,11 +406,19 @@ def _communicators(
     """By column and pipeline rank: of the column's ranks the widest of every kind that exchanges activations, and of
     the whole stage of those that sum gradients."""
     stages = range(layout.pipeline_parallel_degree)
-    shards: tuple[CommunicatorName, ...] = ("shard", "expert_shard", "copies") if layout.zero_shard_degree else ()
-    summing = [_widest_groups(sizes, layout, stage, ("data", "expert_data", *shards), None) for stage in stages]
+    shards: tuple[CommunicatorName, ...] = (
+        ("shard", "expert_shard", "copies") if layout.zero_shard_degree else ()
+    )
+    summing = [
+        _widest_groups(sizes, layout, stage, ("data", "expert_data", *shards), None)
+        for stage in stages
+    ]
     near: tuple[CommunicatorName, ...] = ("tensor", "context", "expert")
     return tuple(
-        tuple(_groups(_widest_groups(sizes, layout, stage, near, column) | summing[stage]) for stage in stages)
+        tuple(
+            _groups(_widest_groups(sizes, layout, stage, near, column) | summing[stage])
+            for stage in stages
+        )
         for column in columns
     )
 
@@ -324,12 +433,22 @@ def _widest_groups(
     """Of one stage, or of a column's ranks on it."""
     of, sites = strides(layout), _sites(sizes)
     cell = layout.context_parallel_degree * layout.tensor_parallel_degree
-    mine = {of.rank(stage, data, 0, 0) // cell for data in column.data_ranks} if column else None
-    alone = {name for name in names if name in _DEGREES and getattr(layout, _DEGREES[name]) == 1}
+    mine = (
+        {of.rank(stage, data, 0, 0) // cell for data in column.data_ranks}
+        if column
+        else None
+    )
+    alone = {
+        name
+        for name in names
+        if name in _DEGREES and getattr(layout, _DEGREES[name]) == 1
+    }
 
     def widest(name: CommunicatorName) -> Group:
         several = communicators(layout, name, stage)
-        chosen = (ranks for ranks in several if mine is None or ranks[0] // cell in mine)
+        chosen = (
+            ranks for ranks in several if mine is None or ranks[0] // cell in mine
+        )
         return max(map(sites.around, chosen), key=crossing)
 
     return {name: _ALONE if name in alone else widest(name) for name in names}
@@ -345,13 +464,20 @@ _DEGREES = {
 
 def _groups(found: dict[str, Group]) -> Groups:
     """With the data-parallel ranks as those that share out states, unless groups of them do."""
-    every = {"shard": found["data"], "expert_shard": found["expert_data"], "copies": _ALONE}
+    every = {
+        "shard": found["data"],
+        "expert_shard": found["expert_data"],
+        "copies": _ALONE,
+    }
     return Groups(**{**every, **found})
 
 
 def _shapes(groups: Groups) -> tuple[tuple[int, int, int], ...]:
     """How communicators lie on the nodes: with the node groups that they cross, this tells their links too."""
-    near, shards = (groups.tensor, groups.context, groups.expert), (groups.shard, groups.expert_shard, groups.copies)
+    near, shards = (
+        (groups.tensor, groups.context, groups.expert),
+        (groups.shard, groups.expert_shard, groups.copies),
+    )
     several = (*near, groups.data, groups.expert_data, *shards)
     return tuple((one.ranks, one.nodes, one.ranks_per_node) for one in several)
 
@@ -374,14 +500,18 @@ def _slowest(links: Sequence[Link]) -> Link:
         return links[0]
     return Link(
         latency_seconds=max(link.latency_seconds for link in links),
-        bandwidth_bytes_per_second=min(link.bandwidth_bytes_per_second for link in links),
+        bandwidth_bytes_per_second=min(
+            link.bandwidth_bytes_per_second for link in links
+        ),
     )
 
 
 def _waiting_for(layers: _Layers, others: Sequence[_Layers]) -> _Layers:
     """The layers, updated no sooner than on the slowest device that holds them: equation (V3)."""
 
-    def slowest(mode: RecomputeMode, several: Sequence[dict[RecomputeMode, LayerCost]]) -> int:
+    def slowest(
+        mode: RecomputeMode, several: Sequence[dict[RecomputeMode, LayerCost]]
+    ) -> int:
         return max(options[mode].optimizer_ticks for options in several)
 
     known: dict[tuple[int, ...], dict[RecomputeMode, LayerCost]] = {}
@@ -389,7 +519,10 @@ def _waiting_for(layers: _Layers, others: Sequence[_Layers]) -> _Layers:
     for options, *same in zip(layers, *others, strict=True):
         key = tuple(map(id, (options, *same)))
         if key not in known:
-            known[key] = {mode: cost._replace(optimizer_ticks=slowest(mode, same)) for mode, cost in options.items()}
+            known[key] = {
+                mode: cost._replace(optimizer_ticks=slowest(mode, same))
+                for mode, cost in options.items()
+            }
         result.append(known[key])
     return tuple(result)
 
@@ -414,9 +547,15 @@ def _least(parts: Sequence[LayoutCosts]) -> LayoutCosts:
     for several in zip(*distinct, strict=True) if len(distinct) > 1 else ():
         key = tuple(map(id, several))
         if key not in known:
-            known[key] = {mode: _least_cost([options[mode] for options in several]) for mode in several[0]}
+            known[key] = {
+                mode: _least_cost([options[mode] for options in several])
+                for mode in several[0]
+            }
         layers.append(known[key])
-    dearest = [max(same, key=lambda one: one.tail_ticks) for same in zip(*(part.shared for part in parts), strict=True)]
+    dearest = [
+        max(same, key=lambda one: one.tail_ticks)
+        for same in zip(*(part.shared for part in parts), strict=True)
+    ]
     return replace(
         parts[0],
         layers=tuple(layers) or parts[0].layers,

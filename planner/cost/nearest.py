@@ -35,12 +35,16 @@ def nearest_costs(work: Workload, split: Split, chunks: int = 1) -> Layers:
     """
     key = ("nearest", split, chunks)
     if key not in work.spent:
-        work.spent[key] = _costs(work, split, Groups(_nearest(work, split[1]), *(_ALONE,) * 7), chunks)
+        work.spent[key] = _costs(
+            work, split, Groups(_nearest(work, split[1]), *(_ALONE,) * 7), chunks
+        )
     found: Layers = work.spent[key]
     return found
 
 
-def exchanging_costs(work: Workload, split: Split, zero: ZeroStage, alike: int = 1) -> Layers:
+def exchanging_costs(
+    work: Workload, split: Split, zero: ZeroStage, alike: int = 1
+) -> Layers:
     """Every layer by its recompute modes with all that its ranks exchange for every micro-batch, at least.
 
     Args:
@@ -59,7 +63,10 @@ def _in_larger_rings(layers: Layers, copies: float) -> Layers:
     ring of n ranks moves its bytes 1 + (x - 1)/n times, so the more ranks, the less."""
     kinds = {id(options): options for options in layers}
     share = (copies - 1) / (copies + 1)
-    shorter = {key: {mode: _shorter(cost, share) for mode, cost in kinds[key].items()} for key in kinds}
+    shorter = {
+        key: {mode: _shorter(cost, share) for mode, cost in kinds[key].items()}
+        for key in kinds
+    }
     return tuple(shorter[id(options)] for options in layers)
 
 
@@ -67,7 +74,8 @@ def _shorter(cost: LayerCost, share: float) -> LayerCost:
     """By that share of what ZeRO exchanges for a micro-batch, which may all be in its forward or in its backward."""
     spared = math.ceil(share * cost.gather_ticks)
     return cost._replace(
-        forward_ticks=max(0, cost.forward_ticks - spared), backward_ticks=max(0, cost.backward_ticks - spared)
+        forward_ticks=max(0, cost.forward_ticks - spared),
+        backward_ticks=max(0, cost.backward_ticks - spared),
     )
 
 
@@ -77,13 +85,19 @@ def stand_apart(work: Workload, split: Split) -> bool:
     return context == 1 and expert * tensor % work.domain_devices == 0
 
 
-def _costs(work: Workload, split: Split, groups: Groups, chunks: int = 1, zero: ZeroStage = 0) -> Layers:
-    layout = Layout.model_construct(tensor_parallel_degree=split[1], sequence_chunks=chunks, zero_stage=zero)
+def _costs(
+    work: Workload, split: Split, groups: Groups, chunks: int = 1, zero: ZeroStage = 0
+) -> Layers:
+    layout = Layout.model_construct(
+        tensor_parallel_degree=split[1], sequence_chunks=chunks, zero_stage=zero
+    )
     rows, known, computed = work.sizes[split], known_prices(work, groups, chunks), {}
     alike = work.alike(rows)
     for index in set(alike):
         plain, layer = rows[index][modes_of(rows[index])[0]], work.profile.layers[index]
-        computed[index] = LayerPricing(work, layout, groups, layer, plain, known).costs(rows[index])
+        computed[index] = LayerPricing(work, layout, groups, layer, plain, known).costs(
+            rows[index]
+        )
     return tuple(map(computed.__getitem__, alike))
 
 
@@ -98,13 +112,20 @@ def expert_shares(work: Workload, split: Split) -> tuple[tuple[float, float], ..
     rows, found = work.sizes[split], {}
     alike = work.alike(rows)
     for index in set(alike):
-        held = Held.of(work.profile.layers[index], rows[index][modes_of(rows[index])[0]])
+        held = Held.of(
+            work.profile.layers[index], rows[index][modes_of(rows[index])[0]]
+        )
         of_trained = held.trained_experts / held.trained if held.trained else 0.0
-        found[index] = (held.experts / held.elements if held.elements else 0.0, of_trained)
+        found[index] = (
+            held.experts / held.elements if held.elements else 0.0,
+            of_trained,
+        )
     return tuple(map(found.__getitem__, alike))
 
 
-def nearest_ticks(work: Workload, split: Split) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def nearest_ticks(
+    work: Workload, split: Split
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Forward and backward of one micro-batch through every layer, each in the mode in which it takes least.
 
     Args:
@@ -121,7 +142,9 @@ def nearest_ticks(work: Workload, split: Split) -> tuple[tuple[int, ...], tuple[
             )
             for options in layers
         }
-        work.spent[key] = tuple(tuple(least[id(each)][place] for each in layers) for place in (0, 1))
+        work.spent[key] = tuple(
+            tuple(least[id(each)][place] for each in layers) for place in (0, 1)
+        )
     found: tuple[tuple[int, ...], tuple[int, ...]] = work.spent[key]
     return found
 
@@ -142,7 +165,11 @@ def _is_nearer_faster(work: Workload) -> bool:
     """Is no link between nodes faster than the one inside?"""
     intra, inter = work.intra_node, work.inter_node or work.intra_node
     is_slower = inter.bandwidth_bytes_per_second <= intra.bandwidth_bytes_per_second
-    return is_slower and inter.latency_seconds >= intra.latency_seconds and not (intra.fits or inter.fits)
+    return (
+        is_slower
+        and inter.latency_seconds >= intra.latency_seconds
+        and not (intra.fits or inter.fits)
+    )
 
 
 def _all_nearest(work: Workload, split: Split, zero: ZeroStage, alike: int) -> Groups:
@@ -156,12 +183,16 @@ def _all_nearest(work: Workload, split: Split, zero: ZeroStage, alike: int) -> G
         return Groups(*(_ALONE,) * 8)
     domain, (_, tensor, context, expert, _) = work.domain_devices, split
     inter, intra = work.inter_node or work.intra_node, work.intra_node
-    copied = (1 + work.constants.ring_copies) * inter.bandwidth_bytes_per_second  # what NCCL copies inside a node (L1)
+    copied = (
+        1 + work.constants.ring_copies
+    ) * inter.bandwidth_bytes_per_second  # what NCCL copies inside a node (L1)
     shard = _PAIR if zero > 1 and copied <= intra.bandwidth_bytes_per_second else _ALONE
     apart = Group(alike, alike, 1) if stand_apart(work, split) else shard
     return Groups(
         tensor=Group(tensor, 1, tensor) if domain % tensor == 0 else _ALONE,
-        context=Group(context, 1, context) if domain % (tensor * context) == 0 else _ALONE,
+        context=Group(context, 1, context)
+        if domain % (tensor * context) == 0
+        else _ALONE,
         expert=Group(expert, -(-expert * tensor // domain), min(expert, domain))
         if _exchange_all_to_all(work.sizes[split])
         else _ALONE,
@@ -176,5 +207,9 @@ def _all_nearest(work: Workload, split: Split, zero: ZeroStage, alike: int) -> G
 def _exchange_all_to_all(rows: tuple[dict[RecomputeMode, Measurement], ...]) -> bool:
     """And in no other way, among ranks that share experts."""
     every = {id(options): options for options in rows}.values()
-    collectives = [one for options in every for row in options.values() for one in row.collectives]
-    return all(one.operation == "all_to_all" for one in collectives if one.group == "expert")
+    collectives = [
+        one for options in every for row in options.values() for one in row.collectives
+    ]
+    return all(
+        one.operation == "all_to_all" for one in collectives if one.group == "expert"
+    )

@@ -48,7 +48,10 @@ def is_offloading(layout: Layout) -> bool:
 
 def missing_for_offload(work: Workload) -> tuple[str, str, str] | None:
     """Why a workload cannot offload: field, what is wrong with it, and how to mend it; None: it can."""
-    missing = (missing_in_group(group, place) for place, group in enumerate(work.groups or (work,)))
+    missing = (
+        missing_in_group(group, place)
+        for place, group in enumerate(work.groups or (work,))
+    )
     return next(filter(None, missing), None)
 
 
@@ -62,7 +65,11 @@ def missing_in_group(work: Workload, place: int) -> tuple[str, str, str] | None:
     group, field = work.cluster.node_groups[0], f"cluster.node_groups[{place}]"
     mend = "give both host_memory_bytes of a node and host_bandwidth_bytes_per_second of its devices."
     if group.host_memory_bytes is None:
-        return f"{field}.host_memory_bytes", "is not given, so nothing can be offloaded to the host.", mend
+        return (
+            f"{field}.host_memory_bytes",
+            "is not given, so nothing can be offloaded to the host.",
+            mend,
+        )
     if work.device.host_bandwidth_bytes_per_second is None:
         wrong = f"the link of {work.device.id!r} to its host is not known, so copies to it have no price."
         return f"{field}.device.host_bandwidth_bytes_per_second", wrong, mend
@@ -114,7 +121,9 @@ class Offload:
             beside_bytes=gathered_bytes + workspace,
         )
 
-    def costs(self, options: Mapping[RecomputeMode, LayerCost]) -> dict[RecomputeMode, LayerCost]:
+    def costs(
+        self, options: Mapping[RecomputeMode, LayerCost]
+    ) -> dict[RecomputeMode, LayerCost]:
         """A layer's modes, those that can be offloaded.
 
         Raises:
@@ -144,9 +153,12 @@ class Offload:
             )
         if self.states:
             cost = cost._replace(
-                optimizer_ticks=cost.optimizer_ticks + self._ticks(2 * cost.optimizer_bytes),
+                optimizer_ticks=cost.optimizer_ticks
+                + self._ticks(2 * cost.optimizer_bytes),
                 optimizer_bytes=0,
-                temporary_bytes=max(cost.temporary_bytes, cost.optimizer_bytes - self.beside_bytes),
+                temporary_bytes=max(
+                    cost.temporary_bytes, cost.optimizer_bytes - self.beside_bytes
+                ),
                 host_optimizer_bytes=cost.optimizer_bytes,
             )
         return cost

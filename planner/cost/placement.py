@@ -26,7 +26,16 @@ from planner.cost.communication import Group, group_of
 from planner.spec.layout import Layout
 from planner.spec.plan import RankPlacement
 
-CommunicatorName = Literal["tensor", "context", "expert", "data", "expert_data", "shard", "expert_shard", "copies"]
+CommunicatorName = Literal[
+    "tensor",
+    "context",
+    "expert",
+    "data",
+    "expert_data",
+    "shard",
+    "expert_shard",
+    "copies",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +49,12 @@ class Strides:
 
     def rank(self, pipeline: int, data: int, context: int, tensor: int) -> int:
         """The global rank at these coordinates."""
-        return pipeline * self.pipeline + data * self.data + context * self.context + tensor * self.tensor
+        return (
+            pipeline * self.pipeline
+            + data * self.data
+            + context * self.context
+            + tensor * self.tensor
+        )
 
 
 def strides(layout: Layout) -> Strides:
@@ -52,14 +66,20 @@ def strides(layout: Layout) -> Strides:
     return Strides(inner * layout.data_parallel_degree, inner, context, 1)
 
 
-def placement(layout: Layout, devices_of_nodes: Sequence[int]) -> tuple[RankPlacement, ...]:
+def placement(
+    layout: Layout, devices_of_nodes: Sequence[int]
+) -> tuple[RankPlacement, ...]:
     """One row per global rank, in order.
 
     Args:
         layout: its degrees and the order of its ranks.
         devices_of_nodes: devices of every node, in the order in which ranks fill them: equation (P2).
     """
-    places = [(node, device) for node, devices in enumerate(devices_of_nodes) for device in range(devices)]
+    places = [
+        (node, device)
+        for node, devices in enumerate(devices_of_nodes)
+        for device in range(devices)
+    ]
     of, rows = strides(layout), []
     for pipeline, data, context, tensor in product(
         range(layout.pipeline_parallel_degree),
@@ -69,7 +89,9 @@ def placement(layout: Layout, devices_of_nodes: Sequence[int]) -> tuple[RankPlac
     ):
         rank = of.rank(pipeline, data, context, tensor)
         node, device = places[rank]
-        expert = (data * layout.context_parallel_degree + context) % layout.expert_parallel_degree
+        expert = (
+            data * layout.context_parallel_degree + context
+        ) % layout.expert_parallel_degree
         rows.append(
             RankPlacement(
                 rank=rank,
@@ -89,28 +111,51 @@ def stage_ranks(layout: Layout, pipeline: int) -> tuple[int, ...]:
     """Global ranks of one pipeline rank."""
     of = strides(layout)
     inner = range(layout.context_parallel_degree * layout.tensor_parallel_degree)
-    first = [of.rank(pipeline, data, 0, 0) for data in range(layout.data_parallel_degree)]
+    first = [
+        of.rank(pipeline, data, 0, 0) for data in range(layout.data_parallel_degree)
+    ]
     return tuple(start + rank for start in first for rank in inner)
 
 
-def communicators(layout: Layout, name: CommunicatorName, pipeline: int) -> Iterator[tuple[int, ...]]:
+def communicators(
+    layout: Layout, name: CommunicatorName, pipeline: int
+) -> Iterator[tuple[int, ...]]:
     """Global ranks of every communicator of a kind on one pipeline rank."""
     of, contexts = strides(layout), layout.context_parallel_degree
-    tensors, replicas = range(layout.tensor_parallel_degree), range(layout.data_parallel_degree * contexts)
-    expert, shards = layout.expert_parallel_degree, layout.zero_shard_degree or layout.replicas
+    tensors, replicas = (
+        range(layout.tensor_parallel_degree),
+        range(layout.data_parallel_degree * contexts),
+    )
+    expert, shards = (
+        layout.expert_parallel_degree,
+        layout.zero_shard_degree or layout.replicas,
+    )
     runs: dict[str, list[Sequence[int]]] = {
         "tensor": [[replica] for replica in replicas],
-        "context": [replicas[start : start + contexts] for start in replicas[::contexts]],
+        "context": [
+            replicas[start : start + contexts] for start in replicas[::contexts]
+        ],
         "expert": [replicas[start : start + expert] for start in replicas[::expert]],
         "data": [replicas],
         "expert_data": [replicas[start::expert] for start in range(expert)],
         "shard": [replicas[start : start + shards] for start in replicas[::shards]],
-        "expert_shard": [replicas[start : start + shards : expert] for start in replicas if start % shards < expert],
+        "expert_shard": [
+            replicas[start : start + shards : expert]
+            for start in replicas
+            if start % shards < expert
+        ],
         "copies": [replicas[start::shards] for start in range(shards)],
     }
     for run in runs[name]:
-        rows = [[of.rank(pipeline, *divmod(replica, contexts), tensor) for replica in run] for tensor in tensors]
-        yield from [tuple(rank for row in rows for rank in row)] if name == "tensor" else map(tuple, rows)
+        rows = [
+            [of.rank(pipeline, *divmod(replica, contexts), tensor) for replica in run]
+            for tensor in tensors
+        ]
+        yield from (
+            [tuple(rank for row in rows for rank in row)]
+            if name == "tensor"
+            else map(tuple, rows)
+        )
 
 
 def widest_tensor_group(layout: Layout, domain_devices: int) -> Group:
@@ -120,14 +165,24 @@ def widest_tensor_group(layout: Layout, domain_devices: int) -> Group:
 
 def widest_context_group(layout: Layout, domain_devices: int) -> Group:
     """The context-parallel group that crosses most nodes."""
-    return _widest(layout.devices, domain_devices, layout.tensor_parallel_degree, layout.context_parallel_degree)
+    return _widest(
+        layout.devices,
+        domain_devices,
+        layout.tensor_parallel_degree,
+        layout.context_parallel_degree,
+    )
 
 
 def widest_expert_group(layout: Layout, domain_devices: int) -> Group:
     """The expert-parallel group that crosses most nodes."""
     if not _is_contiguous(layout):
         return _widest_apart(layout, "expert", domain_devices)
-    return _widest(layout.devices, domain_devices, layout.tensor_parallel_degree, layout.expert_parallel_degree)
+    return _widest(
+        layout.devices,
+        domain_devices,
+        layout.tensor_parallel_degree,
+        layout.expert_parallel_degree,
+    )
 
 
 def widest_data_group(layout: Layout, domain_devices: int) -> Group:
@@ -135,14 +190,20 @@ def widest_data_group(layout: Layout, domain_devices: int) -> Group:
     if not _is_contiguous(layout):
         return _widest_apart(layout, "data", domain_devices)
     members = layout.data_parallel_degree * layout.context_parallel_degree
-    return _widest(layout.devices, domain_devices, layout.tensor_parallel_degree, members)
+    return _widest(
+        layout.devices, domain_devices, layout.tensor_parallel_degree, members
+    )
 
 
 def widest_expert_data_group(layout: Layout, domain_devices: int) -> Group:
     """The group that sums the gradients of one expert."""
     if not _is_contiguous(layout):
         return _widest_apart(layout, "expert_data", domain_devices)
-    members = layout.data_parallel_degree * layout.context_parallel_degree // layout.expert_parallel_degree
+    members = (
+        layout.data_parallel_degree
+        * layout.context_parallel_degree
+        // layout.expert_parallel_degree
+    )
     stride = layout.tensor_parallel_degree * layout.expert_parallel_degree
     return _widest(layout.devices, domain_devices, stride, max(1, members))
 
@@ -156,8 +217,15 @@ def _is_contiguous(layout: Layout) -> bool:
 def communicator_degrees(layout: Layout) -> Layout:
     """The layout as far as its communicators go, to be looked up by."""
     names = ("data", "tensor", "pipeline", "context", "expert")
-    degrees = {f"{name}_parallel_degree": getattr(layout, f"{name}_parallel_degree") for name in names}
-    return Layout.model_construct(**degrees, zero_shard_degree=layout.zero_shard_degree, rank_order=layout.rank_order)
+    degrees = {
+        f"{name}_parallel_degree": getattr(layout, f"{name}_parallel_degree")
+        for name in names
+    }
+    return Layout.model_construct(
+        **degrees,
+        zero_shard_degree=layout.zero_shard_degree,
+        rank_order=layout.rank_order,
+    )
 
 
 class _Runs(NamedTuple):
@@ -180,7 +248,9 @@ def _runs(layout: Layout, name: CommunicatorName) -> _Runs:
         "data": _Runs(range(1), 1, replicas, 1),
         "expert_data": _Runs(range(1), expert, replicas // expert, expert),
         "shard": _Runs(range(0, replicas, shards), 1, shards, 1),
-        "expert_shard": _Runs(range(0, replicas, shards), expert, shards // expert, expert),
+        "expert_shard": _Runs(
+            range(0, replicas, shards), expert, shards // expert, expert
+        ),
         "copies": _Runs(range(1), shards, replicas // shards, shards),
     }[name]
 
@@ -193,7 +263,9 @@ def _widest_apart(layout: Layout, name: CommunicatorName, domain_devices: int) -
 
 
 @lru_cache(maxsize=4096)
-def _widest_run(of: Strides, shape: tuple[int, int, int], runs: _Runs, domain_devices: int) -> Group:
+def _widest_run(
+    of: Strides, shape: tuple[int, int, int], runs: _Runs, domain_devices: int
+) -> Group:
     """Those that start at the same place of a domain, and at the same context rank, cross domains alike; so one of
     each is looked at, and where they start comes again after as many data ranks, or stages, as a domain has devices.
     """
@@ -201,17 +273,29 @@ def _widest_run(of: Strides, shape: tuple[int, int, int], runs: _Runs, domain_de
         return Group(1, 1, 1)
     stages, contexts, tensors = shape
     period = contexts * domain_devices
-    firsts = [group + start for group in runs.groups[:period] for start in range(min(runs.starts, period))]
-    others = {of.rank(stage, 0, 0, tensor) for stage in range(min(stages, domain_devices)) for tensor in range(tensors)}
+    firsts = [
+        group + start
+        for group in runs.groups[:period]
+        for start in range(min(runs.starts, period))
+    ]
+    others = {
+        of.rank(stage, 0, 0, tensor)
+        for stage in range(min(stages, domain_devices))
+        for tensor in range(tensors)
+    }
     found: dict[tuple[int, int], int] = {}
     for first in firsts:
         at = of.rank(0, *divmod(first, contexts), 0)
-        found |= {((at + other) % domain_devices, first % contexts): first for other in others}
+        found |= {
+            ((at + other) % domain_devices, first % contexts): first for other in others
+        }
     groups = set()
     for (place, _), first in found.items():
         replicas = range(first, first + runs.members * runs.step, runs.step)
         ranks = [of.rank(0, *divmod(replica, contexts), 0) for replica in replicas]
-        groups.add(group_of([place + rank - ranks[0] for rank in ranks], domain_devices))
+        groups.add(
+            group_of([place + rank - ranks[0] for rank in ranks], domain_devices)
+        )
     return max(groups, key=crossing)
 
 
@@ -220,14 +304,18 @@ def widest_shard_group(layout: Layout, domain_devices: int) -> Group:
     if not _is_contiguous(layout):
         return _widest_apart(layout, "shard", domain_devices)
     members = layout.zero_shard_degree or layout.replicas
-    return _widest(layout.devices, domain_devices, layout.tensor_parallel_degree, members)
+    return _widest(
+        layout.devices, domain_devices, layout.tensor_parallel_degree, members
+    )
 
 
 def widest_expert_shard_group(layout: Layout, domain_devices: int) -> Group:
     """Those of such a group that hold the same experts."""
     if not _is_contiguous(layout):
         return _widest_apart(layout, "expert_shard", domain_devices)
-    members = (layout.zero_shard_degree or layout.replicas) // layout.expert_parallel_degree
+    members = (
+        layout.zero_shard_degree or layout.replicas
+    ) // layout.expert_parallel_degree
     stride = layout.tensor_parallel_degree * layout.expert_parallel_degree
     return _widest(layout.devices, domain_devices, stride, max(1, members))
 
@@ -238,7 +326,9 @@ def widest_copies_group(layout: Layout, domain_devices: int) -> Group:
         return _widest_apart(layout, "copies", domain_devices)
     shards = layout.zero_shard_degree or layout.replicas
     stride = layout.tensor_parallel_degree * shards
-    return _widest(layout.devices, domain_devices, stride, max(1, layout.replicas // shards))
+    return _widest(
+        layout.devices, domain_devices, stride, max(1, layout.replicas // shards)
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -247,10 +337,15 @@ def _widest(devices: int, domain_devices: int, stride: int, members: int) -> Gro
     if members == 1:
         return Group(1, 1, 1)
     span = stride * members
-    starts = (first + offset for first in range(0, devices, span) for offset in range(stride))
+    starts = (
+        first + offset for first in range(0, devices, span) for offset in range(stride)
+    )
     # Groups that start at the same place of a domain cross domains alike.
     distinct = {start % domain_devices for start in starts}
-    groups = {group_of(range(start, start + span, stride), domain_devices) for start in distinct}
+    groups = {
+        group_of(range(start, start + span, stride), domain_devices)
+        for start in distinct
+    }
     return max(groups, key=crossing)
 
 
@@ -263,7 +358,11 @@ def boundary_crosses_nodes(layout: Layout, boundary: int, domain_devices: int) -
     replicas = range(min(layout.data_parallel_degree, domain_devices))
     inner = range(layout.context_parallel_degree * layout.tensor_parallel_degree)
     starts = [of.rank(boundary, data, 0, 0) for data in replicas]
-    return any((start + rank) % domain_devices + of.pipeline >= domain_devices for start in starts for rank in inner)
+    return any(
+        (start + rank) % domain_devices + of.pipeline >= domain_devices
+        for start in starts
+        for rank in inner
+    )
 
 
 def crossing(group: Group) -> tuple[int, int]:

@@ -114,7 +114,9 @@ class LayerCost(NamedTuple):
 
 def moved_bytes(ogp: OgpRecipe, count: ParameterCount) -> int:
     """Bytes that a step reads and writes: states and parameters both ways, gradients once."""
-    return 2 * ogp.optimizer_bytes(count) + count.elements * (ogp.gradient_bytes + 2 * ogp.parameter_bytes)
+    return 2 * ogp.optimizer_bytes(count) + count.elements * (
+        ogp.gradient_bytes + 2 * ogp.parameter_bytes
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +190,9 @@ class Known:
     spent: dict[int, _Spent] = field(default_factory=dict)
     whole: dict[tuple[int, int, int], _Whole] = field(default_factory=dict)
     """By the layer's parameters, and those that are frozen, too."""
-    exchanged: dict[tuple[int, int, Held, bool], _Exchanged] = field(default_factory=dict)
+    exchanged: dict[tuple[int, int, Held, bool], _Exchanged] = field(
+        default_factory=dict
+    )
     """By the number of the communicators, the ZeRO stage, the elements on a rank, and whether the layer has a
     backward."""
     numbers: dict[Groups, int] = field(default_factory=dict)
@@ -228,22 +232,37 @@ class LayerPricing:
     here for all modes: measured noise between the rows must not make one mode's forward faster than another's."""
     known: Known
 
-    def costs(self, rows: dict[RecomputeMode, Measurement]) -> dict[RecomputeMode, LayerCost]:
+    def costs(
+        self, rows: dict[RecomputeMode, Measurement]
+    ) -> dict[RecomputeMode, LayerCost]:
         """In every mode, from least to most recomputation."""
         whole = self._whole()
         exchanged = self._exchanged(whole.held)
         held = self._held(whole, exchanged)
-        return {mode: self._cost(rows[mode], held, exchanged.gathers) for mode in modes_of(rows)}
+        return {
+            mode: self._cost(rows[mode], held, exchanged.gathers)
+            for mode in modes_of(rows)
+        }
 
-    def _cost(self, row: Measurement, held: _Held, gathers: tuple[int, int]) -> LayerCost:
+    def _cost(
+        self, row: Measurement, held: _Held, gathers: tuple[int, int]
+    ) -> LayerCost:
         spent = self._spent(row)
         in_forward = in_backward = 0
         if gathers != _NO_GATHERS:
             in_forward = self._exposed(gathers[0], spent.forward)
             in_backward = self._exposed(gathers[1], spent.backward + spent.recompute)
-        ticks_ = in_forward + in_backward, spent.with_exchange[0] + in_forward, spent.with_exchange[1] + in_backward
+        ticks_ = (
+            in_forward + in_backward,
+            spent.with_exchange[0] + in_forward,
+            spent.with_exchange[1] + in_backward,
+        )
         cost = LayerCost._make((*held, *spent.computed, *ticks_, *spent.kept))
-        return cost if self.layout.sequence_chunks == 1 else cost._replace(attention=self._attention(row, spent))
+        return (
+            cost
+            if self.layout.sequence_chunks == 1
+            else cost._replace(attention=self._attention(row, spent))
+        )
 
     def _exchanged(self, held: Held) -> _Exchanged:
         zero = self.layout.zero_stage
@@ -252,8 +271,12 @@ class LayerPricing:
         if found is None:
             parts = self._parts(held.trained, held.trained_experts)
             found = self.known.exchanged[key] = _Exchanged(
-                reduction_ticks=ticks(sum([self._reduction_seconds(*part) for part in parts])),
-                update_ticks=ticks(sum([self._update_seconds(*part) for part in parts])) if zero in (1, 2) else 0,
+                reduction_ticks=ticks(
+                    sum([self._reduction_seconds(*part) for part in parts])
+                ),
+                update_ticks=ticks(sum([self._update_seconds(*part) for part in parts]))
+                if zero in (1, 2)
+                else 0,
                 gathers=self._gathers(held, parts),
             )
         return found
@@ -267,12 +290,16 @@ class LayerPricing:
             update_ticks=exchanged.update_ticks,
             parameters=held.elements,
             trained=held.trained,
-            parameters_bytes=self._sharded(whole.parameters_bytes, held.elements, held.experts, zero >= 3),
+            parameters_bytes=self._sharded(
+                whole.parameters_bytes, held.elements, held.experts, zero >= 3
+            ),
             gradients_bytes=self._sharded(whole.gradients_bytes, *trained, zero >= 2),
             optimizer_bytes=self._sharded(whole.optimizer_bytes, *trained, zero >= 1),
             gathered_bytes=self._gathered_bytes(held),
             output_bytes=plain.output_bytes,
-            model_flops=plain.forward_flops + plain.backward_input_flops + plain.backward_weight_flops,
+            model_flops=plain.forward_flops
+            + plain.backward_input_flops
+            + plain.backward_weight_flops,
         )
 
     def _gathered_bytes(self, held: Held) -> int:
@@ -280,14 +307,22 @@ class LayerPricing:
         zero = self.layout.zero_stage
         parameters = held.elements * self._computed_bytes if zero >= 3 else 0
         is_scattered = zero >= 2 and self.work.framework.scatters_layers
-        return parameters + (held.trained * self.work.recipe.gradient_bytes if is_scattered else 0)
+        return parameters + (
+            held.trained * self.work.recipe.gradient_bytes if is_scattered else 0
+        )
 
     def _whole(self) -> _Whole:
         key = (id(self.plain), self.layer.parameters, self.layer.frozen_parameters)
         found = self.known.whole.get(key)
         if found is None:
-            held, row, ogp = Held.of(self.layer, self.plain), self.plain, self.work.recipe
-            count = ParameterCount(held.trained, row.local_matrix_elements, row.local_factored_elements)
+            held, row, ogp = (
+                Held.of(self.layer, self.plain),
+                self.plain,
+                self.work.recipe,
+            )
+            count = ParameterCount(
+                held.trained, row.local_matrix_elements, row.local_factored_elements
+            )
             found = self.known.whole[key] = _Whole(
                 held=held,
                 count=count,
@@ -315,9 +350,15 @@ class LayerPricing:
             forward_exchange = self._exchange_ticks(row, "forward", forward)
         else:
             plain = self._spent(self.plain)
-            forward, forward_exchange = plain.forward, plain.with_exchange[0] - plain.forward
+            forward, forward_exchange = (
+                plain.forward,
+                plain.with_exchange[0] - plain.forward,
+            )
         weight = ticks(seconds.backward_weight_seconds)
-        backward, recompute = ticks(seconds.backward_input_seconds) + weight, ticks(seconds.recompute_seconds)
+        backward, recompute = (
+            ticks(seconds.backward_input_seconds) + weight,
+            ticks(seconds.recompute_seconds),
+        )
         replayed = forward_exchange if row.recompute == "full" else 0
         backward_exchange = self._exchange_ticks(row, "backward", backward) + replayed
         return _Spent(
@@ -325,37 +366,64 @@ class LayerPricing:
             backward=backward,
             backward_weight=weight,
             recompute=recompute,
-            with_exchange=(forward + forward_exchange, backward + recompute + backward_exchange),
-            computed=(row.recompute, forward, backward, weight, recompute, forward_exchange + backward_exchange),
-            kept=(self._allocated(row.activation_bytes), self._allocated(row.temporary_bytes), *_DEFAULTS),
+            with_exchange=(
+                forward + forward_exchange,
+                backward + recompute + backward_exchange,
+            ),
+            computed=(
+                row.recompute,
+                forward,
+                backward,
+                weight,
+                recompute,
+                forward_exchange + backward_exchange,
+            ),
+            kept=(
+                self._allocated(row.activation_bytes),
+                self._allocated(row.temporary_bytes),
+                *_DEFAULTS,
+            ),
         )
 
     def _computation(self, row: Measurement) -> Computation:
         work, chunks = self.work, self.layout.sequence_chunks
-        return in_chunks(row, work.device, work.profile.dtype, work.constants, chunks, work.casts)
+        return in_chunks(
+            row, work.device, work.profile.dtype, work.constants, chunks, work.casts
+        )
 
     def _allocated(self, size_bytes: int) -> int:
         """Bytes with what the allocator loses to rounding and fragmentation, rounded up."""
         overhead = 1 + self.work.device.allocation_overhead
         return math.ceil(size_bytes * overhead * self.work.constants.allocated_factor)
 
-    def _collective_seconds(self, operation: CollectiveName, size_bytes: float, group: Group) -> float:
+    def _collective_seconds(
+        self, operation: CollectiveName, size_bytes: float, group: Group
+    ) -> float:
         work = self.work
         if group.ranks == 1:
             return 0.0
         links, fitted = (work.intra_node, work.inter_node), work.constants
         moving = collective_seconds(
-            operation, size_bytes, group, *links, copies=fitted.ring_copies, rails=fitted.rail_fraction
+            operation,
+            size_bytes,
+            group,
+            *links,
+            copies=fitted.ring_copies,
+            rails=fitted.rail_fraction,
         )
         return moving + work.constants.collective_seconds
 
-    def _sharded(self, size_bytes: int, elements: int, experts: int, is_sharded: bool) -> int:
+    def _sharded(
+        self, size_bytes: int, elements: int, experts: int, is_sharded: bool
+    ) -> int:
         """Bytes on one rank of so many elements; experts are sharded over those ranks only that hold the same ones."""
         if not is_sharded:
             return size_bytes
         of_experts = size_bytes * experts // max(1, elements)
         of_others = size_bytes - of_experts
-        return -(-of_others // self.groups.shard.ranks) - (-of_experts // self.groups.expert_shard.ranks)
+        return -(-of_others // self.groups.shard.ranks) - (
+            -of_experts // self.groups.expert_shard.ranks
+        )
 
     def _exchange_ticks(self, row: Measurement, phase: str, compute: int) -> int:
         """Of a whole micro-batch: equation (Q4); where `compute`, of this phase, hides the tensor-parallel ones, what
@@ -363,8 +431,13 @@ class LayerPricing:
         mine = [one for one in row.collectives if one.phase == phase]
         if not self.work.framework.overlaps_tensor_parallel:
             return self._collective_ticks(mine)
-        hidden, others = ([one for one in mine if (one.group == "tensor") is kind] for kind in (True, False))
-        left = self._collective_ticks(hidden) - int(self.work.constants.overlap_fraction * compute)
+        hidden, others = (
+            [one for one in mine if (one.group == "tensor") is kind]
+            for kind in (True, False)
+        )
+        left = self._collective_ticks(hidden) - int(
+            self.work.constants.overlap_fraction * compute
+        )
         return self._collective_ticks(others) + max(0, left)
 
     def _collective_ticks(self, collectives: Iterable[Collective]) -> int:
@@ -374,7 +447,9 @@ class LayerPricing:
             sum(
                 one.count
                 * chunks
-                * self._collective_seconds(one.operation, one.bytes / chunks, getattr(self.groups, one.group))
+                * self._collective_seconds(
+                    one.operation, one.bytes / chunks, getattr(self.groups, one.group)
+                )
                 for one in collectives
             )
         )
@@ -382,22 +457,40 @@ class LayerPricing:
     def _parts(self, parameters: int, experts: int) -> _Parts:
         """Elements by the ranks that share them out, or sum their gradients: experts, and all others."""
         groups = self.groups
-        sharing = (groups.shard, groups.expert_shard) if self.layout.zero_stage else (groups.data, groups.expert_data)
+        sharing = (
+            (groups.shard, groups.expert_shard)
+            if self.layout.zero_stage
+            else (groups.data, groups.expert_data)
+        )
         if not experts:
             return ((parameters, sharing[0]),) if parameters else ()
         both = zip((parameters - experts, experts), sharing, strict=True)
         return tuple(part for part in both if part[0])
 
     def _optimizer_ticks(self, whole: _Whole) -> int:
-        seconds, elements, experts = whole.update_seconds, whole.held.trained, whole.held.trained_experts
+        seconds, elements, experts = (
+            whole.update_seconds,
+            whole.held.trained,
+            whole.held.trained_experts,
+        )
         if not (self.layout.zero_stage and experts):
-            return ticks(seconds / (self.groups.shard.ranks if self.layout.zero_stage else 1))
-        return ticks(sum(seconds * part / elements / group.ranks for part, group in self._parts(elements, experts)))
+            return ticks(
+                seconds / (self.groups.shard.ranks if self.layout.zero_stage else 1)
+            )
+        return ticks(
+            sum(
+                seconds * part / elements / group.ranks
+                for part, group in self._parts(elements, experts)
+            )
+        )
 
     def _moving_seconds(self, count: ParameterCount) -> float:
         """Of the optimizer's states, gradients and parameters."""
         moved = moved_bytes(self.work.recipe, count)
-        if self.work.job.optimizer == "adam-8bit" and self.plain.adam_8bit_seconds is not None:
+        if (
+            self.work.job.optimizer == "adam-8bit"
+            and self.plain.adam_8bit_seconds is not None
+        ):
             return self.plain.adam_8bit_seconds
         if self.plain.optimizer_seconds is not None:
             adamw = moved_bytes(recipe(self.work.job.precision, "adamw"), count)
@@ -415,7 +508,9 @@ class LayerPricing:
         if self.work.job.optimizer != "muon" or not flops:
             return 0.0
         device, row = self.work.device, self.plain
-        peak = device.peak_flops_per_second.get("bf16", device.peak_flops_per_second.get(self.work.profile.dtype))
+        peak = device.peak_flops_per_second.get(
+            "bf16", device.peak_flops_per_second.get(self.work.profile.dtype)
+        )
         if peak is not None:
             return flops / (peak * device.achievable_fraction)
         return flops * (row.forward_seconds or 0.0) / max(1, row.forward_flops)
@@ -424,23 +519,33 @@ class LayerPricing:
         """Equations (T4) and (T7); under ZeRO 3 every micro-batch gathers and scatters, under ZeRO 2 it scatters."""
         work, ogp, zero = self.work, self.work.recipe, self.layout.zero_stage
         if zero == 0:
-            return _bandwidth_seconds(work, "all_reduce", parameters * ogp.gradient_bytes, group)
+            return _bandwidth_seconds(
+                work, "all_reduce", parameters * ogp.gradient_bytes, group
+            )
         seconds = 0.0
         if zero < 3:
             seconds += self._update_seconds(parameters, group)
         if zero < 2:
-            seconds += _bandwidth_seconds(work, "reduce_scatter", parameters * ogp.gradient_bytes, group)
+            seconds += _bandwidth_seconds(
+                work, "reduce_scatter", parameters * ogp.gradient_bytes, group
+            )
         shard_bytes = -(-parameters // group.ranks) * ogp.gradient_bytes
-        return seconds + _bandwidth_seconds(work, "all_reduce", shard_bytes, self.groups.copies)
+        return seconds + _bandwidth_seconds(
+            work, "all_reduce", shard_bytes, self.groups.copies
+        )
 
     def _update_seconds(self, parameters: int, group: Group) -> float:
         """Gathering updated parameters."""
-        return _bandwidth_seconds(self.work, "all_gather", parameters * self._computed_bytes, group)
+        return _bandwidth_seconds(
+            self.work, "all_gather", parameters * self._computed_bytes, group
+        )
 
     @property
     def _computed_bytes(self) -> int:
         """Bytes of a parameter as forward and backward take it."""
-        return min(self.work.recipe.parameter_bytes, BYTES_PER_ELEMENT[self.work.profile.dtype])
+        return min(
+            self.work.recipe.parameter_bytes, BYTES_PER_ELEMENT[self.work.profile.dtype]
+        )
 
     def _exposed(self, exchange: int, compute: int) -> int:
         """Ticks of an exchange of ZeRO that so many ticks of compute do not hide: equation (T6)."""
@@ -455,17 +560,31 @@ class LayerPricing:
             return _NO_GATHERS
         gather = scatter = 0.0
         for elements, group in trained:
-            scatter += self._collective_seconds("reduce_scatter", elements * ogp.gradient_bytes, group)
-        for elements, group in self._parts(held.elements, held.experts) if zero == 3 else ():
-            gather += self._collective_seconds("all_gather", elements * self._computed_bytes, group)
+            scatter += self._collective_seconds(
+                "reduce_scatter", elements * ogp.gradient_bytes, group
+            )
+        for elements, group in (
+            self._parts(held.elements, held.experts) if zero == 3 else ()
+        ):
+            gather += self._collective_seconds(
+                "all_gather", elements * self._computed_bytes, group
+            )
         is_again = has_backward(self.plain) and not self.work.framework.keeps_gathered
         again = gather if is_again else 0.0
         return ticks(gather), ticks(again) + ticks(scatter)
 
 
-def _bandwidth_seconds(work: Workload, operation: CollectiveName, size_bytes: int, group: Group) -> float:
+def _bandwidth_seconds(
+    work: Workload, operation: CollectiveName, size_bytes: int, group: Group
+) -> float:
     """A collective without its latency, which a stage pays once and not once per layer."""
     links, fitted = (work.intra_node, work.inter_node), work.constants
     return collective_seconds(
-        operation, size_bytes, group, *links, latency=False, copies=fitted.ring_copies, rails=fitted.rail_fraction
+        operation,
+        size_bytes,
+        group,
+        *links,
+        latency=False,
+        copies=fitted.ring_copies,
+        rails=fitted.rail_fraction,
     )

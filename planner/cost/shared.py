@@ -64,8 +64,12 @@ def shared_costs(
     """
     order, ogp = work.order, work.recipe
     crosses = layout.devices > work.domain_devices
-    between = network or (work.inter_node if crosses and work.inter_node else work.intra_node)
-    shards = [layout.zero_shards if layout.zero_stage >= level else 1 for level in (3, 2, 1)]
+    between = network or (
+        work.inter_node if crosses and work.inter_node else work.intra_node
+    )
+    shards = [
+        layout.zero_shards if layout.zero_stage >= level else 1 for level in (3, 2, 1)
+    ]
     costs = []
     for one in work.profile.shared_parameters:
         users = tuple(sorted({order[name] for name in one.layers}))
@@ -78,7 +82,11 @@ def shared_costs(
         count = ParameterCount(0 if one.frozen else local, 0, one.factored_elements)
         trained = 0 if one.frozen else local
         size_bytes = trained * ogp.gradient_bytes
-        exchange = 2 * transfer_seconds(size_bytes / 2, between) if layout.pipeline_parallel_degree > 1 else 0.0
+        exchange = (
+            2 * transfer_seconds(size_bytes / 2, between)
+            if layout.pipeline_parallel_degree > 1
+            else 0.0
+        )
         states_bytes = ogp.optimizer_bytes(count) // shards[2]
         costs.append(
             SharedCost(
@@ -87,7 +95,9 @@ def shared_costs(
                 gradients_bytes=size_bytes // shards[1],
                 optimizer_bytes=0 if layout.optimizer_offload else states_bytes,
                 host_optimizer_bytes=states_bytes if layout.optimizer_offload else 0,
-                tail_ticks=(user.reduction_ticks + user.optimizer_ticks) * trained // max(1, user.trained),
+                tail_ticks=(user.reduction_ticks + user.optimizer_ticks)
+                * trained
+                // max(1, user.trained),
                 reduction_ticks=user.reduction_ticks * trained // max(1, user.trained),
                 exchange_ticks=ticks(exchange),
             )
@@ -99,7 +109,11 @@ def skip_costs(work: Workload, layout: Layout) -> tuple[SkipCost, ...]:
     """Tensors that skip layers, in bytes of this layout's micro-batches."""
     order, samples = work.order, layout.micro_batch_size
     return tuple(
-        SkipCost(order[edge.from_], order[edge.to], _skip_bytes(edge, work.job.sequence_length) * samples)
+        SkipCost(
+            order[edge.from_],
+            order[edge.to],
+            _skip_bytes(edge, work.job.sequence_length) * samples,
+        )
         for edge in work.profile.edges
     )
 

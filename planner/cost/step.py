@@ -59,7 +59,9 @@ def schedule_of(costs: LayoutCosts) -> Schedule:
         layout.schedule,
         ranks=layout.pipeline_parallel_degree,
         micro_batches=costs.micro_batches,
-        virtual_stages=layout.virtual_stages_per_rank if layout.virtual_stages_per_rank > 1 else None,
+        virtual_stages=layout.virtual_stages_per_rank
+        if layout.virtual_stages_per_rank > 1
+        else None,
         sequence_chunks=layout.sequence_chunks,
     )
 
@@ -72,37 +74,60 @@ def order_of(costs: LayoutCosts, actions: Sequence[Sequence[str]]) -> Schedule:
     layout = costs.layout
     if not actions:
         return schedule_of(costs)
-    return Schedule.from_text(actions, name=layout.schedule, sequence_chunks=layout.sequence_chunks)
+    return Schedule.from_text(
+        actions, name=layout.schedule, sequence_chunks=layout.sequence_chunks
+    )
 
 
 def choose(costs: LayoutCosts, stage_map: StageMap) -> tuple[StageLayers, ...]:
     """The cost of every layer in its chosen mode; in a column, on the rank of its stage."""
     return tuple(
-        tuple((layer, costs.on_stage(index).layers[layer][mode]) for layer, mode in stage)
+        tuple(
+            (layer, costs.on_stage(index).layers[layer][mode]) for layer, mode in stage
+        )
         for index, stage in enumerate(stage_map)
     )
 
 
-def durations(costs: LayoutCosts, stages: Sequence[StageLayers], *, transfers: bool = True) -> Durations:
+def durations(
+    costs: LayoutCosts, stages: Sequence[StageLayers], *, transfers: bool = True
+) -> Durations:
     """Ticks per stage for the simulator: equation (S1); without transfers to tell what they cost."""
     boundaries = len(stages) - 1
-    moves = [costs.transfer_ticks(s, stages[s][-1][0]) if transfers else 0 for s in range(boundaries)]
+    moves = [
+        costs.transfer_ticks(s, stages[s][-1][0]) if transfers else 0
+        for s in range(boundaries)
+    ]
     weight = [sum(cost.backward_weight_ticks for _, cost in stage) for stage in stages]
     recompute = [sum(cost.recompute_ticks for _, cost in stage) for stage in stages]
     backward = [sum(cost.backward_ticks for _, cost in stage) for stage in stages]
     forward = [sum(cost.forward_ticks for _, cost in stage) for stage in stages]
-    backward_input = [b - w - r for b, w, r in zip(backward, weight, recompute, strict=True)]
+    backward_input = [
+        b - w - r for b, w, r in zip(backward, weight, recompute, strict=True)
+    ]
     chunks, nothing = costs.layout.sequence_chunks, [0] * len(stages)
     is_joint = bool(boundaries and transfers)
-    waiting = [_waiting(costs.on_stage(s)) if is_joint else 0 for s in range(len(stages)) for _ in range(chunks)]
-    of_forward = [sum(cost.attention.forward_ticks for _, cost in stage) for stage in stages]
-    of_backward = [sum(cost.attention.backward_ticks for _, cost in stage) for stage in stages]
-    if chunks > 1:  # what recomputes before a chunk's backward lasts as its backward does
+    waiting = [
+        _waiting(costs.on_stage(s)) if is_joint else 0
+        for s in range(len(stages))
+        for _ in range(chunks)
+    ]
+    of_forward = [
+        sum(cost.attention.forward_ticks for _, cost in stage) for stage in stages
+    ]
+    of_backward = [
+        sum(cost.attention.backward_ticks for _, cost in stage) for stage in stages
+    ]
+    if (
+        chunks > 1
+    ):  # what recomputes before a chunk's backward lasts as its backward does
         backward_input = [b - w for b, w in zip(backward, weight, strict=True)]
         recompute = nothing
     return Durations(
         forward=tuple(map(add, waiting, per_chunk(forward, of_forward, chunks))),
-        backward_input=tuple(map(add, waiting, per_chunk(backward_input, of_backward, chunks))),
+        backward_input=tuple(
+            map(add, waiting, per_chunk(backward_input, of_backward, chunks))
+        ),
         backward_weight=per_chunk(weight, nothing, chunks),
         recompute=per_chunk(recompute, nothing, chunks),
         transfer_forward=tuple(moves),
@@ -116,23 +141,36 @@ def _waiting(costs: LayoutCosts) -> int:
     return ticks(costs.work.constants.transfer_seconds / 2)
 
 
-def by_rank(schedule: Schedule, stages: Sequence[StageLayers]) -> tuple[StageLayers, ...]:
+def by_rank(
+    schedule: Schedule, stages: Sequence[StageLayers]
+) -> tuple[StageLayers, ...]:
     """All layers of every pipeline rank: those of its virtual stages together."""
     return tuple(
-        tuple(layer for stage in schedule.stages_of(rank) for layer in stages[stage]) for rank in range(schedule.ranks)
+        tuple(layer for stage in schedule.stages_of(rank) for layer in stages[stage])
+        for rank in range(schedule.ranks)
     )
 
 
-def tail_ticks(costs: LayoutCosts, ranks: Sequence[StageLayers]) -> tuple[tuple[int, int], ...]:
+def tail_ticks(
+    costs: LayoutCosts, ranks: Sequence[StageLayers]
+) -> tuple[tuple[int, int], ...]:
     """(gradient reduction, optimizer) of every pipeline rank, by its layers: equations (S3) and (S5)."""
     return tuple(_tail(costs, ranks, index) for index in range(len(ranks)))
 
 
-def _tail(costs: LayoutCosts, ranks: Sequence[StageLayers], index: int) -> tuple[int, int]:
+def _tail(
+    costs: LayoutCosts, ranks: Sequence[StageLayers], index: int
+) -> tuple[int, int]:
     layers = [cost for _, cost in ranks[index]]
     costs = costs.on_rank(index)
-    reduction = costs.reduction_latency_ticks + sum(cost.reduction_ticks for cost in layers) - _hidden(costs, layers)
-    optimizer = sum(cost.optimizer_ticks for cost in layers) + ticks(costs.work.constants.step_seconds)
+    reduction = (
+        costs.reduction_latency_ticks
+        + sum(cost.reduction_ticks for cost in layers)
+        - _hidden(costs, layers)
+    )
+    optimizer = sum(cost.optimizer_ticks for cost in layers) + ticks(
+        costs.work.constants.step_seconds
+    )
     held = {layer for layer, _ in ranks[index]}
     for shared in costs.shared:
         repeated = max(0, len(held.intersection(shared.layers)) - 1)
@@ -146,7 +184,11 @@ def _tail(costs: LayoutCosts, ranks: Sequence[StageLayers], index: int) -> tuple
 def _hidden(costs: LayoutCosts, layers: Sequence[LayerCost]) -> int:
     """Ticks of the reduction that run beside compute: equation (S5). The first layer's gradients come last, so their
     reduction is never hidden."""
-    framework, share, hidden = costs.work.framework, costs.work.constants.overlap_fraction, 0
+    framework, share, hidden = (
+        costs.work.framework,
+        costs.work.constants.overlap_fraction,
+        0,
+    )
     if framework.overlaps_reduction:
         reduced = sum(cost.reduction_ticks - cost.update_ticks for cost in layers[1:])
         hidden += min(reduced, int(share * sum(cost.backward_ticks for cost in layers)))
@@ -156,7 +198,9 @@ def _hidden(costs: LayoutCosts, layers: Sequence[LayerCost]) -> int:
     return hidden
 
 
-def evaluate(costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers]) -> Step:
+def evaluate(
+    costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers]
+) -> Step:
     """Ticks of one step: equations (S2), (S4) and (S6)."""
     return last_column(costs, schedule, stages).step
 
@@ -171,10 +215,15 @@ class Played:
     step: Step
 
 
-def last_column(costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers]) -> Played:
+def last_column(
+    costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers]
+) -> Played:
     """The column that ends last, the first of equals: equation (S6)."""
     if costs.columns:
-        return max((_play(*each) for each in per_column(costs, schedule, stages)), key=lambda one: one.step.total_ticks)
+        return max(
+            (_play(*each) for each in per_column(costs, schedule, stages)),
+            key=lambda one: one.step.total_ticks,
+        )
     return _play(costs, schedule, stages)
 
 
@@ -186,16 +235,27 @@ def per_column(
         yield costs, schedule, stages
     stage_map = [[(layer, cost.mode) for layer, cost in stage] for stage in stages]
     for column in costs.columns:
-        order = schedule if column.micro_batches == schedule.micro_batches else schedule_of(column)
+        order = (
+            schedule
+            if column.micro_batches == schedule.micro_batches
+            else schedule_of(column)
+        )
         yield column, order, choose(column, stage_map)
 
 
-def _play(costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers]) -> Played:
+def _play(
+    costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers]
+) -> Played:
     simulation = simulate(schedule, durations(costs, stages))
     tails = tuple(sum(parts) for parts in tail_ticks(costs, by_rank(schedule, stages)))
-    totals = [lasted + tail for lasted, tail in zip(_lasted(costs, simulation), tails, strict=True)]
+    totals = [
+        lasted + tail
+        for lasted, tail in zip(_lasted(costs, simulation), tails, strict=True)
+    ]
     total = max(totals)
-    return Played(costs, schedule, stages, Step(total, totals.index(total), simulation, tails))
+    return Played(
+        costs, schedule, stages, Step(total, totals.index(total), simulation, tails)
+    )
 
 
 def _lasted(costs: LayoutCosts, simulation: Simulation) -> list[int]:
@@ -203,12 +263,20 @@ def _lasted(costs: LayoutCosts, simulation: Simulation) -> list[int]:
     ends = map(int, simulation.end_seconds)
     if not costs.work.framework.staggers_steps:
         return list(ends)
-    return [end - int(begin) for begin, end in zip(simulation.begin_seconds, ends, strict=True)]
+    return [
+        end - int(begin)
+        for begin, end in zip(simulation.begin_seconds, ends, strict=True)
+    ]
 
 
-def rank_memory(costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers]) -> tuple[RankMemory, ...]:
+def rank_memory(
+    costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers]
+) -> tuple[RankMemory, ...]:
     """Memory of every pipeline rank at its peak: equations (M1) to (M4), (O2) to (O8) and (S6)."""
-    columns = [stage_memory(column, chosen, order) for column, order, chosen in per_column(costs, schedule, stages)]
+    columns = [
+        stage_memory(column, chosen, order)
+        for column, order, chosen in per_column(costs, schedule, stages)
+    ]
     return tuple(max(rows, key=_lacking_bytes) for rows in zip(*columns, strict=True))
 
 
@@ -220,7 +288,9 @@ def _lacking_bytes(row: RankMemory) -> int:
     return max(on_device, row.host_bytes - row.host_capacity_bytes)
 
 
-def predict_step(costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers]) -> Prediction:
+def predict_step(
+    costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers]
+) -> Prediction:
     """Time and memory of one step.
 
     Raises:
@@ -246,20 +316,35 @@ def predict_step(costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageL
     )
 
 
-def _mfu(costs: LayoutCosts, stages: Sequence[StageLayers], seconds: float) -> float | None:
+def _mfu(
+    costs: LayoutCosts, stages: Sequence[StageLayers], seconds: float
+) -> float | None:
     """Model FLOPs utilisation (Chowdhery et al. 2022, PaLM, appendix B): recomputation does not count."""
     work, layout = costs.work, costs.layout
-    peaks = [group.device.peak_flops_per_second.get(work.profile.dtype) for group in work.groups or (work,)]
+    peaks = [
+        group.device.peak_flops_per_second.get(work.profile.dtype)
+        for group in work.groups or (work,)
+    ]
     if None in peaks:
         return None
-    every = sum(group.devices * (peak or 0.0) for group, peak in zip(work.groups or (work,), peaks, strict=True))
+    every = sum(
+        group.devices * (peak or 0.0)
+        for group, peak in zip(work.groups or (work,), peaks, strict=True)
+    )
     one_micro_batch = sum(cost.model_flops for stage in stages for _, cost in stage)
     micro_batches = sum(layout.shares(work.job.global_batch_size))
-    flops = one_micro_batch * micro_batches * layout.tensor_parallel_degree * layout.context_parallel_degree
+    flops = (
+        one_micro_batch
+        * micro_batches
+        * layout.tensor_parallel_degree
+        * layout.context_parallel_degree
+    )
     return flops / (seconds * every)
 
 
-def _breakdown(costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers], step: Step) -> Breakdown:
+def _breakdown(
+    costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers], step: Step
+) -> Breakdown:
     rank, count = step.last_rank, costs.micro_batches
     layers: list[LayerCost] = [cost for _, cost in by_rank(schedule, stages)[rank]]
     reduction, optimizer = tail_ticks(costs, by_rank(schedule, stages))[rank]
@@ -269,14 +354,23 @@ def _breakdown(costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLay
     return Breakdown(
         compute_seconds=TICK_SECONDS
         * count
-        * sum(cost.forward_compute_ticks + cost.backward_compute_ticks for cost in layers),
-        recompute_seconds=TICK_SECONDS * count * sum(cost.recompute_ticks for cost in layers),
-        tensor_parallel_seconds=TICK_SECONDS * count * sum(cost.communication_ticks for cost in layers),
+        * sum(
+            cost.forward_compute_ticks + cost.backward_compute_ticks for cost in layers
+        ),
+        recompute_seconds=TICK_SECONDS
+        * count
+        * sum(cost.recompute_ticks for cost in layers),
+        tensor_parallel_seconds=TICK_SECONDS
+        * count
+        * sum(cost.communication_ticks for cost in layers),
         pipeline_seconds=TICK_SECONDS * (end - free_end),
-        data_parallel_seconds=TICK_SECONDS * (reduction + count * sum(cost.gather_ticks for cost in layers)),
+        data_parallel_seconds=TICK_SECONDS
+        * (reduction + count * sum(cost.gather_ticks for cost in layers)),
         optimizer_seconds=TICK_SECONDS * optimizer,
         bubble_seconds=TICK_SECONDS * (free_end - busy),
-        offload_seconds=TICK_SECONDS * count * sum(cost.offload_ticks for cost in layers),
+        offload_seconds=TICK_SECONDS
+        * count
+        * sum(cost.offload_ticks for cost in layers),
     )
 
 
@@ -303,14 +397,21 @@ def stage_durations(plan: Plan, profile: ModelProfile) -> Durations:
 def stage_tails(plan: Plan, profile: ModelProfile) -> tuple[tuple[float, ...], ...]:
     """Seconds of (gradient reduction, optimizer) of every pipeline rank of a plan, after its last action."""
     costs, schedule, stages = _planned(plan, profile)
-    return tuple(_seconds(tail) for tail in tail_ticks(costs, by_rank(schedule, stages)))
+    return tuple(
+        _seconds(tail) for tail in tail_ticks(costs, by_rank(schedule, stages))
+    )
 
 
-def _planned(plan: Plan, profile: ModelProfile) -> tuple[LayoutCosts, Schedule, Sequence[StageLayers]]:
+def _planned(
+    plan: Plan, profile: ModelProfile
+) -> tuple[LayoutCosts, Schedule, Sequence[StageLayers]]:
     """The plan's layout, order and stages, priced again; of the column that ends last."""
     costs = layout_costs(workload(profile, plan.cluster, plan.request.job), plan.layout)
     places = {layer.name: index for index, layer in enumerate(profile.layers)}
-    stage_map = [[(places[layer.name], layer.recompute) for layer in stage.layers] for stage in plan.stages]
+    stage_map = [
+        [(places[layer.name], layer.recompute) for layer in stage.layers]
+        for stage in plan.stages
+    ]
     schedule = order_of(costs, plan.actions)
     stages = choose(costs, stage_map)
     if not costs.columns:

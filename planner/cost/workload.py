@@ -55,7 +55,11 @@ class Workload:
     @cached_property
     def devices_of_nodes(self) -> tuple[int, ...]:
         """Devices of every node, in the order in which ranks fill them."""
-        return tuple(group.devices_per_node for group in self.cluster.node_groups for _ in range(group.nodes))
+        return tuple(
+            group.devices_per_node
+            for group in self.cluster.node_groups
+            for _ in range(group.nodes)
+        )
 
     @cached_property
     def domain_devices(self) -> int:
@@ -72,7 +76,11 @@ class Workload:
             return plain
         if not self.framework.fp32_master:
             return replace(plain, parameter_bytes=4, gradient_bytes=4, master_bytes=0)
-        return replace(plain, gradient_bytes=4) if self.framework.fp32_gradients and is_mixed else plain
+        return (
+            replace(plain, gradient_bytes=4)
+            if self.framework.fp32_gradients and is_mixed
+            else plain
+        )
 
     @property
     def capacity_bytes(self) -> int:
@@ -91,16 +99,26 @@ class Workload:
             known = (group.host_capacity_bytes for group in self.groups)
             return max((each for each in known if each is not None), default=None)
         group = self.cluster.node_groups[0]
-        return None if group.host_memory_bytes is None else group.host_memory_bytes // group.devices_per_node
+        return (
+            None
+            if group.host_memory_bytes is None
+            else group.host_memory_bytes // group.devices_per_node
+        )
 
     @cached_property
-    def rows(self) -> dict[tuple[int, int], tuple[dict[RecomputeMode, Measurement], ...]]:
+    def rows(
+        self,
+    ) -> dict[tuple[int, int], tuple[dict[RecomputeMode, Measurement], ...]]:
         """By (micro-batch size, tensor-parallel degree): every layer's measurements by recompute mode.
 
         Only combinations that all layers have, at the job's sequence length, not split in any other way. Identical
         layers share one dict.
         """
-        return {size[:2]: rows for size, rows in self.sizes.items() if size[2:] == (1, 1, False)}
+        return {
+            size[:2]: rows
+            for size, rows in self.sizes.items()
+            if size[2:] == (1, 1, False)
+        }
 
     @cached_property
     def sizes(self) -> dict[_Size, tuple[dict[RecomputeMode, Measurement], ...]]:
@@ -122,7 +140,11 @@ class Workload:
         table: _RowTable = {}
         for row in layer.measurements:
             if row.sequence_length == self.job.sequence_length:
-                told = told_fp8(row, self.profile.dtype, self.casts, is_last=is_last) if self.casts else row
+                told = (
+                    told_fp8(row, self.profile.dtype, self.casts, is_last=is_last)
+                    if self.casts
+                    else row
+                )
                 table.setdefault(_size(row), {})[row.recompute] = told
         return table
 
@@ -136,7 +158,9 @@ class Workload:
         """Place of every layer by its name."""
         return {layer.name: index for index, layer in enumerate(self.profile.layers)}
 
-    def alike(self, rows: tuple[dict[RecomputeMode, Measurement], ...]) -> tuple[int, ...]:
+    def alike(
+        self, rows: tuple[dict[RecomputeMode, Measurement], ...]
+    ) -> tuple[int, ...]:
         """By layer: the first one that is priced as it is.
 
         Args:
@@ -148,7 +172,9 @@ class Workload:
                 (id(options), layer.parameters, layer.frozen_parameters)
                 for options, layer in zip(rows, self.profile.layers, strict=True)
             ]
-            self._alike[id(rows)] = tuple(first.setdefault(key, index) for index, key in enumerate(keys))
+            self._alike[id(rows)] = tuple(
+                first.setdefault(key, index) for index, key in enumerate(keys)
+            )
         return self._alike[id(rows)]
 
     @cached_property
@@ -173,7 +199,11 @@ class Workload:
 
 
 def _size(row: Measurement) -> _Size:
-    degrees = (row.tensor_parallel_degree, row.context_parallel_degree, row.expert_parallel_degree)
+    degrees = (
+        row.tensor_parallel_degree,
+        row.context_parallel_degree,
+        row.expert_parallel_degree,
+    )
     return (row.micro_batch_size, *degrees, row.sequence_parallel)
 
 
@@ -204,11 +234,16 @@ def workload(
 
 
 def _mixed(
-    profile: ModelProfile, cluster: Cluster, job: Job, framework: str | Framework, constants: Constants | None
+    profile: ModelProfile,
+    cluster: Cluster,
+    job: Job,
+    framework: str | Framework,
+    constants: Constants | None,
 ) -> Workload:
     """Of a heterogeneous cluster: every node group by itself, and all together."""
     groups = tuple(
-        _on_group(profile, cluster, job, framework, constants, place) for place in range(len(cluster.node_groups))
+        _on_group(profile, cluster, job, framework, constants, place)
+        for place in range(len(cluster.node_groups))
     )
     return replace(groups[0], cluster=cluster, groups=groups)
 
@@ -223,7 +258,9 @@ def _on_group(
 ) -> Workload:
     group, field = cluster.node_groups[place], f"cluster.node_groups[{place}]"
     device = find_device(group.device, field=f"{field}.device")
-    intra_node, inter_node = links_of(group, field=field, is_alone=len(cluster.node_groups) == 1)
+    intra_node, inter_node = links_of(
+        group, field=field, is_alone=len(cluster.node_groups) == 1
+    )
     known = catalogue().get(device.id)
     traits = find_framework(framework) if isinstance(framework, str) else framework
     constants = constants or constants_for(
@@ -238,7 +275,9 @@ def _on_group(
         job=job,
         device=device,
         intra_node=_reached(intra_node, constants.intra_node_fraction),
-        inter_node=_reached(inter_node, constants.inter_node_fraction) if inter_node else None,
+        inter_node=_reached(inter_node, constants.inter_node_fraction)
+        if inter_node
+        else None,
         nodes=group.nodes,
         devices_per_node=group.devices_per_node,
         framework=traits,
@@ -260,8 +299,15 @@ def rearranged(work: Workload, cluster: Cluster, order: Sequence[int]) -> Worklo
         order: their places in `work`.
     """
     groups = tuple(work.groups[place] for place in order)
-    found = replace(groups[0], cluster=cluster, groups=groups, is_rearranged=list(order) != sorted(order))
-    found.__dict__["sizes"] = work.sizes  # read once: where ranks stand does not change which rows there are
+    found = replace(
+        groups[0],
+        cluster=cluster,
+        groups=groups,
+        is_rearranged=list(order) != sorted(order),
+    )
+    found.__dict__["sizes"] = (
+        work.sizes
+    )  # read once: where ranks stand does not change which rows there are
     return found
 
 
@@ -280,7 +326,9 @@ def on_part(work: Workload, cluster: Cluster) -> Workload:
         work,
         cluster=cluster,
         intra_node=_reached(intra, work.constants.intra_node_fraction),
-        inter_node=_reached(inter, work.constants.inter_node_fraction) if inter else None,
+        inter_node=_reached(inter, work.constants.inter_node_fraction)
+        if inter
+        else None,
         nodes=group.nodes,
         devices_per_node=group.devices_per_node,
     )
@@ -297,14 +345,20 @@ def on_part(work: Workload, cluster: Cluster) -> Workload:
 
 def with_constants(work: Workload, constants: Constants) -> Workload:
     """The same workload under other constants; `work` has the default ones, whose links are the cluster's own."""
-    between = _reached(work.inter_node, constants.inter_node_fraction) if work.inter_node else None
+    between = (
+        _reached(work.inter_node, constants.inter_node_fraction)
+        if work.inter_node
+        else None
+    )
     found = replace(
         work,
         intra_node=_reached(work.intra_node, constants.intra_node_fraction),
         inter_node=between,
         constants=constants,
     )
-    found.__dict__["sizes"] = work.sizes  # read once: constants do not change which rows there are
+    found.__dict__["sizes"] = (
+        work.sizes
+    )  # read once: constants do not change which rows there are
     found.__dict__["_alike"] = work._alike
     return found
 
@@ -313,7 +367,11 @@ def _reached(link: Link, fraction: float) -> Link:
     """The link as collectives find it: equation (K3)."""
     if fraction == 1:
         return link
-    return link.model_copy(update={"bandwidth_bytes_per_second": link.bandwidth_bytes_per_second * fraction})
+    return link.model_copy(
+        update={
+            "bandwidth_bytes_per_second": link.bandwidth_bytes_per_second * fraction
+        }
+    )
 
 
 def _check_precision(work: Workload) -> None:
@@ -324,7 +382,9 @@ def _check_precision(work: Workload) -> None:
             field="job.precision",
             mend=f"profile the model with --dtype {wanted}, or choose a precision of {work.profile.dtype}.",
         )
-    if work.profile.device != COUNTED and (work.profile.precision == "fp8") != (work.job.precision == "fp8"):
+    if work.profile.device != COUNTED and (work.profile.precision == "fp8") != (
+        work.job.precision == "fp8"
+    ):
         raise MismatchError(
             f"the profile's seconds were measured in {work.profile.precision or work.profile.dtype}, and do not tell "
             f"those of precision {work.job.precision!r}.",
@@ -340,7 +400,9 @@ def _check_device(work: Workload, field: str) -> None:
         raise MismatchError(
             f"the profile holds seconds of device {measured_on!r}, but the cluster has {work.device.id!r}.",
             field=field,
-            mend="profile the model on that device, or with --device analytic:" + work.device.id + ".",
+            mend="profile the model on that device, or with --device analytic:"
+            + work.device.id
+            + ".",
         )
     compute_type = work.profile.dtype
     if measured_on == COUNTED and compute_type not in work.device.peak_flops_per_second:
@@ -370,7 +432,13 @@ def _check_headroom(work: Workload) -> None:
 
 
 def _check_rows(work: Workload) -> None:
-    lengths = sorted({row.sequence_length for layer in work.profile.layers for row in layer.measurements})
+    lengths = sorted(
+        {
+            row.sequence_length
+            for layer in work.profile.layers
+            for row in layer.measurements
+        }
+    )
     if not work.sizes:
         raise MismatchError(
             f"the profile of {work.profile.model!r} has no measurements that all layers share at sequence length "

@@ -14,11 +14,19 @@ from torch import nn
 
 from planner.errors import LayoutError, MismatchError, UnsupportedError
 from planner.executor.checkpoint.materialise import Materialise, keep_all, materialise
-from planner.executor.parallel.expert_parallel import check_experts, keep_share, share_experts
+from planner.executor.parallel.expert_parallel import (
+    check_experts,
+    keep_share,
+    share_experts,
+)
 from planner.executor.parallel.gradients import SharedCopy
 from planner.executor.parallel.mesh import Mesh
 from planner.executor.parallel.replicas import GradientReducer, Reducer
-from planner.executor.parallel.sequence_parallel import read_once, sequence_plan, share_sequence
+from planner.executor.parallel.sequence_parallel import (
+    read_once,
+    sequence_plan,
+    share_sequence,
+)
 from planner.executor.parallel.sharding import is_split, is_split_by_rows, shard_tensors
 from planner.executor.parallel.shares import share_of
 from planner.executor.parallel.zero import LayerParameters, ZeroShards, layers_of
@@ -93,7 +101,11 @@ def stage_ranges(plan: Plan, cut: LayerCut) -> tuple[StageRange, ...]:
     names = [layer.name for layer in cut.layers]
     if [layer.name for layer in planned] != names:
         position = next(
-            (i for i, (left, right) in enumerate(zip(planned, names, strict=False)) if left.name != right),
+            (
+                i
+                for i, (left, right) in enumerate(zip(planned, names, strict=False))
+                if left.name != right
+            ),
             min(len(planned), len(names)),
         )
         ours = names[position] if position < len(names) else "no layer"
@@ -108,7 +120,13 @@ def stage_ranges(plan: Plan, cut: LayerCut) -> tuple[StageRange, ...]:
     ranges, start = [], 0
     for stage in plan.stages:
         stop = start + len(stage.layers)
-        ranges.append(StageRange(start, stop, {start + i: layer.recompute for i, layer in enumerate(stage.layers)}))
+        ranges.append(
+            StageRange(
+                start,
+                stop,
+                {start + i: layer.recompute for i, layer in enumerate(stage.layers)},
+            )
+        )
         start = stop
     return tuple(ranges)
 
@@ -146,19 +164,33 @@ def build_rank(
         MismatchError: a plan of another model.
         UnsupportedError: the model cannot be built or sharded as the plan wants.
     """
-    cut, pieces, share = source.cut(), pieces_of(plan, mesh.context), share_of(plan, mesh.data)
+    cut, pieces, share = (
+        source.cut(),
+        pieces_of(plan, mesh.context),
+        share_of(plan, mesh.data),
+    )
     mine = {
         stage.index: layers
         for stage, layers in zip(plan.stages, stage_ranges(plan, cut), strict=True)
         if stage.pipeline_rank == mesh.pipeline
     }
-    check_experts(source, mesh.grid.expert, mesh.grid.tensor, sequence_parallel=plan.layout.sequence_parallel)
-    stages = {index: _fill_stage(source, layers, fill, device, seed, mesh) for index, layers in mine.items()}
+    check_experts(
+        source,
+        mesh.grid.expert,
+        mesh.grid.tensor,
+        sequence_parallel=plan.layout.sequence_parallel,
+    )
+    stages = {
+        index: _fill_stage(source, layers, fill, device, seed, mesh)
+        for index, layers in mine.items()
+    }
     if pieces.is_split:
         _attend_from_pieces(stages.values())
     _cast_rest(plan, source, stages.values())
     tie(list(stages.values()), cut.shared_parameters)
-    partial = _shard(plan, {mine[index]: stage for index, stage in stages.items()}, source, mesh)
+    partial = _shard(
+        plan, {mine[index]: stage for index, stage in stages.items()}, source, mesh
+    )
     module = merge(list(stages.values()))
     job = plan.request.job
     layers_held = _layers_held(cut, mine, stages)
@@ -170,7 +202,9 @@ def build_rank(
         options=options,
         hidden=hidden_matrices(source.blueprint, cut),
         shards=shards,
-        offloaded=[layer.named for layer in layers_held] if plan.layout.optimizer_offload else None,
+        offloaded=[layer.named for layer in layers_held]
+        if plan.layout.optimizer_offload
+        else None,
     )
     offload = _activation_offload(plan, module, stages.values(), device)
     scaler = scaler_for(job.precision)
@@ -179,7 +213,17 @@ def build_rank(
     recorder = Recorder(device)
     runtime = PipelineRuntime(
         [
-            _timed_stage(plan, source, mesh, index, layers, stages[index], recorder, streams, device)
+            _timed_stage(
+                plan,
+                source,
+                mesh,
+                index,
+                layers,
+                stages[index],
+                recorder,
+                streams,
+                device,
+            )
             for index, layers in mine.items()
         ],
         share.actions_of(schedule_of(plan)),
@@ -215,22 +259,33 @@ def _cast_rest(plan: Plan, source: ModelSource, stages: Iterable[nn.Module]) -> 
 
 
 def _attend_from_pieces(stages: Iterable[nn.Module]) -> None:
-    from profiler.lower_right import use_lower_right  # with transformers, which other models do without
+    from profiler.lower_right import (
+        use_lower_right,
+    )  # with transformers, which other models do without
 
     for stage in stages:
         use_lower_right(stage)
 
 
 def _fill_stage(
-    source: ModelSource, layers: StageRange, fill: Materialise, device: torch.device, seed: int, mesh: Mesh
+    source: ModelSource,
+    layers: StageRange,
+    fill: Materialise,
+    device: torch.device,
+    seed: int,
+    mesh: Mesh,
 ) -> nn.Module:
     """A stage with its values, cut out of a model of its own."""
     return fill(
         source,
-        lambda model: source.cut().stage(model, layers.start, layers.stop, recompute=layers.recompute),
+        lambda model: source.cut().stage(
+            model, layers.start, layers.stop, recompute=layers.recompute
+        ),
         device=device,
         seed=seed,
-        narrow=keep_all if mesh.expert_spread is None else partial(keep_share, source, mesh.expert_spread),
+        narrow=keep_all
+        if mesh.expert_spread is None
+        else partial(keep_share, source, mesh.expert_spread),
     )
 
 
@@ -238,7 +293,9 @@ def _reducer(stages: Mapping[int, nn.Module], mesh: Mesh) -> Reducer | None:
     """Adds gradients up over replicas; None without any."""
     if mesh.data_group.size() == 1:
         return None
-    return GradientReducer({index: stage.parameters() for index, stage in stages.items()}, mesh.replicas)
+    return GradientReducer(
+        {index: stage.parameters() for index, stage in stages.items()}, mesh.replicas
+    )
 
 
 def _shard(
@@ -249,17 +306,33 @@ def _shard(
     whole = tied_modules(stages.values())  # sharding one of them would tear them apart
     partial: list[nn.Parameter] = []
     for layers, stage in stages.items():
-        in_float8 = float8_modules(stage, source, mesh.grid.tensor) if plan.request.job.precision == "fp8" else ()
+        in_float8 = (
+            float8_modules(stage, source, mesh.grid.tensor)
+            if plan.request.job.precision == "fp8"
+            else ()
+        )
         styles = tensor_styles(stage, source, mesh.grid.tensor)
-        sequence = sequence_plan(stage, source, styles) if plan.layout.sequence_parallel else None
+        sequence = (
+            sequence_plan(stage, source, styles)
+            if plan.layout.sequence_parallel
+            else None
+        )
         partial += shard_tensors(stage, styles, mesh, whole=whole, sequence=sequence)
         if sequence is None:
             read_once(stage, source, styles, mesh.tensor_mesh)
         else:
-            share_sequence(stage, source, range(layers.start, layers.stop), sequence, mesh.tensor_mesh)
+            share_sequence(
+                stage,
+                source,
+                range(layers.start, layers.stop),
+                sequence,
+                mesh.tensor_mesh,
+            )
         share_experts(stage, source, mesh)
         run_in_float8(stage, in_float8)
-    tie(list(stages.values()), source.cut().shared_parameters)  # again: each stage has made shards of its own
+    tie(
+        list(stages.values()), source.cut().shared_parameters
+    )  # again: each stage has made shards of its own
     return tuple(partial)
 
 
@@ -270,7 +343,9 @@ def _layers_held(
     return [
         layer
         for index, held in mine.items()
-        for layer in layers_of(cut, index, stages[index], range(held.start, held.stop), held.recompute)
+        for layer in layers_of(
+            cut, index, stages[index], range(held.start, held.stop), held.recompute
+        )
     ]
 
 
@@ -286,8 +361,12 @@ def _attach_streams(
     for index, layers in mine.items():
         for layer in range(layers.start, layers.stop):
             # Blocks of a sequence-parallel rank see its own tokens: they drop by random numbers of its own.
-            is_shared = plan.layout.sequence_parallel and 0 < layer < len(cut.layers) - 1
-            streams.attach(cut.parts(stages[index], layer), rank=mesh.tensor if is_shared else 0)
+            is_shared = (
+                plan.layout.sequence_parallel and 0 < layer < len(cut.layers) - 1
+            )
+            streams.attach(
+                cut.parts(stages[index], layer), rank=mesh.tensor if is_shared else 0
+            )
 
 
 def _zero_shards(
@@ -321,7 +400,9 @@ def _activation_offload(
     return offload
 
 
-def _held(parameters: Iterable[nn.Parameter], shards: ZeroShards | None) -> Iterator[torch.Tensor]:
+def _held(
+    parameters: Iterable[nn.Parameter], shards: ZeroShards | None
+) -> Iterator[torch.Tensor]:
     """What this rank keeps of parameters."""
     for parameter in parameters:
         piece = parameter if shards is None else shards.piece_of(parameter)
@@ -356,7 +437,9 @@ def _timed_stage(
     )
 
 
-def tensor_styles(module: nn.Module, source: ModelSource, degree: int) -> dict[str, str]:
+def tensor_styles(
+    module: nn.Module, source: ModelSource, degree: int
+) -> dict[str, str]:
     """Tensor-parallel style of the stage's modules, by qualified name; none for degree 1.
 
     Raises:
@@ -375,17 +458,28 @@ def tensor_styles(module: nn.Module, source: ModelSource, degree: int) -> dict[s
     return tensor_parallel.split_modules(module, tensor_parallel.plan(source))
 
 
-def boundaries(plan: Plan, source: ModelSource, mine: StageRange) -> tuple[Boundaries, Boundaries]:
+def boundaries(
+    plan: Plan, source: ModelSource, mine: StageRange
+) -> tuple[Boundaries, Boundaries]:
     """What one micro-batch, or a piece of it, carries into and out of a stage."""
     layout, length = plan.layout, plan.request.job.sequence_length
-    size, length = layout.micro_batch_size, length // (layout.sequence_chunks * layout.context_parallel_degree)
-    crossing = source.borders(size, length, COMPUTE_DTYPE[plan.request.job.precision]).crossing
+    size, length = (
+        layout.micro_batch_size,
+        length // (layout.sequence_chunks * layout.context_parallel_degree),
+    )
+    crossing = source.borders(
+        size, length, COMPUTE_DTYPE[plan.request.job.precision]
+    ).crossing
     parts = layout.tensor_parallel_degree if layout.sequence_parallel else 1
 
     def at(position: int) -> Boundaries:
         whole = tuple(map(Boundary.of, crossing[position]))
         is_hidden = 0 < position < len(crossing) - 1
-        return tuple(_part_of(each, parts) for each in whole) if is_hidden and parts > 1 else whole
+        return (
+            tuple(_part_of(each, parts) for each in whole)
+            if is_hidden and parts > 1
+            else whole
+        )
 
     return at(mine.start), at(mine.stop)
 
@@ -397,11 +491,19 @@ def _part_of(hidden: Boundary, parts: int) -> Boundary:
 
 
 def _shared_copies(
-    module: nn.Module, shared: tuple[SharedParameters, ...], plan: Plan, mesh: Mesh, shards: ZeroShards | None
+    module: nn.Module,
+    shared: tuple[SharedParameters, ...],
+    plan: Plan,
+    mesh: Mesh,
+    shards: ZeroShards | None,
 ) -> tuple[SharedCopy, ...]:
     """This rank's copies of parameters that are trained and that other ranks hold too. Every rank makes every group, as
     torch asks."""
-    rank_of = {layer.name: stage.pipeline_rank for stage in plan.stages for layer in stage.layers}
+    rank_of = {
+        layer.name: stage.pipeline_rank
+        for stage in plan.stages
+        for layer in stage.layers
+    }
     held = dict(module.named_parameters(remove_duplicate=False))
     copies = []
     for parameters in shared:
@@ -414,7 +516,10 @@ def _shared_copies(
             if shards is not None:
                 _refuse_split(names[0], held[names[0]])
             is_owner = mesh.pipeline == ranks[0]
-            copies += [SharedCopy(piece, group, is_owner) for piece in _held([held[names[0]]], shards)]
+            copies += [
+                SharedCopy(piece, group, is_owner)
+                for piece in _held([held[names[0]]], shards)
+            ]
     return tuple(copies)
 
 
@@ -434,8 +539,16 @@ def _group_across(ranks: list[int], mesh: Mesh) -> dist.ProcessGroup | None:
     """The group of this rank's replica and shard over the given pipeline ranks; None on other ranks."""
     mine = None
     grid = mesh.grid
-    for data, context, tensor in product(range(grid.data), range(grid.context), range(grid.tensor)):
-        group = dist.new_group([grid.ranks[rank][data][context][tensor] for rank in ranks])
-        if (data, context, tensor) == (mesh.data, mesh.context, mesh.tensor) and mesh.pipeline in ranks:
+    for data, context, tensor in product(
+        range(grid.data), range(grid.context), range(grid.tensor)
+    ):
+        group = dist.new_group(
+            [grid.ranks[rank][data][context][tensor] for rank in ranks]
+        )
+        if (data, context, tensor) == (
+            mesh.data,
+            mesh.context,
+            mesh.tensor,
+        ) and mesh.pipeline in ranks:
             mine = group
     return mine

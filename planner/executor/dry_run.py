@@ -60,12 +60,18 @@ class DryRank:
     def differences(self) -> tuple[str, ...]:
         """In words, what is not as predicted; empty when everything is."""
         if self.predicted is None:
-            return (f"rank {self.built.rank}: the plan predicts no memory of pipeline rank {self.built.pipeline}",)
+            return (
+                f"rank {self.built.rank}: the plan predicts no memory of pipeline rank {self.built.pipeline}",
+            )
         found = []
         for name in COMPARED:
             built, predicted = getattr(self.built, name), getattr(self.predicted, name)
-            counters = self.tolerance_bytes if name in ("optimizer_bytes", "host_bytes") else 0
-            is_less = name == "host_bytes" and self.offloads_activations and built < predicted
+            counters = (
+                self.tolerance_bytes if name in ("optimizer_bytes", "host_bytes") else 0
+            )
+            is_less = (
+                name == "host_bytes" and self.offloads_activations and built < predicted
+            )
             if abs(built - predicted) > counters + self.padding_bytes and not is_less:
                 found.append(
                     f"rank {self.built.rank}: {name} is {built}, predicted {predicted} ({built - predicted:+d})"
@@ -83,10 +89,17 @@ class DryRun:
     @property
     def differences(self) -> tuple[str, ...]:
         """Of all ranks; empty when the prediction holds."""
-        return tuple(difference for rank in self.ranks for difference in rank.differences)
+        return tuple(
+            difference for rank in self.ranks for difference in rank.differences
+        )
 
 
-def dry_run(plan: Plan, source: ModelSource, *, progress: Callable[[int, int], None] | None = None) -> DryRun:
+def dry_run(
+    plan: Plan,
+    source: ModelSource,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> DryRun:
     """Build every rank that differs from the others.
 
     Args:
@@ -110,28 +123,53 @@ def dry_run(plan: Plan, source: ModelSource, *, progress: Callable[[int, int], N
 
 
 def _kinds(
-    plan: Plan, source: ModelSource, grid: Grid, pipeline: int, predicted: RankMemory | None
+    plan: Plan,
+    source: ModelSource,
+    grid: Grid,
+    pipeline: int,
+    predicted: RankMemory | None,
 ) -> Iterator[DryRank]:
     """The kinds of ranks of one pipeline rank: one, where every dimension divides by the tensor-parallel degree."""
     replicas = [shards for replica in grid.ranks[pipeline] for shards in replica]
-    shards = [tuple(replica[shard] for replica in replicas) for shard in range(grid.tensor)]
-    first, saves_on_host = _build(plan, source, grid, shards[0][0]), plan.layout.activation_offload
+    shards = [
+        tuple(replica[shard] for replica in replicas) for shard in range(grid.tensor)
+    ]
+    first, saves_on_host = (
+        _build(plan, source, grid, shards[0][0]),
+        plan.layout.activation_offload,
+    )
     for data in _first_of_other_shares(plan):
         _build(plan, source, grid, grid.ranks[pipeline][data][0][0])
     last = _build(plan, source, grid, shards[-1][0]) if len(shards) > 1 else first
     if first.holds_as_much_as(last):
         ranks = tuple(sorted(sum(shards, ())))
-        yield DryRank(ranks, first.rank, predicted, first.tolerance_bytes, first.padding_bytes, saves_on_host)
+        yield DryRank(
+            ranks,
+            first.rank,
+            predicted,
+            first.tolerance_bytes,
+            first.padding_bytes,
+            saves_on_host,
+        )
         return
     for shard in shards:
         built = _build(plan, source, grid, shard[0])
-        yield DryRank(shard, built.rank, predicted, built.tolerance_bytes, built.padding_bytes, saves_on_host)
+        yield DryRank(
+            shard,
+            built.rank,
+            predicted,
+            built.tolerance_bytes,
+            built.padding_bytes,
+            saves_on_host,
+        )
 
 
 def _first_of_other_shares(plan: Plan) -> list[int]:
     """The first data-parallel rank of every share of micro-batches but that of rank 0."""
     shares = plan.layout.shares(plan.request.job.global_batch_size)
-    return [shares.index(share) for share in dict.fromkeys(shares) if share != shares[0]]
+    return [
+        shares.index(share) for share in dict.fromkeys(shares) if share != shares[0]
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +179,10 @@ class _Built:
     padding_bytes: int
 
     def holds_as_much_as(self, other: _Built) -> bool:
-        return all(getattr(self.rank, name) == getattr(other.rank, name) for name in ("parameters", *COMPARED))
+        return all(
+            getattr(self.rank, name) == getattr(other.rank, name)
+            for name in ("parameters", *COMPARED)
+        )
 
 
 def _build(plan: Plan, source: ModelSource, grid: Grid, rank: int) -> _Built:
@@ -162,17 +203,23 @@ def _build(plan: Plan, source: ModelSource, grid: Grid, rank: int) -> _Built:
                 parameter.grad = torch.zeros_like(parameter)
         with _Scalars():  # type: ignore[no-untyped-call]
             part.optimizer.step()
-        rank_built = rank_of(part.module, part.optimizer, part.offload, mesh, peak_bytes=0)
+        rank_built = rank_of(
+            part.module, part.optimizer, part.offload, mesh, peak_bytes=0
+        )
         shards = part.optimizer.shards
         padding = 0 if shards is None else STATES_BYTES * shards.padding_elements
-        each_bytes = COUNTER_BYTES + (BLOCKS_BYTES if plan.request.job.optimizer == "adam-8bit" else 0)
+        each_bytes = COUNTER_BYTES + (
+            BLOCKS_BYTES if plan.request.job.optimizer == "adam-8bit" else 0
+        )
         return _Built(rank_built, each_bytes * len(part.optimizer.parameters), padding)
 
 
 class _Scalars(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within, a tensor without storage has a value where an optimizer reads one (Adafactor: the parameter's norm)."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return 1.0
         return func(*args, **(kwargs or {}))

@@ -108,9 +108,13 @@ class Executor:
         grid = check_plan(self.plan)
         optimizer_options.check(self.plan.request.job.optimizer)
         check_world(self.plan, world_size())
-        if not dist.is_initialized():  # else the script says which process is which rank
+        if (
+            not dist.is_initialized()
+        ):  # else the script says which process is which rank
             check_started(self.plan, os.environ)
-        self.source = as_planned(self.plan, model if isinstance(model, ModelSource) else load_model(model))
+        self.source = as_planned(
+            self.plan, model if isinstance(model, ModelSource) else load_model(model)
+        )
         check_model(self.plan, self.source)
         _check_loss(self.plan, self.source, loss)
         given = None if weights is None else Weights(weights)
@@ -124,10 +128,16 @@ class Executor:
         self.mesh = build_mesh(grid, self.device.type)
         now("while it opened the data")
         dataset = load_dataset(data, data_spec(self.plan, self.source), seed=seed)
-        is_counted = loss is None and self.source.input_kind == "tokens" and has_own_targets(dataset)
+        is_counted = (
+            loss is None
+            and self.source.input_kind == "tokens"
+            and has_own_targets(dataset)
+        )
         counted = CountedTokens() if is_counted else None
         now("while it built its part of the model")
-        with telling_out_of_memory(self.plan, self.mesh, self.device, "while its part was built"):
+        with telling_out_of_memory(
+            self.plan, self.mesh, self.device, "while its part was built"
+        ):
             self.part = build_rank(
                 self.plan,
                 self.source,
@@ -187,7 +197,11 @@ class Executor:
             RunError: it is damaged; the loss is not a number any more; or memory ran out.
         """
         if steps < 1:
-            raise DocumentError(f"cannot be {steps}.", field="steps", mend="give a whole number of at least 1.")
+            raise DocumentError(
+                f"cannot be {steps}.",
+                field="steps",
+                mend="give a whole number of at least 1.",
+            )
         first = self.trained
         if first and steps <= first:
             raise DocumentError(
@@ -203,23 +217,47 @@ class Executor:
                 first = resumed
         looked_at = None
         if validation is not None:
-            looked_at = Validation(self._held_out(validation.data), validation.steps, validation.every)
-        if not self.trained:  # else pages that are given back would have to be asked for again
+            looked_at = Validation(
+                self._held_out(validation.data), validation.steps, validation.every
+            )
+        if (
+            not self.trained
+        ):  # else pages that are given back would have to be asked for again
             reset_peak(self.device)
         with (
             _reporter(self.mesh.rank == 0, metrics, on_step, first) as report,
-            nullcontext(asked_to_stop) if keeper is None or asked_to_stop is not None else StopRequest() as asked,
+            nullcontext(asked_to_stop)
+            if keeper is None or asked_to_stop is not None
+            else StopRequest() as asked,
         ):
             records = self._trainer.train(
-                steps, report, first=first, keeper=keeper, validation=looked_at, asked_to_stop=asked
+                steps,
+                report,
+                first=first,
+                keeper=keeper,
+                validation=looked_at,
+                asked_to_stop=asked,
             )
         self.trained = first + len(records)
         peak = peak_bytes(self.device)
-        mine = rank_of(self.part.module, self.part.optimizer, self.part.offload, self.mesh, peak_bytes=peak)
-        measured = gather(self.plan, self.source.name, self.device, mine, records, first)
+        mine = rank_of(
+            self.part.module,
+            self.part.optimizer,
+            self.part.offload,
+            self.mesh,
+            peak_bytes=peak,
+        )
+        measured = gather(
+            self.plan, self.source.name, self.device, mine, records, first
+        )
         remarks = (*self._remarks, None if keeper is None else keeper.remark)
         warnings = (*filter(None, remarks), *self._trainer.warnings)
-        return measured.model_copy(update={"warnings": warnings, "unfinished": STOPPED_EARLY if self.stopped else ""})
+        return measured.model_copy(
+            update={
+                "warnings": warnings,
+                "unfinished": STOPPED_EARLY if self.stopped else "",
+            }
+        )
 
     def validate(self, data: str, *, steps: int = DEFAULT_VALIDATION_STEPS) -> float:
         """The mean loss over so many global batches of held-out samples, the same on all ranks: in evaluation mode,
@@ -234,14 +272,25 @@ class Executor:
             UnsupportedError: the model computes otherwise in evaluation than its stages can.
         """
         policy = ValidationPolicy(data=data, steps=steps)
-        return self._trainer.validate(self._held_out(policy.data), policy.steps, f"after {self.trained} steps")
+        return self._trainer.validate(
+            self._held_out(policy.data), policy.steps, f"after {self.trained} steps"
+        )
 
     def _held_out(self, data: str) -> Samples:
         if data not in self._opened:
             now("while it opened the data of the validation")
             with told_as(VALIDATION_DATA):
-                dataset = load_dataset(data, data_spec(self.plan, self.source), seed=self._seed)
-            self._opened[data] = Samples(self.plan, self.part, self.mesh, dataset, self.device, option=VALIDATION_DATA)
+                dataset = load_dataset(
+                    data, data_spec(self.plan, self.source), seed=self._seed
+                )
+            self._opened[data] = Samples(
+                self.plan,
+                self.part,
+                self.mesh,
+                dataset,
+                self.device,
+                option=VALIDATION_DATA,
+            )
         return self._opened[data]
 
     def unfinished(self, trained: Segment, why: str) -> MeasuredRun:
@@ -258,7 +307,15 @@ class Executor:
     def _keeper(self, policy: CheckpointPolicy | None) -> Checkpoints | None:
         if policy is None:
             return None
-        return Checkpoints(policy, self.plan, self.source, self.part, self.mesh, seed=self._seed, data=self._data)
+        return Checkpoints(
+            policy,
+            self.plan,
+            self.source,
+            self.part,
+            self.mesh,
+            seed=self._seed,
+            data=self._data,
+        )
 
     def close(self) -> None:
         """Leave the process group, when this executor made it."""
@@ -268,7 +325,11 @@ class Executor:
 
 def world_size() -> int:
     """Processes of the run: of the process group when there is one, else what torchrun tells."""
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    return (
+        dist.get_world_size()
+        if dist.is_initialized()
+        else int(os.environ.get("WORLD_SIZE", "1"))
+    )
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -281,7 +342,11 @@ def choose_device(name: str | None) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     if kind != "cuda" or not torch.cuda.is_available():
-        raise RunError(f"this process has no device {kind!r}.", field="device", mend="use cpu or, where present, cuda.")
+        raise RunError(
+            f"this process has no device {kind!r}.",
+            field="device",
+            mend="use cpu or, where present, cuda.",
+        )
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
@@ -289,7 +354,9 @@ def choose_device(name: str | None) -> torch.device:
 
 def _be_deterministic() -> None:
     """Refuse algorithms whose sums depend on the order in which threads end."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # asked for by cuBLAS, read when CUDA starts
+    os.environ.setdefault(
+        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+    )  # asked for by cuBLAS, read when CUDA starts
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 
@@ -309,14 +376,22 @@ def check_model(plan: Plan, source: ModelSource) -> None:
             it is to run in fp8 what the model does not have.
     """
     profile = plan.request.profile
-    if profile is not None and profile.model_digest and profile.model_digest != source.digest:
+    if (
+        profile is not None
+        and profile.model_digest
+        and profile.model_digest != source.digest
+    ):
         raise MismatchError(
             f"the plan was made from a profile of {profile.model}, whose parameters are not those of {source.name}, or "
             "other ones of which are frozen.",
             field="model",
             mend=f"run the plan with {profile.model}, or profile {source.name} and plan again.",
         )
-    if profile is None and plan.request.model is not None and plan.request.model != source.name:
+    if (
+        profile is None
+        and plan.request.model is not None
+        and plan.request.model != source.name
+    ):
         raise MismatchError(
             f"the plan was made for {plan.request.model}, not for {source.name}.",
             field="model",
@@ -334,7 +409,9 @@ def data_spec(plan: Plan, source: ModelSource) -> DataSpec:
     """What the model takes, for the data."""
     job = plan.request.job
     length = job.sequence_length
-    output = source.borders(plan.layout.micro_batch_size, length, COMPUTE_DTYPE[job.precision]).crossing[-1][0]
+    output = source.borders(
+        plan.layout.micro_batch_size, length, COMPUTE_DTYPE[job.precision]
+    ).crossing[-1][0]
     return DataSpec(
         input_kind=source.input_kind,
         sequence_length=length,
@@ -342,7 +419,9 @@ def data_spec(plan: Plan, source: ModelSource) -> DataSpec:
         sample_shape=source.sample_shape,
         classes=(1, *output.shape)[-1],
         target_length=output.shape[1] if output.dim() == 3 else 0,
-        further=tuple((each.kind, each.sample_shape, each.limit) for each in source.further_inputs),
+        further=tuple(
+            (each.kind, each.sample_shape, each.limit) for each in source.further_inputs
+        ),
     )
 
 
@@ -350,9 +429,14 @@ def _check_loss(plan: Plan, source: ModelSource, loss: str | None) -> None:
     """The losses that are known here take one tensor; others cannot be told for pieces of sequences."""
     loss_of_pieces(load_loss(loss, source.input_kind), pieces_of(plan))
     job = plan.request.job
-    borders = source.borders(plan.layout.micro_batch_size, job.sequence_length, COMPUTE_DTYPE[job.precision])
+    borders = source.borders(
+        plan.layout.micro_batch_size, job.sequence_length, COMPUTE_DTYPE[job.precision]
+    )
     outputs = borders.crossing[-1]
-    if loss is None and (len(outputs) > 1 or outputs[0].dim() != (3 if source.input_kind == "tokens" else 2)):
+    if loss is None and (
+        len(outputs) > 1
+        or outputs[0].dim() != (3 if source.input_kind == "tokens" else 2)
+    ):
         shapes = ", ".join(str(tuple(each.shape)) for each in outputs)
         raise UnsupportedError(
             f"{source.name} returns {shapes}, which the losses known here do not take.",
@@ -386,10 +470,17 @@ def join(device: torch.device, timeout_seconds: float, **meeting: Any) -> None:
 
 @contextmanager
 def _reporter(
-    is_first: bool, path: str | Path | None, on_step: Callable[[Metrics], None] | None, first: int
+    is_first: bool,
+    path: str | Path | None,
+    on_step: Callable[[Metrics], None] | None,
+    first: int,
 ) -> Iterator[Callable[[Metrics], None]]:
     """What rank 0 does after every step: write a line, and tell the caller."""
-    with nullcontext() if path is None or not is_first else metrics_file(Path(path), first) as write:
+    with (
+        nullcontext()
+        if path is None or not is_first
+        else metrics_file(Path(path), first) as write
+    ):
 
         def report(metrics: Metrics) -> None:
             if write is not None:

@@ -13,8 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planner.errors import DocumentError, LayoutError, PlannerError, RunError, StoppedError, UnsupportedError
-from planner.executor.checkpoint.folder import Trained, check_policy, refuse_finished, used_alone
+from planner.errors import (
+    DocumentError,
+    LayoutError,
+    PlannerError,
+    RunError,
+    StoppedError,
+    UnsupportedError,
+)
+from planner.executor.checkpoint.folder import (
+    Trained,
+    check_policy,
+    refuse_finished,
+    used_alone,
+)
 from planner.executor.elastic.supervisor import Elastic, ElasticPolicy
 from planner.executor.failures.failure import read_failure
 from planner.executor.failures.unfinished import why_of
@@ -23,7 +35,16 @@ from planner.executor.settings import (
     RunSettings,
 )
 from planner.executor.support import check_plan
-from planner.executor.torchrun import RESUME, Log, Torchrun, grace, interpreter, passing_on, started, stoppable
+from planner.executor.torchrun import (
+    RESUME,
+    Log,
+    Torchrun,
+    grace,
+    interpreter,
+    passing_on,
+    started,
+    stoppable,
+)
 from planner.spec.job import Precision
 from planner.spec.measured import MeasuredRun
 from planner.spec.plan import Plan
@@ -33,7 +54,13 @@ if TYPE_CHECKING:
 
 MASTER_PORT = 29500
 """torchrun's default port."""
-TOLERANCES: dict[Precision, float] = {"fp32": 1e-4, "fp16-mixed": 1e-2, "bf16-mixed": 5e-2, "bf16": 5e-2, "fp8": 5e-2}
+TOLERANCES: dict[Precision, float] = {
+    "fp32": 1e-4,
+    "fp16-mixed": 1e-2,
+    "bf16-mixed": 5e-2,
+    "bf16": 5e-2,
+    "fp8": 5e-2,
+}
 """Greatest difference of a step's loss from the single process that counts as the same. A split adds up in another
 order, and every sum is rounded: to 11 bits in fp16, to 8 in bf16, and in fp8 too, whose products add up in fp32."""
 
@@ -82,17 +109,25 @@ def run_plan(
         nullcontext() if kept is None else used_alone(kept.directory),
         tempfile.TemporaryDirectory(prefix="planner-run-") as name,
     ):
-        refuse_finished(kept, settings.steps, Trained.of(plan, source.digest, settings.seed))
+        refuse_finished(
+            kept, settings.steps, Trained.of(plan, source.digest, settings.seed)
+        )
         folder = Path(name)
         path = Path(plan_path) if plan_path is not None else _write_plan(plan, folder)
-        expected = _reference(path, settings, reference_steps, plan, log) if reference_steps else ()
+        expected = (
+            _reference(path, settings, reference_steps, plan, log)
+            if reference_steps
+            else ()
+        )
         launch: Elastic | Torchrun
         if elastic is not None:
             launch = Elastic(plan, settings, folder, elastic, metrics=metrics, log=log)
         else:
             launch = Torchrun(plan, path, settings, folder, metrics=metrics)
         with _telling(launch, unfinished):
-            measured = launch.run() if isinstance(launch, Elastic) else _torchrun(launch, log)
+            measured = (
+                launch.run() if isinstance(launch, Elastic) else _torchrun(launch, log)
+            )
     measured = measured.model_copy(update={"reference_losses": expected})
     if output is not None:
         Path(output).write_text(measured.model_dump_json(indent=1), encoding="utf-8")
@@ -106,7 +141,9 @@ def run_plan(
 
 
 @contextmanager
-def _telling(launch: Elastic | Torchrun, take: Callable[[MeasuredRun], None] | None) -> Iterator[None]:
+def _telling(
+    launch: Elastic | Torchrun, take: Callable[[MeasuredRun], None] | None
+) -> Iterator[None]:
     """What was trained when an error ends it."""
     try:
         yield
@@ -130,7 +167,9 @@ class NodeCommand:
     """Of the shell; MASTER_ADDR is for the shell to fill in."""
 
 
-def node_commands(plan: Plan, plan_path: str | Path, **choices: Any) -> tuple[NodeCommand, ...]:
+def node_commands(
+    plan: Plan, plan_path: str | Path, **choices: Any
+) -> tuple[NodeCommand, ...]:
     """The command of every node of the plan, in the order of their ranks: the first one's address is MASTER_ADDR.
 
     Nodes may have different numbers of devices. torchrun counts the ranks by ``--node-rank``, each node with as many as
@@ -150,12 +189,28 @@ def node_commands(plan: Plan, plan_path: str | Path, **choices: Any) -> tuple[No
     chosen.optimizer_options.check(plan.request.job.optimizer)
     arguments = chosen.to_arguments()
     is_usual = chosen.grace_seconds == DEFAULT_GRACE_SECONDS
-    variables = "" if is_usual else "".join(f"{name}={value} " for name, value in grace(chosen).items())
-    worker = ["-m", "planner.executor.worker", str(plan_path), *arguments, "--output", "measured.json"]
+    variables = (
+        ""
+        if is_usual
+        else "".join(f"{name}={value} " for name, value in grace(chosen).items())
+    )
+    worker = [
+        "-m",
+        "planner.executor.worker",
+        str(plan_path),
+        *arguments,
+        "--output",
+        "measured.json",
+    ]
     groups = _groups_of_nodes(plan)
     lines = []
     for number, (node, processes) in enumerate(ranks.items()):
-        torchrun = ["torchrun", f"--nnodes={len(ranks)}", f"--node-rank={number}", f"--nproc-per-node={processes}"]
+        torchrun = [
+            "torchrun",
+            f"--nnodes={len(ranks)}",
+            f"--node-rank={number}",
+            f"--nproc-per-node={processes}",
+        ]
         # The one word that the shell must expand stays unquoted.
         master = f'--master-addr="$MASTER_ADDR" --master-port={MASTER_PORT}'
         text = f"{variables}{shlex.join(torchrun)} {master} {shlex.join(worker)}"
@@ -165,7 +220,11 @@ def node_commands(plan: Plan, plan_path: str | Path, **choices: Any) -> tuple[No
 
 def _groups_of_nodes(plan: Plan) -> list[str]:
     """Name of every node's group."""
-    names = [group.name for group in plan.request.cluster.node_groups for _ in range(group.nodes)]
+    names = [
+        group.name
+        for group in plan.request.cluster.node_groups
+        for _ in range(group.nodes)
+    ]
     last = max(row.node for row in plan.placement)
     if last >= len(names):
         raise LayoutError(
@@ -185,7 +244,9 @@ def _ranks_per_node(plan: Plan) -> dict[int, int]:
     """Ranks on every node, by its number, in the order of use."""
     rows = sorted(plan.placement, key=lambda row: row.rank)
     counts = Counter(row.node for row in rows)  # in the order in which the nodes come
-    numbered = [(node, device) for node, count in counts.items() for device in range(count)]
+    numbered = [
+        (node, device) for node, count in counts.items() for device in range(count)
+    ]
     if [(row.node, row.device) for row in rows] != numbered:
         raise LayoutError(
             "torchrun numbers the ranks node by node and device by device; this placement does not.",
@@ -238,23 +299,40 @@ def _torchrun(launch: Torchrun, log: Log) -> MeasuredRun:
     return ended.measured
 
 
-def _reference(path: Path, settings: RunSettings, steps: int, plan: Plan, log: Log) -> tuple[float, ...]:
+def _reference(
+    path: Path, settings: RunSettings, steps: int, plan: Plan, log: Log
+) -> tuple[float, ...]:
     """Losses of the single process, which gets all cores: it runs alone."""
     steps = min(steps, settings.steps)
     log(f"training {steps} steps in a single process, to compare")
-    command = [*interpreter(), "-m", "planner.executor.reference", str(path), *settings.to_arguments()]
+    command = [
+        *interpreter(),
+        "-m",
+        "planner.executor.reference",
+        str(path),
+        *settings.to_arguments(),
+    ]
     with tempfile.TemporaryDirectory(prefix="planner-reference-") as name:
         folder = Path(name)
         command += ["--reference-steps", str(steps), "--failures", name]
         # Threads that spin while they wait take the core from one that works, where cores are shared.
         environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
-        with started(command, environment, folder / "stderr.txt") as process, passing_on(process) as signals:
+        with (
+            started(command, environment, folder / "stderr.txt") as process,
+            passing_on(process) as signals,
+        ):
             assert process.stdout is not None
             text = process.stdout.read()
         if signals:
-            raise StoppedError("the run was told to stop (SIGTERM), before its first step.", mend=RESUME)
+            raise StoppedError(
+                "the run was told to stop (SIGTERM), before its first step.",
+                mend=RESUME,
+            )
         if process.returncode != 0:
-            raise read_failure(folder, (folder / "stderr.txt").read_text(encoding="utf-8", errors="replace"))
+            raise read_failure(
+                folder,
+                (folder / "stderr.txt").read_text(encoding="utf-8", errors="replace"),
+            )
     return tuple(json.loads(text))
 
 

@@ -29,7 +29,13 @@ from planner.executor.support import check_plan
 from planner.executor.train.data import Batch, Inputs, has_own_targets, load_dataset
 from planner.executor.train.learning_rates import learning_rates
 from planner.executor.train.loss import CountedTokens, load_loss
-from planner.executor.train.optimizer import COMPUTE_DTYPE, MASTER_COPY, hidden_of, make_optimizer, set_learning_rate
+from planner.executor.train.optimizer import (
+    COMPUTE_DTYPE,
+    MASTER_COPY,
+    hidden_of,
+    make_optimizer,
+    set_learning_rate,
+)
 from planner.executor.train.optimizer_options import DEFAULTS, OptimizerOptions
 from planner.spec.document import read
 from planner.spec.job import Job
@@ -81,38 +87,72 @@ def train_reference(
     dtype = COMPUTE_DTYPE[job.precision]
     cast_rest(model, dtype, buffers=buffers_to_cast(source.blueprint, dtype))
     if job.precision == "fp8":
-        run_in_float8(model, float8_modules(model, source, plan.layout.tensor_parallel_degree))
+        run_in_float8(
+            model, float8_modules(model, source, plan.layout.tensor_parallel_degree)
+        )
     hidden = hidden_matrices(source.blueprint, source.cut())
-    update = _Update(model, hidden, job, learning_rates(learning_rate), optimizer_options, max_gradient_norm)
+    update = _Update(
+        model,
+        hidden,
+        job,
+        learning_rates(learning_rate),
+        optimizer_options,
+        max_gradient_norm,
+    )
     dataset = load_dataset(data, data_spec(plan, source), seed=seed)
-    is_counted = loss is None and source.input_kind == "tokens" and has_own_targets(dataset)
+    is_counted = (
+        loss is None and source.input_kind == "tokens" and has_own_targets(dataset)
+    )
     counted = CountedTokens() if is_counted else None
     loss_of = counted or load_loss(loss, source.input_kind)
     losses = []
     for step in range(steps):
         streams.step = step
-        batch = dataset(step * job.global_batch_size, (step + 1) * job.global_batch_size)
+        batch = dataset(
+            step * job.global_batch_size, (step + 1) * job.global_batch_size
+        )
         if counted is not None:
             parts = job.global_batch_size // plan.layout.micro_batch_size
             counted.mean_targets = CountedTokens.targets(batch[1]) / parts
         forward = partial(_forward, model, loss_of, COMPUTE_DTYPE[job.precision])
-        losses.append(_accumulate(forward, batch, plan.layout.micro_batch_size, streams, update.scaler))
+        losses.append(
+            _accumulate(
+                forward, batch, plan.layout.micro_batch_size, streams, update.scaler
+            )
+        )
         update.apply(step)
     return Reference(tuple(losses), model, update.scaler.get_scale())
 
 
-def _whole_model(source: ModelSource, device: torch.device, seed: int, weights: str | Path | None) -> nn.Module:
+def _whole_model(
+    source: ModelSource, device: torch.device, seed: int, weights: str | Path | None
+) -> nn.Module:
     cut = source.cut()
     fill = materialise if weights is None else Weights(weights).materialise
-    return fill(source, lambda model: cut.stage(model, 0, len(cut.layers)), device=device, seed=seed)
+    return fill(
+        source,
+        lambda model: cut.stage(model, 0, len(cut.layers)),
+        device=device,
+        seed=seed,
+    )
 
 
-def _forward(model: nn.Module, loss: Loss, dtype: torch.dtype, inputs: Inputs, targets: torch.Tensor) -> torch.Tensor:
+def _forward(
+    model: nn.Module,
+    loss: Loss,
+    dtype: torch.dtype,
+    inputs: Inputs,
+    targets: torch.Tensor,
+) -> torch.Tensor:
     return loss(model(*cast_inputs(inputs, dtype)), targets)
 
 
 def _accumulate(
-    forward: Loss, batch: Batch, micro_batch_size: int, streams: RandomStreams, scaler: torch.amp.GradScaler
+    forward: Loss,
+    batch: Batch,
+    micro_batch_size: int,
+    streams: RandomStreams,
+    scaler: torch.amp.GradScaler,
 ) -> float:
     """Add up the gradients of a batch; returns its mean loss.
 
@@ -121,7 +161,9 @@ def _accumulate(
     """
     inputs_of_batch, targets_of_batch = batch
     tensors = (*inputs_of_batch, targets_of_batch)
-    parts = list(zip(*(torch.split(tensor, micro_batch_size) for tensor in tensors), strict=True))
+    parts = list(
+        zip(*(torch.split(tensor, micro_batch_size) for tensor in tensors), strict=True)
+    )
     total = 0.0
     for number, (*inputs, targets) in enumerate(parts):
         streams.micro_batch = number
@@ -143,14 +185,20 @@ class _Update:
         options: OptimizerOptions,
         max_gradient_norm: float | None,
     ) -> None:
-        self._computing = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._computing = [
+            parameter for parameter in model.parameters() if parameter.requires_grad
+        ]
         self._trained: Sequence[torch.Tensor] = self._computing
         if job.precision in MASTER_COPY:
-            self._trained = [parameter.detach().clone() for parameter in self._computing]
+            self._trained = [
+                parameter.detach().clone() for parameter in self._computing
+            ]
         for parameter in model.parameters():
             parameter.data = parameter.data.to(COMPUTE_DTYPE[job.precision])
         matrices = hidden_of(model, self._trained, hidden)
-        self._optimizer = make_optimizer(job.optimizer, self._trained, 0.0, matrices, options=options)
+        self._optimizer = make_optimizer(
+            job.optimizer, self._trained, 0.0, matrices, options=options
+        )
         self._rate_of = rate_of
         self._maximum = max_gradient_norm
         self.scaler = torch.amp.GradScaler("cpu", enabled=job.precision == "fp16-mixed")
@@ -158,7 +206,9 @@ class _Update:
     def apply(self, step: int) -> None:
         """Update the parameters, unless gradients overflowed, and set the gradients to none."""
         for trained, computing in zip(self._trained, self._computing, strict=True):
-            trained.grad = None if computing.grad is None else computing.grad.to(trained.dtype)
+            trained.grad = (
+                None if computing.grad is None else computing.grad.to(trained.dtype)
+            )
         set_learning_rate(self._optimizer, self._rate_of(step))
         self.scaler.unscale_(self._optimizer)
         if self._maximum is not None:
@@ -173,10 +223,14 @@ class _Update:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the losses of a plan's first steps as a JSON list; `planner.executor.launch` starts it."""
-    parser = argparse.ArgumentParser(description="Train a plan's job in one process, without parallelism.")
+    parser = argparse.ArgumentParser(
+        description="Train a plan's job in one process, without parallelism."
+    )
     parser.add_argument("plan", help="plan.json")
     parser.add_argument("--reference-steps", type=int, required=True)
-    parser.add_argument("--failures", type=Path, required=True, help="folder for the error, if it fails")
+    parser.add_argument(
+        "--failures", type=Path, required=True, help="folder for the error, if it fails"
+    )
     RunSettings.add_arguments(parser)
     options = parser.parse_args(arguments)
     try:

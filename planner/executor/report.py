@@ -45,42 +45,76 @@ class RankReport:
 
 
 def rank_of(
-    module: nn.Module, optimizer: Optimizer, offload: ActivationOffload | None, mesh: Mesh, *, peak_bytes: int
+    module: nn.Module,
+    optimizer: Optimizer,
+    offload: ActivationOffload | None,
+    mesh: Mesh,
+    *,
+    peak_bytes: int,
 ) -> MeasuredRank:
     """What this rank holds."""
     parameters = [local(parameter.detach()) for parameter in module.parameters()]
-    gradients = [local(parameter.grad) for parameter in module.parameters() if parameter.grad is not None]
+    gradients = [
+        local(parameter.grad)
+        for parameter in module.parameters()
+        if parameter.grad is not None
+    ]
     shards = optimizer.shards
     return MeasuredRank(
         rank=mesh.rank,
         pipeline=mesh.pipeline,
         parameters=sum(parameter.numel() for parameter in parameters),
         peak_bytes=peak_bytes,
-        parameters_bytes=shards.parameters_bytes if shards else sum(each.nbytes for each in parameters),
-        gradients_bytes=shards.gradients_bytes if shards else sum(each.nbytes for each in gradients),
+        parameters_bytes=shards.parameters_bytes
+        if shards
+        else sum(each.nbytes for each in parameters),
+        gradients_bytes=shards.gradients_bytes
+        if shards
+        else sum(each.nbytes for each in gradients),
         optimizer_bytes=optimizer.bytes,
-        host_bytes=optimizer.host_bytes + (0 if offload is None else offload.peak_bytes),
+        host_bytes=optimizer.host_bytes
+        + (0 if offload is None else offload.peak_bytes),
     )
 
 
 def gather(
-    plan: Plan, model: str, device: torch.device, mine: MeasuredRank, records: list[StepRecord], first_step: int = 0
+    plan: Plan,
+    model: str,
+    device: torch.device,
+    mine: MeasuredRank,
+    records: list[StepRecord],
+    first_step: int = 0,
 ) -> MeasuredRun:
     """The document of the whole run, on every rank; a collective call.
 
     A step takes as long as its slowest rank. The timeline is that of the recorded step nearest to the median.
     """
     report = RankReport(
-        mine, tuple(r.seconds for r in records), tuple(r.spans for r in records), tuple(r.waits for r in records)
+        mine,
+        tuple(r.seconds for r in records),
+        tuple(r.spans for r in records),
+        tuple(r.waits for r in records),
     )
     reports: list[RankReport] = [report] * dist.get_world_size()
     dist.all_gather_object(reports, report)
-    seconds = [max(each) for each in zip(*(report.seconds for report in reports), strict=True)]
+    seconds = [
+        max(each) for each in zip(*(report.seconds for report in reports), strict=True)
+    ]
     speed = speed_of(plan, seconds)
-    recorded = [step for step in range(warm_up_steps(len(seconds)), len(seconds)) if records[step].spans]
-    chosen = min(recorded, key=lambda step: abs(seconds[step] - speed["median_step_seconds"]))
-    actions = tuple(_action(report, span) for report in reports for span in report.spans[chosen])
-    waits = tuple(_action(report, span) for report in reports for span in report.waits[chosen])
+    recorded = [
+        step
+        for step in range(warm_up_steps(len(seconds)), len(seconds))
+        if records[step].spans
+    ]
+    chosen = min(
+        recorded, key=lambda step: abs(seconds[step] - speed["median_step_seconds"])
+    )
+    actions = tuple(
+        _action(report, span) for report in reports for span in report.spans[chosen]
+    )
+    waits = tuple(
+        _action(report, span) for report in reports for span in report.waits[chosen]
+    )
     exposed = exposed_seconds(plan, actions)
     return MeasuredRun(
         plan_id=plan.id,
@@ -89,7 +123,9 @@ def gather(
         steps=len(records),
         first_step=first_step,
         losses=tuple(record.loss for record in records),
-        validation_losses=validation_losses(first_step, (record.validation_loss for record in records)),
+        validation_losses=validation_losses(
+            first_step, (record.validation_loss for record in records)
+        ),
         step_seconds=tuple(seconds),
         **speed,
         ranks=tuple(_with_exposed(report.rank, exposed) for report in reports),
@@ -104,7 +140,10 @@ def _with_exposed(rank: MeasuredRank, exposed: Mapping[int, float]) -> MeasuredR
 
 def _action(report: RankReport, span: Span) -> MeasuredAction:
     return MeasuredAction(
-        rank=report.rank.rank, action=span.name, start_seconds=span.start_seconds, end_seconds=span.end_seconds
+        rank=report.rank.rank,
+        action=span.name,
+        start_seconds=span.start_seconds,
+        end_seconds=span.end_seconds,
     )
 
 

@@ -22,7 +22,13 @@ WHOLE = (
 )
 """Settings that are whole numbers."""
 NUMBERS = (
-    *("learning_rate", "min_learning_rate", "max_gradient_norm", "timeout_seconds", "grace_seconds"),
+    *(
+        "learning_rate",
+        "min_learning_rate",
+        "max_gradient_norm",
+        "timeout_seconds",
+        "grace_seconds",
+    ),
     *(field.name for field in fields(OptimizerOptions)),
 )
 
@@ -45,7 +51,12 @@ class CheckpointPolicy:
     """Go on from the newest one, if there is any."""
 
     def __post_init__(self) -> None:
-        _check("checkpoint_every", self.every, self.every is None or self.every >= 1, "a whole number of at least 1")
+        _check(
+            "checkpoint_every",
+            self.every,
+            self.every is None or self.every >= 1,
+            "a whole number of at least 1",
+        )
         _check("keep", self.keep, self.keep >= 1, "a whole number of at least 1")
 
 
@@ -65,8 +76,18 @@ class ValidationPolicy:
     """Global batches, the first ones of the data; the same ones every time."""
 
     def __post_init__(self) -> None:
-        _check("validate_every", self.every, self.every is None or self.every >= 1, "a whole number of at least 1")
-        _check("validation_steps", self.steps, self.steps >= 1, "a whole number of at least 1")
+        _check(
+            "validate_every",
+            self.every,
+            self.every is None or self.every >= 1,
+            "a whole number of at least 1",
+        )
+        _check(
+            "validation_steps",
+            self.steps,
+            self.steps >= 1,
+            "a whole number of at least 1",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,21 +147,40 @@ class RunSettings:
     def __post_init__(self) -> None:
         _check("steps", self.steps, self.steps >= 1, "a whole number of at least 1")
         _check("seed", self.seed, self.seed >= 0, "a whole number of at least 0")
-        for name in ("learning_rate", "timeout_seconds", "grace_seconds", "max_gradient_norm"):
+        for name in (
+            "learning_rate",
+            "timeout_seconds",
+            "grace_seconds",
+            "max_gradient_norm",
+        ):
             value = getattr(self, name)
-            _check(name, value, value is None or (math.isfinite(value) and value > 0), "a number above 0")
+            _check(
+                name,
+                value,
+                value is None or (math.isfinite(value) and value > 0),
+                "a number above 0",
+            )
         self._check_learning_rates()
         _ = self.optimizer_options  # refuses numbers out of their ranges
-        if self.checkpoints is None and (self.checkpoint_every is not None or self.resume or self.keep != DEFAULT_KEEP):
+        if self.checkpoints is None and (
+            self.checkpoint_every is not None
+            or self.resume
+            or self.keep != DEFAULT_KEEP
+        ):
             raise DocumentError(
                 "tells how to keep checkpoints, but there is no word where.",
                 field=next(
-                    name for name in ("resume", "checkpoint_every", "keep") if getattr(self, name) not in (False, None)
+                    name
+                    for name in ("resume", "checkpoint_every", "keep")
+                    if getattr(self, name) not in (False, None)
                 ),
                 mend="give checkpoint_dir too.",
             )
         if self.validation is None:
-            for name, usual in (("validate_every", None), ("validation_steps", DEFAULT_VALIDATION_STEPS)):
+            for name, usual in (
+                ("validate_every", None),
+                ("validation_steps", DEFAULT_VALIDATION_STEPS),
+            ):
                 if getattr(self, name) != usual:
                     raise DocumentError(
                         "tells how to validate, but there is no word on what.",
@@ -151,10 +191,22 @@ class RunSettings:
     def _check_learning_rates(self) -> None:
         schedule, warmup = self.learning_rate_schedule, self.warmup_steps
         least, end = self.min_learning_rate, self.decay_steps
-        _check("learning_rate_schedule", schedule, schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
+        _check(
+            "learning_rate_schedule",
+            schedule,
+            schedule in SCHEDULES,
+            f"one of {', '.join(SCHEDULES)}",
+        )
         _check("warmup_steps", warmup, warmup >= 0, "a whole number of at least 0")
-        _check("decay_steps", end, end is None or end >= 1, "a whole number of at least 1")
-        _check("min_learning_rate", least, 0 <= least <= self.learning_rate, f"0 to {self.learning_rate:g}")
+        _check(
+            "decay_steps", end, end is None or end >= 1, "a whole number of at least 1"
+        )
+        _check(
+            "min_learning_rate",
+            least,
+            0 <= least <= self.learning_rate,
+            f"0 to {self.learning_rate:g}",
+        )
         if schedule == CONSTANT:
             for name in ("min_learning_rate", "decay_steps"):
                 if getattr(self, name) not in (0.0, None):
@@ -184,14 +236,23 @@ class RunSettings:
     @property
     def optimizer_options(self) -> OptimizerOptions:
         """What is chosen of the job's optimizer."""
-        return OptimizerOptions(**{field.name: getattr(self, field.name) for field in fields(OptimizerOptions)})
+        return OptimizerOptions(
+            **{
+                field.name: getattr(self, field.name)
+                for field in fields(OptimizerOptions)
+            }
+        )
 
     @property
     def validation(self) -> ValidationPolicy | None:
         """Which held-out samples are looked at, and when; None: none are."""
         if self.validation_data is None:
             return None
-        return ValidationPolicy(data=self.validation_data, every=self.validate_every, steps=self.validation_steps)
+        return ValidationPolicy(
+            data=self.validation_data,
+            every=self.validate_every,
+            steps=self.validation_steps,
+        )
 
     @property
     def checkpoints(self) -> CheckpointPolicy | None:
@@ -199,7 +260,12 @@ class RunSettings:
         if self.checkpoint_dir is None:
             return None
         directory = Path(self.checkpoint_dir)
-        return CheckpointPolicy(directory=directory, every=self.checkpoint_every, keep=self.keep, resume=self.resume)
+        return CheckpointPolicy(
+            directory=directory,
+            every=self.checkpoint_every,
+            keep=self.keep,
+            resume=self.resume,
+        )
 
     @property
     def elastic_checkpoints(self) -> CheckpointPolicy:
@@ -211,7 +277,9 @@ class RunSettings:
         if self.checkpoints is None or self.checkpoint_every is None:
             raise DocumentError(
                 "is how often an elastic run can be taken up again, and was not given.",
-                field="checkpoint_every" if self.checkpoints is not None else "checkpoint_dir",
+                field="checkpoint_every"
+                if self.checkpoints is not None
+                else "checkpoint_dir",
                 mend="give checkpoint_dir and checkpoint_every.",
             )
         return self.checkpoints
@@ -247,7 +315,9 @@ class RunSettings:
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> RunSettings:
         """The settings that were parsed."""
-        return cls(**{field.name: getattr(arguments, field.name) for field in fields(cls)})
+        return cls(
+            **{field.name: getattr(arguments, field.name) for field in fields(cls)}
+        )
 
 
 def _check(name: str, value: object, good: bool, wanted: str) -> None:

@@ -13,7 +13,15 @@ from typing import get_args
 
 from planner.errors import LayoutError, UnsupportedError
 from planner.executor.parallel.shares import check_shares
-from planner.schedule import ActionKind, Requirement, Schedule, build, find, names, requirements
+from planner.schedule import (
+    ActionKind,
+    Requirement,
+    Schedule,
+    build,
+    find,
+    names,
+    requirements,
+)
 from planner.spec.job import WHOLE_PARAMETERS
 from planner.spec.layout import RankOrder
 from planner.spec.plan import Plan, RankPlacement
@@ -45,7 +53,14 @@ class Grid:
 
     def ranks_of(self, pipeline: int) -> tuple[int, ...]:
         """Global ranks of one pipeline rank, lowest first."""
-        return tuple(sorted(rank for replica in self.ranks[pipeline] for shards in replica for rank in shards))
+        return tuple(
+            sorted(
+                rank
+                for replica in self.ranks[pipeline]
+                for shards in replica
+                for rank in shards
+            )
+        )
 
 
 def check_plan(plan: Plan) -> Grid:
@@ -80,14 +95,20 @@ def check_plan(plan: Plan) -> Grid:
 def _choices(plan: Plan) -> Iterator[tuple[str, object, tuple[object, ...]]]:
     """Field, value and what this executor knows of it."""
     layout = plan.layout
-    if plan.request.job.optimizer in WHOLE_PARAMETERS:  # a rank would have to see whole matrices
+    if (
+        plan.request.job.optimizer in WHOLE_PARAMETERS
+    ):  # a rank would have to see whole matrices
         yield "layout.tensor_parallel_degree", layout.tensor_parallel_degree, (1,)
         yield "layout.zero_stage", layout.zero_stage, (0,)
         yield "layout.expert_parallel_degree", layout.expert_parallel_degree, (1,)
     modes = ("none",) if layout.activation_offload else RECOMPUTE_MODES
     for stage in plan.stages:
         for index, layer in enumerate(stage.layers):
-            yield f"stages[{stage.index}].layers[{index}].recompute", layer.recompute, modes
+            yield (
+                f"stages[{stage.index}].layers[{index}].recompute",
+                layer.recompute,
+                modes,
+            )
 
 
 def _check_installed(plan: Plan) -> None:
@@ -118,11 +139,18 @@ def grid_of(plan: Plan) -> Grid:
             mend="plan again; a placement has one row per rank, counted from 0.",
         )
     ranks = tuple(
-        tuple(tuple(tuple(placed[p, d, c, t] for t in range(tensor)) for c in range(context)) for d in range(data))
+        tuple(
+            tuple(
+                tuple(placed[p, d, c, t] for t in range(tensor)) for c in range(context)
+            )
+            for d in range(data)
+        )
         for p in range(pipeline)
     )
     shards = layout.zero_shard_degree if layout.zero_stage else None
-    return Grid(pipeline, data, context, tensor, ranks, layout.expert_parallel_degree, shards)
+    return Grid(
+        pipeline, data, context, tensor, ranks, layout.expert_parallel_degree, shards
+    )
 
 
 def _coordinate(row: RankPlacement) -> tuple[int, int, int, int]:
@@ -136,8 +164,15 @@ def _check_rank_order(plan: Plan, grid: Grid) -> None:
     by_stage = [(row, column) for row in rows for column in columns]
     by_replica = [(row, column) for column in columns for row in rows]
     cells = by_stage if plan.layout.rank_order == "tp-cp-dp-pp" else by_replica
-    found = [rank for row, column in cells for shards in grid.ranks[row][column] for rank in shards]
-    wrong = next(((rank, stands) for rank, stands in enumerate(found) if rank != stands), None)
+    found = [
+        rank
+        for row, column in cells
+        for shards in grid.ranks[row][column]
+        for rank in shards
+    ]
+    wrong = next(
+        ((rank, stands) for rank, stands in enumerate(found) if rank != stands), None
+    )
     if wrong is not None:
         raise LayoutError(
             f"rank {wrong[1]} of the placement stands where the order {plan.layout.rank_order!r} has rank {wrong[0]}.",
@@ -164,7 +199,10 @@ def _check_stages(plan: Plan, grid: Grid) -> None:
                 mend="plan again; stages and placement come from one plan.",
             )
     each = plan.layout.virtual_stages_per_rank
-    held = [sum(stage.pipeline_rank == rank for stage in plan.stages) for rank in range(grid.pipeline)]
+    held = [
+        sum(stage.pipeline_rank == rank for stage in plan.stages)
+        for rank in range(grid.pipeline)
+    ]
     if set(held) != {each}:
         raise LayoutError(
             f"the pipeline ranks hold {held} stages, virtual_stages_per_rank is {each}.",
@@ -183,7 +221,9 @@ def schedule_of(plan: Plan) -> Schedule:
     """
     layout = plan.layout
     if plan.actions:
-        return Schedule.from_text(plan.actions, name=layout.schedule, sequence_chunks=layout.sequence_chunks)
+        return Schedule.from_text(
+            plan.actions, name=layout.schedule, sequence_chunks=layout.sequence_chunks
+        )
     return build(
         layout.schedule,
         ranks=layout.pipeline_parallel_degree,
@@ -211,7 +251,10 @@ def _check_schedule(plan: Plan, schedule: Schedule) -> None:
         _refuse_recompute(plan, "I and W would each run the forward of a layer again")
         _refuse_activation_offload(plan)
     if entry.recompute_modes:
-        _refuse_recompute(plan, "it is to run while a rank waits, but the executor recomputes inside the backward")
+        _refuse_recompute(
+            plan,
+            "it is to run while a rank waits, but the executor recomputes inside the backward",
+        )
 
 
 def _check_chunks(plan: Plan, schedule: Schedule) -> None:
@@ -230,7 +273,9 @@ def _check_chunks(plan: Plan, schedule: Schedule) -> None:
     for rank, row in enumerate(schedule.actions):
         runs: dict[tuple[int, int, bool], list[int]] = {}
         for stage, kind, unit in row:
-            runs.setdefault((stage, unit // chunks, kind is ActionKind.FORWARD), []).append(unit)
+            runs.setdefault(
+                (stage, unit // chunks, kind is ActionKind.FORWARD), []
+            ).append(unit)
         for (stage, micro_batch, is_forward), units in runs.items():
             if units != sorted(units, reverse=not is_forward):
                 raise LayoutError(
@@ -268,7 +313,11 @@ def _check_owners(plan: Plan, schedule: Schedule) -> None:
     for rank, row in enumerate(schedule.actions):
         for index, action in enumerate(row):
             held = action.stage < len(rank_of) and rank_of[action.stage] == rank
-            if not held or action.micro_batch >= plan.micro_batches * plan.layout.sequence_chunks:
+            if (
+                not held
+                or action.micro_batch
+                >= plan.micro_batches * plan.layout.sequence_chunks
+            ):
                 raise LayoutError(
                     f"{action} is no action of pipeline rank {rank}, which holds the stages "
                     f"{[stage for stage, owner in enumerate(rank_of) if owner == rank]}, for {plan.micro_batches} "
@@ -313,8 +362,15 @@ def _check_experts(plan: Plan) -> None:
     """Groups that share out the experts, or ZeRO's states, fill the data- and context-parallel ranks."""
     layout = plan.layout
     layout.check_shards()
-    replicas, degree = layout.data_parallel_degree * layout.context_parallel_degree, layout.expert_parallel_degree
-    if degree > 1 and layout.tensor_parallel_degree > 1 and not layout.sequence_parallel:
+    replicas, degree = (
+        layout.data_parallel_degree * layout.context_parallel_degree,
+        layout.expert_parallel_degree,
+    )
+    if (
+        degree > 1
+        and layout.tensor_parallel_degree > 1
+        and not layout.sequence_parallel
+    ):
         raise UnsupportedError(
             "beside experts the tensor-parallel ranks share out the tokens, which is sequence parallelism.",
             field="layout.sequence_parallel",

@@ -16,7 +16,13 @@ from types import FrameType
 
 import planner
 from planner.errors import DocumentError, PlannerError, RunError, StoppedError
-from planner.executor.failures.failure import LATE_NOTE, STOPPED_NOTE, killed_ranks, read_failure, read_stopped
+from planner.executor.failures.failure import (
+    LATE_NOTE,
+    STOPPED_NOTE,
+    killed_ranks,
+    read_failure,
+    read_stopped,
+)
 from planner.executor.failures.unfinished import StepLog, unfinished_run
 from planner.executor.settings import RunSettings
 from planner.executor.train.metrics import Metrics
@@ -81,13 +87,28 @@ class Torchrun:
             "--log-dir",
             str(folder / "logs"),
         ]
-        self._command += [f"--nproc-per-node={len(plan.placement)}", "--no-python", *interpreter(), "-u"]
+        self._command += [
+            f"--nproc-per-node={len(plan.placement)}",
+            "--no-python",
+            *interpreter(),
+            "-u",
+        ]
         self._command += ["-m", "planner.executor.worker", str(path)]
-        self._command += [*settings.to_arguments(), "--output", str(self._output), "--failures", str(folder)]
+        self._command += [
+            *settings.to_arguments(),
+            "--output",
+            str(self._output),
+            "--failures",
+            str(folder),
+        ]
         if metrics is not None:
             self._command += ["--metrics", str(metrics)]
         shown = None if settings.device == "cpu" else devices
-        self._environment = environment(plan) | grace(settings) | visible(shown, os.environ.get(VISIBLE_DEVICES))
+        self._environment = (
+            environment(plan)
+            | grace(settings)
+            | visible(shown, os.environ.get(VISIBLE_DEVICES))
+        )
         self._process: subprocess.Popen[str] | None = None
         self._told = False
 
@@ -105,11 +126,16 @@ class Torchrun:
             on_step(step)
 
         try:
-            with started(self._command, self._environment, stderr, log) as process, passing_on(process) as signals:
+            with (
+                started(self._command, self._environment, stderr, log) as process,
+                passing_on(process) as signals,
+            ):
                 self._process = process
                 _follow(process, record, log)
         except KeyboardInterrupt:
-            if any((self._folder / note).exists() for note in (STOPPED_NOTE, LATE_NOTE)):
+            if any(
+                (self._folder / note).exists() for note in (STOPPED_NOTE, LATE_NOTE)
+            ):
                 log(read_stopped(self._folder).problems[0].message)
             raise
         return self._ended(process.returncode, by_signal=bool(signals))
@@ -136,9 +162,13 @@ class Torchrun:
     def _ended(self, code: int, *, by_signal: bool) -> Ended:
         if code == 0 and self._output.exists():
             return Ended(read(MeasuredRun, self._output), None)
-        text = (self._folder / "stderr.txt").read_text(encoding="utf-8", errors="replace")
+        text = (self._folder / "stderr.txt").read_text(
+            encoding="utf-8", errors="replace"
+        )
         if self._told or by_signal or (self._folder / STOPPED_NOTE).exists():
-            return Ended(None, read_stopped(self._folder), was_stopped=True, by_signal=by_signal)
+            return Ended(
+                None, read_stopped(self._folder), was_stopped=True, by_signal=by_signal
+            )
         if code < 0 and not any(self._folder.glob("rank-*.json")):
             return Ended(None, _killed(-code))
         return Ended(None, read_failure(self._folder, text), killed_ranks(text))
@@ -152,10 +182,15 @@ def devices_in_words(number: int, kind: str | None) -> str:
 def _killed(number: int) -> RunError:
     """The end of torchrun itself, which had no time to write a summary."""
     memory = ", as systems do when memory runs out" if number == signal.SIGKILL else ""
-    return RunError(f"torchrun was killed (signal {number}){memory}; its ranks end with it.", mend=RESUME)
+    return RunError(
+        f"torchrun was killed (signal {number}){memory}; its ranks end with it.",
+        mend=RESUME,
+    )
 
 
-def _follow(process: subprocess.Popen[str], on_step: Callable[[Metrics], None], log: Log) -> None:
+def _follow(
+    process: subprocess.Popen[str], on_step: Callable[[Metrics], None], log: Log
+) -> None:
     assert process.stdout is not None
     for line in process.stdout:
         said, step = Metrics.split(line)
@@ -167,7 +202,10 @@ def _follow(process: subprocess.Popen[str], on_step: Callable[[Metrics], None], 
 
 @contextmanager
 def started(
-    command: list[str], variables: dict[str, str], stderr: Path, log: Log = lambda line: None
+    command: list[str],
+    variables: dict[str, str],
+    stderr: Path,
+    log: Log = lambda line: None,
 ) -> Iterator[subprocess.Popen[str]]:
     """A running child whose end is awaited, whatever happens within: then it is told to stop, and torchrun stops its
     ranks.
@@ -194,7 +232,9 @@ def started(
             yield process
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
-                log("interrupted: waiting for the ranks to leave; Ctrl-C again kills them")
+                log(
+                    "interrupted: waiting for the ranks to leave; Ctrl-C again kills them"
+                )
             _end(process)
             raise
 
@@ -236,7 +276,8 @@ def stoppable() -> Iterator[None]:
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise StoppedError(
-            f"the run was told to stop ({signal.Signals(number).name}), between two launches.", mend=RESUME
+            f"the run was told to stop ({signal.Signals(number).name}), between two launches.",
+            mend=RESUME,
         )
 
     with handling(stop):
@@ -250,7 +291,9 @@ def handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {
+        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)
+    }
     for number, old in before.items():
         if old != signal.SIG_IGN:
             signal.signal(number, handler)
@@ -280,12 +323,18 @@ def environment(plan: Plan, ranks: int | None = None) -> dict[str, str]:
         ranks: on this machine; None: all of the plan's.
     """
     profile = plan.request.profile
-    threads = profile.environment.get("threads_per_rank") if profile is not None else None
+    threads = (
+        profile.environment.get("threads_per_rank") if profile is not None else None
+    )
     if threads is None:
-        threads = str(max(1, len(os.sched_getaffinity(0)) // (ranks or len(plan.placement))))
+        threads = str(
+            max(1, len(os.sched_getaffinity(0)) // (ranks or len(plan.placement)))
+        )
     # Threads that spin while they wait take the core from one that works, where cores are shared.
     # What a cluster's operator tells its own torchrun (PET_NNODES, PET_MAX_RESTARTS) is not for this one.
-    outer = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
+    outer = {
+        name: value for name, value in os.environ.items() if not name.startswith("PET_")
+    }
     return {"OMP_WAIT_POLICY": "PASSIVE", **outer, "OMP_NUM_THREADS": threads}
 
 

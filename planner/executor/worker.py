@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING
 from planner.errors import FinishedError
 from planner.executor.checkpoint.folder import final_path
 from planner.executor.failures.doing import now
-from planner.executor.failures.failure import STOPPED, write_failure, write_stopped, write_whole
+from planner.executor.failures.failure import (
+    STOPPED,
+    write_failure,
+    write_stopped,
+    write_whole,
+)
 from planner.executor.failures.last_words import last_words
 from planner.executor.failures.orphans import end_with_parent
 from planner.executor.failures.stopping import leaving_in_time
@@ -33,11 +38,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0, also when there was nothing left to train; or `STOPPED`, when the run was told to stop before its last step.
     """
-    parser = argparse.ArgumentParser(description="Train one rank of a plan; start it with torchrun.")
+    parser = argparse.ArgumentParser(
+        description="Train one rank of a plan; start it with torchrun."
+    )
     parser.add_argument("plan", help="plan.json")
     parser.add_argument("--output", help="where rank 0 writes measured.json")
     parser.add_argument("--metrics", help="where rank 0 writes one JSON line per step")
-    parser.add_argument("--failures", type=Path, help="folder for word of a rank that fails or stops")
+    parser.add_argument(
+        "--failures", type=Path, help="folder for word of a rank that fails or stops"
+    )
     RunSettings.add_arguments(parser)
     options = parser.parse_args(arguments)
     with last_words(options.failures, int(os.environ.get("RANK", "0"))):
@@ -48,7 +57,11 @@ def _train(options: argparse.Namespace) -> int:
     settings = RunSettings.from_arguments(options)
     executor = make_executor(options.plan, settings)
     policy = settings.checkpoints
-    stop = None if policy is None else leaving_in_time(settings.grace_seconds, policy.directory, options.failures)
+    stop = (
+        None
+        if policy is None
+        else leaving_in_time(settings.grace_seconds, policy.directory, options.failures)
+    )
     log = StepLog(executor.plan)
 
     def on_step(metrics: Metrics) -> None:
@@ -76,7 +89,12 @@ def _train(options: argparse.Namespace) -> int:
         raise
     if executor.mesh.rank == 0 and options.output:
         _write(options.output, measured)
-    if executor.mesh.rank == 0 and executor.stopped and policy is not None and options.failures is not None:
+    if (
+        executor.mesh.rank == 0
+        and executor.stopped
+        and policy is not None
+        and options.failures is not None
+    ):
         step = measured.first_step + measured.steps
         write_stopped(options.failures, step, final_path(policy.directory, step))
     executor.close()

@@ -52,7 +52,9 @@ def write(plan: Plan) -> Export:
         )
     if uses_fsdp:
         made.append("FullyShardedDataParallelPlugin")
-        arguments += _FSDP.format(reshard=plan.layout.zero_stage == 3, again=_recomputes(plan))
+        arguments += _FSDP.format(
+            reshard=plan.layout.zero_stage == 3, again=_recomputes(plan)
+        )
     text = _FILE.format(
         header=header(plan, _NAME, _VERSION, warnings),
         partial="from functools import partial\n\n" if "partial" in optimizer else "",
@@ -106,18 +108,34 @@ def _sharding(plan: Plan) -> tuple[int, int]:
     """Replicating and sharding data-parallel ranks; context-parallel ones are always among those that shard."""
     layout, context = plan.layout, plan.layout.context_parallel_degree
     if not layout.zero_stage:
-        if layout.data_parallel_degree > 1 and layout.tensor_parallel_degree * context > 1:
+        if (
+            layout.data_parallel_degree > 1
+            and layout.tensor_parallel_degree * context > 1
+        ):
             why = "runs replicas that share nothing out beside no other parallelism"
-            refuse(_NAME, why, field="layout.zero_stage", mend="plan with --fix zero_stage=1")
+            refuse(
+                _NAME,
+                why,
+                field="layout.zero_stage",
+                mend="plan with --fix zero_stage=1",
+            )
         return layout.data_parallel_degree, 1
     if layout.zero_shards % context:
         why = f"shards over context-parallel ranks first, {context}, and the plan over {layout.zero_shards} in all"
-        refuse(_NAME, why, field="layout.zero_shard_degree", mend=f"plan with a multiple of {context}")
+        refuse(
+            _NAME,
+            why,
+            field="layout.zero_shard_degree",
+            mend=f"plan with a multiple of {context}",
+        )
     shard = layout.zero_shards // context
     if shard == 1 and layout.data_parallel_degree > 1:
         why = "replicates only what data-parallel ranks shard, and the plan shards over context-parallel ranks alone"
         refuse(
-            _NAME, why, field="layout.zero_shard_degree", mend=f"plan with --fix zero_shard_degree={layout.replicas}"
+            _NAME,
+            why,
+            field="layout.zero_shard_degree",
+            mend=f"plan with --fix zero_shard_degree={layout.replicas}",
         )
     return layout.data_parallel_degree // shard, shard
 
@@ -136,13 +154,22 @@ def _told(plan: Plan, uses_fsdp: bool) -> tuple[str, ...]:
     again = f"{modes.count('full')} in full and {modes.count('selective')} in part, of {len(modes)}"
     half = plan.request.job.precision in ("bf16-mixed", "fp16-mixed")
     clauses = (
-        (_recomputes(plan) and uses_fsdp, f"recomputes every block in full; the plan recomputes layers: {again}"),
+        (
+            _recomputes(plan) and uses_fsdp,
+            f"recomputes every block in full; the plan recomputes layers: {again}",
+        ),
         (
             _recomputes(plan) and not uses_fsdp,
             f"leaves recomputation to the model, or the memory will not hold; the plan recomputes layers: {again}",
         ),
-        (half and not uses_fsdp, "keeps parameters and gradients in fp32 and casts beside them: more memory"),
-        (layout.zero_stage in (1, 2), "gathers parameters in every micro-batch, not once per step"),
+        (
+            half and not uses_fsdp,
+            "keeps parameters and gradients in fp32 and casts beside them: more memory",
+        ),
+        (
+            layout.zero_stage in (1, 2),
+            "gathers parameters in every micro-batch, not once per step",
+        ),
         (
             layout.context_parallel_degree > 1,
             "balances causal attention over context-parallel ranks and shards over them",

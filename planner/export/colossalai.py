@@ -21,7 +21,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-from planner.export.runtime import Runtime, first_blocks_recompute, whole_block_recompute, whole_model_recompute
+from planner.export.runtime import (
+    Runtime,
+    first_blocks_recompute,
+    whole_block_recompute,
+    whole_model_recompute,
+)
 from planner.export.target import Export, Target, header, refuse
 from planner.export.transformer import Transformer, TransformerStage
 from planner.spec import Plan
@@ -50,7 +55,9 @@ def write(plan: Plan) -> Export:
     _check_experts(plan)
     _check_v(plan)
     arguments, warnings = _arguments(plan, blocks)
-    text = header(plan, _COLOSSALAI.name, _VERSION, warnings) + _python(plan, blocks, arguments)
+    text = header(plan, _COLOSSALAI.name, _VERSION, warnings) + _python(
+        plan, blocks, arguments
+    )
     return Export(text, tuple(warnings))
 
 
@@ -95,8 +102,15 @@ def _check_neighbours(plan: Plan) -> None:
     the same on one node, and beyond it other links."""
     layout = plan.layout
     split = layout.tensor_parallel_degree * layout.context_parallel_degree
-    crosses = len({(row.rank // split, row.node) for row in plan.placement}) > len(plan.placement) // split
-    if crosses and layout.tensor_parallel_degree > 1 and layout.context_parallel_degree > 1:
+    crosses = (
+        len({(row.rank // split, row.node) for row in plan.placement})
+        > len(plan.placement) // split
+    )
+    if (
+        crosses
+        and layout.tensor_parallel_degree > 1
+        and layout.context_parallel_degree > 1
+    ):
         refuse(
             _COLOSSALAI.name,
             f"has context-parallel ranks as neighbours, and spreads tensor-parallel ones over the nodes of {split} "
@@ -114,7 +128,11 @@ def _check_experts(plan: Plan) -> None:
     beside: tuple[tuple[str, bool, object], ...] = (
         ("context_parallel_degree", layout.context_parallel_degree > 1, 1),
         ("zero_stage", layout.zero_stage > 1, "0,1"),
-        ("rank_order", layout.rank_order == "tp-cp-pp-dp" and layout.pipeline_parallel_degree > 1, "tp-cp-dp-pp"),
+        (
+            "rank_order",
+            layout.rank_order == "tp-cp-pp-dp" and layout.pipeline_parallel_degree > 1,
+            "tp-cp-dp-pp",
+        ),
     )
     for name, is_refused, able in beside:
         if is_refused:
@@ -129,7 +147,9 @@ def _check_experts(plan: Plan) -> None:
 def _check_v(plan: Plan) -> None:
     """ZeroBubbleVPipeScheduler wants whole rounds of micro-batches; with one only, PipelineGraph holds more than we."""
     ranks = plan.layout.pipeline_parallel_degree
-    if _COLOSSALAI.schedule(plan) == "zbv" and (plan.micro_batches % ranks or plan.micro_batches < 2 * ranks):
+    if _COLOSSALAI.schedule(plan) == "zbv" and (
+        plan.micro_batches % ranks or plan.micro_batches < 2 * ranks
+    ):
         refuse(
             _COLOSSALAI.name,
             f"runs a V of {ranks} ranks within the plan's memory with {2 * ranks}, {3 * ranks}, ... micro-batches, the "
@@ -153,7 +173,10 @@ def _arguments(plan: Plan, blocks: Transformer) -> tuple[dict[str, object], list
     }
     warnings = []
     if layout.sequence_parallel:
-        arguments |= {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "split_gather"}
+        arguments |= {
+            "enable_sequence_parallelism": True,
+            "sequence_parallelism_mode": "split_gather",
+        }
     if layout.context_parallel_degree > 1:
         arguments |= {
             "enable_sequence_parallelism": True,
@@ -208,7 +231,11 @@ def _pipeline(plan: Plan, blocks: Transformer) -> dict[str, object]:
 def _by_chunk(plan: Plan, numbers: list[int]) -> list[int]:
     """Of stages in the order of the model; those of each chunk in the order of the ranks."""
     ranks = plan.layout.pipeline_parallel_degree
-    return numbers if _COLOSSALAI.schedule(plan) != "zbv" else numbers[:ranks] + numbers[: -ranks - 1 : -1]
+    return (
+        numbers
+        if _COLOSSALAI.schedule(plan) != "zbv"
+        else numbers[:ranks] + numbers[: -ranks - 1 : -1]
+    )
 
 
 def _reordered(arguments: dict[str, object]) -> Iterator[str]:
@@ -231,24 +258,42 @@ class _Code(str):
 
 
 def _written(value: object) -> str:
-    return json.dumps(value) if isinstance(value, str) and not isinstance(value, _Code) else str(value)
+    return (
+        json.dumps(value)
+        if isinstance(value, str) and not isinstance(value, _Code)
+        else str(value)
+    )
 
 
 def _python(plan: Plan, blocks: Transformer, arguments: dict[str, object]) -> str:
     layout, job = plan.layout, plan.request.job
     is_piped = layout.pipeline_parallel_degree > 1
-    kind = "MoeHybridParallelPlugin" if "ep_size" in arguments else "HybridParallelPlugin"
+    kind = (
+        "MoeHybridParallelPlugin" if "ep_size" in arguments else "HybridParallelPlugin"
+    )
     imports = [f"from colossalai.booster.plugin import {kind}"]
     if "scheduler_nodes" in arguments:
-        imports.append("from colossalai.pipeline.schedule.v_schedule import PipelineGraph")
+        imports.append(
+            "from colossalai.pipeline.schedule.v_schedule import PipelineGraph"
+        )
     if "gradient_checkpoint_config" in arguments:
-        imports.append("from colossalai.shardformer import PipelineGradientCheckpointConfig")
+        imports.append(
+            "from colossalai.shardformer import PipelineGradientCheckpointConfig"
+        )
     per, steps = ("step", 1) if is_piped else ("backward", plan.micro_batches)
     # HybridParallelPlugin.no_sync raises with ZeRO 2, whose gradients are scattered by every backward.
     unsynced = "none" if layout.zero_stage == 2 else "all but the last"
     batch = layout.micro_batch_size * plan.micro_batches // steps
-    reentrance = 'gradient_checkpointing_kwargs={"use_reentrant": False}' if "scheduler_nodes" in arguments else ""
-    optimizer = "colossalai.nn.optimizer.HybridAdam" if layout.optimizer_offload else _COLOSSALAI.optimizer(plan)
+    reentrance = (
+        'gradient_checkpointing_kwargs={"use_reentrant": False}'
+        if "scheduler_nodes" in arguments
+        else ""
+    )
+    optimizer = (
+        "colossalai.nn.optimizer.HybridAdam"
+        if layout.optimizer_offload
+        else _COLOSSALAI.optimizer(plan)
+    )
     return f"""
 {chr(10).join(imports)}
 

@@ -19,7 +19,10 @@ VERSION = "0.19.6, commit edaa722"
 
 _PRECISIONS = {"bf16-mixed": "bf16", "fp16-mixed": "fp16", "fp32": ""}
 _OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "momentum": "SGD"}
-_ARGUMENTS: dict[str, dict[str, Any]] = {"adam": {"adam_w_mode": False}, "momentum": {"momentum": 0.9}}
+_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "adam": {"adam_w_mode": False},
+    "momentum": {"momentum": 0.9},
+}
 
 
 def write(plan: Plan) -> Export:
@@ -86,7 +89,12 @@ def _zero(plan: Plan, target: str) -> dict[str, Any]:
     if layout.optimizer_offload:
         if stage == 0:
             why = "keeps states on the host under ZeRO 1 to 3 only"
-            refuse(target, why, field="layout.zero_stage", mend="plan with --fix zero_stage=1")
+            refuse(
+                target,
+                why,
+                field="layout.zero_stage",
+                mend="plan with --fix zero_stage=1",
+            )
         if "Adam" not in _type(plan, target):
             demand(plan, target, optimizer_offload=False)
         found["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
@@ -98,23 +106,47 @@ def told(plan: Plan, target: str) -> tuple[str, ...]:
     layout = plan.layout
     tokens = plan.request.job.sequence_length
     clauses = (
-        (tokens > 0, f"takes sequences as the data has them; the plan's are {tokens} tokens long"),
-        (True, "wants optimizer.params.lr, which no plan knows, and takes 0.001 without it"),
-        (layout.zero_stage > 0, "exchanges in buckets of 5e8 numbers: less memory with a lower reduce_bucket_size"),
-        (layout.zero_stage == 3, "keeps up to 1e9 gathered parameters: less with a lower stage3_max_live_parameters"),
-        (layout.zero_shard_degree is not None, "wants the model made under deepspeed.zero.MiCS_Init"),
-        (layout.optimizer_offload, "updates on the host; the plan brings one layer's states back at a time"),
+        (
+            tokens > 0,
+            f"takes sequences as the data has them; the plan's are {tokens} tokens long",
+        ),
+        (
+            True,
+            "wants optimizer.params.lr, which no plan knows, and takes 0.001 without it",
+        ),
+        (
+            layout.zero_stage > 0,
+            "exchanges in buckets of 5e8 numbers: less memory with a lower reduce_bucket_size",
+        ),
+        (
+            layout.zero_stage == 3,
+            "keeps up to 1e9 gathered parameters: less with a lower stage3_max_live_parameters",
+        ),
+        (
+            layout.zero_shard_degree is not None,
+            "wants the model made under deepspeed.zero.MiCS_Init",
+        ),
+        (
+            layout.optimizer_offload,
+            "updates on the host; the plan brings one layer's states back at a time",
+        ),
     )
     return tuple(f"{target} {clause}." for holds, clause in clauses if holds)
 
 
 def _told_recompute(plan: Plan) -> tuple[str, ...]:
     modes = [layer.recompute for stage in plan.stages for layer in stage.layers]
-    counts = [f"{modes.count(mode)} in mode {mode}" for mode in ("full", "selective") if mode in modes]
+    counts = [
+        f"{modes.count(mode)} in mode {mode}"
+        for mode in ("full", "selective")
+        if mode in modes
+    ]
     if not counts:
         return ()
     planned = f"of {len(modes)} layers {' and '.join(counts)}"
-    return (f"{_NAME} leaves recomputation to the model: let it recompute {planned}, or the memory will not hold.",)
+    return (
+        f"{_NAME} leaves recomputation to the model: let it recompute {planned}, or the memory will not hold.",
+    )
 
 
 TARGET = Target(

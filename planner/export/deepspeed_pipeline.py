@@ -23,21 +23,42 @@ def write(plan: Plan) -> Export:
     layout = plan.layout
     if layout.pipeline_parallel_degree == 1:
         why = "is for plans with pipeline stages, this plan has one"
-        refuse(_NAME, why, field="layout.pipeline_parallel_degree", mend="export with --to deepspeed")
+        refuse(
+            _NAME,
+            why,
+            field="layout.pipeline_parallel_degree",
+            mend="export with --to deepspeed",
+        )
     demand(plan, _NAME, virtual_stages_per_rank=1)
     if layout.data_parallel_degree > 1:
         demand(plan, _NAME, rank_order="tp-cp-dp-pp")
     if layout.zero_stage > 1:
         why = f"is not compatible with ZeRO 2 and 3, the plan has ZeRO {layout.zero_stage}"
-        refuse(_NAME, why, field="layout.zero_stage", mend="plan with --fix zero_stage=1")
+        refuse(
+            _NAME, why, field="layout.zero_stage", mend="plan with --fix zero_stage=1"
+        )
     config = configuration(plan, _NAME)
-    warnings = (*told(plan, _NAME), *follow(plan, _NAME, "1f1b"), *_told_recompute(plan))
-    return Export(header(plan, _NAME, VERSION, warnings) + _body(plan, config), warnings)
+    warnings = (
+        *told(plan, _NAME),
+        *follow(plan, _NAME, "1f1b"),
+        *_told_recompute(plan),
+    )
+    return Export(
+        header(plan, _NAME, VERSION, warnings) + _body(plan, config), warnings
+    )
 
 
 def _body(plan: Plan, config: dict[str, object]) -> str:
-    stages = (", ".join(json.dumps(layer.name) for layer in stage.layers) for stage in plan.stages)
-    again = [layer.name for stage in plan.stages for layer in stage.layers if layer.recompute != "none"]
+    stages = (
+        ", ".join(json.dumps(layer.name) for layer in stage.layers)
+        for stage in plan.stages
+    )
+    again = [
+        layer.name
+        for stage in plan.stages
+        for layer in stage.layers
+        if layer.recompute != "none"
+    ]
     return _FILE.format(
         config=_python(config),
         stages="".join(f"    [{stage}],\n" for stage in stages),
@@ -48,7 +69,11 @@ def _body(plan: Plan, config: dict[str, object]) -> str:
 
 def _python(config: dict[str, object]) -> str:
     """A dictionary, laid out as JSON."""
-    return json.dumps(config, indent=4).replace(": true", ": True").replace(": false", ": False")
+    return (
+        json.dumps(config, indent=4)
+        .replace(": true", ": True")
+        .replace(": false", ": False")
+    )
 
 
 _FILE = '''\
@@ -100,7 +125,11 @@ class PlannedPipeline(PipelineModule):
 
 
 def _told_recompute(plan: Plan) -> tuple[str, ...]:
-    selective = sum(layer.recompute == "selective" for stage in plan.stages for layer in stage.layers)
+    selective = sum(
+        layer.recompute == "selective"
+        for stage in plan.stages
+        for layer in stage.layers
+    )
     told = f"{_NAME} recomputes in full {counted(selective, 'layer')} that the plan recomputes in part."
     return (told,) if selective else ()
 

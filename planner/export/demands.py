@@ -72,7 +72,11 @@ def known(plan: Plan, target: str, field: str, words: Mapping[str, str]) -> str:
 
 
 def demand_division(
-    plan: Plan, target: str, blocks: Transformer, takes: Callable[[Sequence[int]], bool], does: str
+    plan: Plan,
+    target: str,
+    blocks: Transformer,
+    takes: Callable[[Sequence[int]], bool],
+    does: str,
 ) -> None:
     """Refuse a plan whose stages have other numbers of blocks than a target makes of the model by itself.
 
@@ -90,14 +94,33 @@ def demand_division(
     sizes = [stage.blocks for stage in blocks.stages]
     if takes(sizes):
         return
-    fitting = (word for word in DIVISION_WORDS if takes(_divided(word, blocks.blocks, len(sizes))))
+    fitting = (
+        word
+        for word in DIVISION_WORDS
+        if takes(_divided(word, blocks.blocks, len(sizes)))
+    )
     mend = f"plan with --fix layers_per_stage={next(fitting, '')}"
     if mend.endswith("="):
-        fewer = (each for each in range(len(sizes) - 1, 0, -1) if plan.layout.devices % each == 0)
-        stages = next(each for each in fewer if takes(_divided("even", blocks.blocks, each)))
+        fewer = (
+            each
+            for each in range(len(sizes) - 1, 0, -1)
+            if plan.layout.devices % each == 0
+        )
+        stages = next(
+            each for each in fewer if takes(_divided("even", blocks.blocks, each))
+        )
         mend = f"plan with --fix layers_per_stage=even --fix pipeline_parallel_degree={stages}"
-        mend += " --fix virtual_stages_per_rank=1" if plan.layout.virtual_stages_per_rank > 1 else ""
-    refuse(target, f"{does}, the plan has {', '.join(map(str, sizes))}", field="stages", mend=mend)
+        mend += (
+            " --fix virtual_stages_per_rank=1"
+            if plan.layout.virtual_stages_per_rank > 1
+            else ""
+        )
+    refuse(
+        target,
+        f"{does}, the plan has {', '.join(map(str, sizes))}",
+        field="stages",
+        mend=mend,
+    )
 
 
 def _divided(word: DivisionWord, blocks: int, stages: int) -> list[int]:

@@ -23,7 +23,9 @@ from planner.spec import Plan
 _VERSION = "commit cea12ff, June 2026"
 _GALVATRON = Runtime(
     name="Galvatron",
-    precisions={"bf16-mixed": "bf16"},  # fp16 too, but no scaling of its loss; fp32, but no FlashAttention then
+    precisions={
+        "bf16-mixed": "bf16"
+    },  # fp16 too, but no scaling of its loss; fp32, but no FlashAttention then
     optimizers={"adamw": "adamw"},
     schedules={"1f1b": "pipedream_flush", "gpipe": "gpipe"},
     zero_stages=(0, 1, 2, 3),
@@ -39,8 +41,15 @@ def write(plan: Plan) -> Export:
     blocks = _GALVATRON.transformer(plan)
     _check_stages(blocks)
     warnings = (*whole_block_recompute(blocks, _GALVATRON.name), *_warnings(plan))
-    told = [*header(plan, _GALVATRON.name, _VERSION, warnings, comment="").splitlines(), _USE]
-    document = {"planner": told, "arguments": _arguments(plan), **_strategy(plan, blocks)}
+    told = [
+        *header(plan, _GALVATRON.name, _VERSION, warnings, comment="").splitlines(),
+        _USE,
+    ]
+    document = {
+        "planner": told,
+        "arguments": _arguments(plan),
+        **_strategy(plan, blocks),
+    }
     return Export(json.dumps(document, indent=4) + "\n", warnings)
 
 

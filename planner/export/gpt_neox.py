@@ -26,8 +26,13 @@ from planner.spec import Plan
 _VERSION = "commit ea7aefd, May 2026"
 _NEOX = Runtime(
     name="GPT-NeoX",
-    precisions={"bf16-mixed": "bfloat16", "fp16-mixed": "fp16"},  # fp32 too, but no FlashAttention then
-    optimizers={"adamw": "Adam"},  # apex's and DeepSpeed's, both with decoupled weight decay
+    precisions={
+        "bf16-mixed": "bfloat16",
+        "fp16-mixed": "fp16",
+    },  # fp32 too, but no FlashAttention then
+    optimizers={
+        "adamw": "Adam"
+    },  # apex's and DeepSpeed's, both with decoupled weight decay
     schedules={"1f1b": "1f1b"},
     zero_stages=(0, 1, 2, 3),
 )
@@ -43,7 +48,9 @@ def write(plan: Plan) -> Export:
     pattern = _pattern(plan, blocks)
     recompute, told = whole_model_recompute(blocks, _NEOX.name)
     warnings = [*told, *_memory(plan)]
-    text = header(plan, _NEOX.name, _VERSION, warnings) + _yaml(plan, blocks, pattern, recompute=recompute)
+    text = header(plan, _NEOX.name, _VERSION, warnings) + _yaml(
+        plan, blocks, pattern, recompute=recompute
+    )
     return Export(text, tuple(warnings))
 
 
@@ -75,13 +82,24 @@ precision: {_NEOX.precision(plan)}
 
 def _gradients(plan: Plan) -> str:
     """ZeRO 1 with bf16 breaks without it, as NeoXArgs.calculate_derived warns."""
-    return "data_types:\n  grad_accum_dtype: fp32\n" if plan.request.job.precision == "bf16-mixed" else ""
+    return (
+        "data_types:\n  grad_accum_dtype: fp32\n"
+        if plan.request.job.precision == "bf16-mixed"
+        else ""
+    )
 
 
 def _memory(plan: Plan) -> list[str]:
     if plan.request.job.precision != "bf16-mixed":
         return []
-    return [more_memory(plan, _NEOX.name, "accumulates gradients in fp32 beside those in bf16", of_parameters=2.0)]
+    return [
+        more_memory(
+            plan,
+            _NEOX.name,
+            "accumulates gradients in fp32 beside those in bf16",
+            of_parameters=2.0,
+        )
+    ]
 
 
 def _yes(value: bool) -> str:
@@ -107,7 +125,9 @@ def _takes(sizes: Sequence[int]) -> bool:
     """Equation (1)."""
     most = max(sizes)
     is_even = len(set(sizes[1:-1]) | {most}) == 1 and min(sizes) > 0
-    return is_even and most - sizes[0] <= len(_BEFORE) and most - sizes[-1] <= len(_BEHIND)
+    return (
+        is_even and most - sizes[0] <= len(_BEFORE) and most - sizes[-1] <= len(_BEHIND)
+    )
 
 
 def _pattern(plan: Plan, blocks: Transformer) -> str:

@@ -21,7 +21,9 @@ _VERSION = "2.3.0"
 _LARGEST_CONFIG_MAP_BYTES = 2**20
 """kubernetes.io/docs/concepts/configuration/configmap: at most 1 MiB."""
 _UNNAMED_MODEL = "package.module:callable"
-_NAME_IT = "The plan does not tell how to build its model: write its reference where MODEL is."
+_NAME_IT = (
+    "The plan does not tell how to build its model: write its reference where MODEL is."
+)
 _GPU_RESOURCES = {"NVIDIA": "nvidia.com/gpu", "AMD": "amd.com/gpu"}
 """What the vendors' device plugins call a GPU."""
 
@@ -100,7 +102,9 @@ def _like_nodes(plan: Plan) -> Nodes:
 
 def _packed(plan: Plan) -> str:
     """The plan's JSON, compressed: that of thousands of devices is too large for a ConfigMap otherwise."""
-    packed = base64.b64encode(gzip.compress(plan.model_dump_json(by_alias=True).encode(), mtime=0)).decode()
+    packed = base64.b64encode(
+        gzip.compress(plan.model_dump_json(by_alias=True).encode(), mtime=0)
+    ).decode()
     if len(packed) > _LARGEST_CONFIG_MAP_BYTES:
         refuse(
             _TRAINER,
@@ -120,9 +124,14 @@ def _resources(nodes: Nodes) -> str:
 
 
 def _environment(plan: Plan) -> str:
-    found = {"MODEL": model_of(plan) or _UNNAMED_MODEL, "OMP_NUM_THREADS": threads(plan)}
+    found = {
+        "MODEL": model_of(plan) or _UNNAMED_MODEL,
+        "OMP_NUM_THREADS": threads(plan),
+    }
     return "".join(
-        f"- name: {name}\n  value: {json.dumps(value)}\n" for name, value in found.items() if value is not None
+        f"- name: {name}\n  value: {json.dumps(value)}\n"
+        for name, value in found.items()
+        if value is not None
     )
 
 

@@ -38,7 +38,11 @@ class Nodes:
     def __str__(self) -> str:
         """In one line, whatever the group is called."""
         last = self.first + self.count - 1
-        numbers, each = (f"node {last}", "") if self.count == 1 else (f"nodes {self.first} to {last}", " each")
+        numbers, each = (
+            (f"node {last}", "")
+            if self.count == 1
+            else (f"nodes {self.first} to {last}", " each")
+        )
         return f"{numbers}: {counted(self.ranks, 'rank')}{each} on {self.name} ({self.device_id})"
 
     @property
@@ -56,7 +60,13 @@ class Nodes:
     def vendor(self) -> str | None:
         """Who made the devices, as the catalogue has it; of devices that it does not have, None for CPUs."""
         known = catalogue().get(self.device_id)
-        return known.vendor if known else None if self.device_id.startswith("cpu") else "NVIDIA"
+        return (
+            known.vendor
+            if known
+            else None
+            if self.device_id.startswith("cpu")
+            else "NVIDIA"
+        )
 
 
 def nodes_of(plan: Plan, launcher: str) -> tuple[Nodes, ...]:
@@ -67,7 +77,9 @@ def nodes_of(plan: Plan, launcher: str) -> tuple[Nodes, ...]:
     """
     rows = sorted(plan.placement, key=lambda row: row.rank)
     counts = Counter(row.node for row in rows)  # in the order in which the nodes come
-    counted_so = [(node, device) for node, count in counts.items() for device in range(count)]
+    counted_so = [
+        (node, device) for node, count in counts.items() for device in range(count)
+    ]
     if [(row.node, row.device) for row in rows] != counted_so:
         refuse(
             launcher,
@@ -75,7 +87,9 @@ def nodes_of(plan: Plan, launcher: str) -> tuple[Nodes, ...]:
             field="placement",
             mend="plan again",
         )
-    groups = [group for group in plan.request.cluster.node_groups for _ in range(group.nodes)]
+    groups = [
+        group for group in plan.request.cluster.node_groups for _ in range(group.nodes)
+    ]
     used = [(groups[node], ranks) for node, ranks in counts.items()]
     found, first = [], 0
     for (group, ranks), neighbours in groupby(used):
@@ -137,4 +151,8 @@ fi
 def bash_threads(plan: Plan) -> str:
     """A line of bash that gives every rank the threads that were measured; nothing where they are not known."""
     found = threads(plan)
-    return "" if found is None else f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{int(found)}}}\n"
+    return (
+        ""
+        if found is None
+        else f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{int(found)}}}\n"
+    )

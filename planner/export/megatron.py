@@ -41,7 +41,10 @@ class Settings(NamedTuple):
     @classmethod
     def joined(cls, *parts: Self) -> Self:
         """All parts, one behind the other."""
-        return cls(tuple(chain(*(part[0] for part in parts))), tuple(chain(*(part[1] for part in parts))))
+        return cls(
+            tuple(chain(*(part[0] for part in parts))),
+            tuple(chain(*(part[1] for part in parts))),
+        )
 
 
 def settings_of(plan: Plan, target: str, *, couples_decay: bool = False) -> Settings:
@@ -76,25 +79,59 @@ def _degrees(plan: Plan, target: str) -> Settings:
         layout.expert_parallel_degree,
     )
     if expert > 1 and tensor > 1:
-        demand(plan, target, sequence_parallel=True)  # MoELayer.forward raises without it
-    side_by_side = layout.rank_order == "tp-cp-pp-dp" and layout.pipeline_parallel_degree > 1
+        demand(
+            plan, target, sequence_parallel=True
+        )  # MoELayer.forward raises without it
+    side_by_side = (
+        layout.rank_order == "tp-cp-pp-dp" and layout.pipeline_parallel_degree > 1
+    )
     settings: tuple[Setting, ...] = (
-        Setting("--tensor-model-parallel-size", "model.tensor_model_parallel_size", tensor),
-        Setting("--sequence-parallel", "model.sequence_parallel", layout.sequence_parallel and tensor > 1),
-        Setting("--context-parallel-size", "model.context_parallel_size", context, default=1),
-        Setting("--cp-comm-type", "model.cp_comm_type", "all_gather" if context > 1 else None),
-        Setting("--expert-model-parallel-size", "model.expert_model_parallel_size", expert, default=1),
-        Setting("--expert-tensor-parallel-size", "model.expert_tensor_parallel_size", tensor if expert > 1 else None),
+        Setting(
+            "--tensor-model-parallel-size", "model.tensor_model_parallel_size", tensor
+        ),
+        Setting(
+            "--sequence-parallel",
+            "model.sequence_parallel",
+            layout.sequence_parallel and tensor > 1,
+        ),
+        Setting(
+            "--context-parallel-size", "model.context_parallel_size", context, default=1
+        ),
+        Setting(
+            "--cp-comm-type",
+            "model.cp_comm_type",
+            "all_gather" if context > 1 else None,
+        ),
+        Setting(
+            "--expert-model-parallel-size",
+            "model.expert_model_parallel_size",
+            expert,
+            default=1,
+        ),
+        Setting(
+            "--expert-tensor-parallel-size",
+            "model.expert_tensor_parallel_size",
+            tensor if expert > 1 else None,
+        ),
         Setting("--use-tp-pp-dp-mapping", "dist.use_tp_pp_dp_mapping", side_by_side),
     )
     if expert > 1:
-        settings += (Setting("--moe-token-dispatcher-type", "model.moe_token_dispatcher_type", "alltoall"),)
+        settings += (
+            Setting(
+                "--moe-token-dispatcher-type",
+                "model.moe_token_dispatcher_type",
+                "alltoall",
+            ),
+        )
     told = (
         (
             context > 1,
             f"{target} balances causal attention over context-parallel ranks, the plan does not.",
         ),
-        (layout.sequence_parallel and tensor == 1, f"{target} runs no sequence parallelism on one tensor rank."),
+        (
+            layout.sequence_parallel and tensor == 1,
+            f"{target} runs no sequence parallelism on one tensor rank.",
+        ),
     )
     return Settings(settings, tuple(warning for holds, warning in told if holds))
 
@@ -114,18 +151,30 @@ def _pipeline(plan: Plan, target: str, transformer: Transformer) -> Settings:
             mend="plan with --fix virtual_stages_per_rank=1",
         )
     warnings = follow(plan, target, "interleaved-1f1b" if is_interleaved else "1f1b")
-    group = plan.micro_batches // (plan.micro_batches // ranks) if is_interleaved else None
+    group = (
+        plan.micro_batches // (plan.micro_batches // ranks) if is_interleaved else None
+    )
     settings = (
         Setting("--num-layers", "", transformer.blocks),
-        Setting("--pipeline-model-parallel-size", "model.pipeline_model_parallel_size", ranks),
-        Setting("", "model.virtual_pipeline_model_parallel_size", virtual if is_interleaved else None),
+        Setting(
+            "--pipeline-model-parallel-size",
+            "model.pipeline_model_parallel_size",
+            ranks,
+        ),
+        Setting(
+            "",
+            "model.virtual_pipeline_model_parallel_size",
+            virtual if is_interleaved else None,
+        ),
         Setting(
             "--pipeline-model-parallel-layout",
             "model.pipeline_model_parallel_layout",
             layout_text(transformer) if ranks > 1 else None,
         ),
         Setting(
-            "--microbatch-group-size-per-virtual-pipeline-stage", "model.microbatch_group_size_per_vp_stage", group
+            "--microbatch-group-size-per-virtual-pipeline-stage",
+            "model.microbatch_group_size_per_vp_stage",
+            group,
         ),
         *_OTHER_CUTS,
     )
@@ -144,8 +193,12 @@ _OTHER_CUTS = (
 def _batch(plan: Plan) -> Settings:
     job = plan.request.job
     settings = (
-        Setting("--micro-batch-size", "train.micro_batch_size", plan.layout.micro_batch_size),
-        Setting("--global-batch-size", "train.global_batch_size", job.global_batch_size),
+        Setting(
+            "--micro-batch-size", "train.micro_batch_size", plan.layout.micro_batch_size
+        ),
+        Setting(
+            "--global-batch-size", "train.global_batch_size", job.global_batch_size
+        ),
         Setting("--seq-length", "model.seq_length", job.sequence_length),
         Setting("", "dataset.seq_length", job.sequence_length),
     )
@@ -155,10 +208,14 @@ def _batch(plan: Plan) -> Settings:
 def _recompute(target: str, transformer: Transformer) -> Settings:
     chosen = recomputation(transformer)
     settings = (
-        Setting("--recompute-granularity", "model.recompute_granularity", chosen.granularity),
+        Setting(
+            "--recompute-granularity", "model.recompute_granularity", chosen.granularity
+        ),
         Setting("--recompute-method", "model.recompute_method", chosen.method),
         Setting("--recompute-num-layers", "model.recompute_num_layers", chosen.blocks),
-        Setting("--recompute-modules", "model.recompute_modules", chosen.modules or None),
+        Setting(
+            "--recompute-modules", "model.recompute_modules", chosen.modules or None
+        ),
     )
     return Settings(settings, (f"{target} {chosen.warning}",) if chosen.warning else ())
 
@@ -177,50 +234,90 @@ def _states(plan: Plan, target: str) -> Settings:
     shards_states = zero > 0 or layout.optimizer_offload
     instances = replicas // layout.zero_shards if zero else 1
     settings: tuple[Setting, ...] = (
-        Setting("--use-distributed-optimizer", "ddp.use_distributed_optimizer", shards_states),
+        Setting(
+            "--use-distributed-optimizer",
+            "ddp.use_distributed_optimizer",
+            shards_states,
+        ),
         Setting("", "optimizer.use_distributed_optimizer", shards_states),
-        Setting("--num-distributed-optimizer-instances", "ddp.num_distributed_optimizer_instances", instances, 1),
+        Setting(
+            "--num-distributed-optimizer-instances",
+            "ddp.num_distributed_optimizer_instances",
+            instances,
+            1,
+        ),
         Setting("--overlap-grad-reduce", "ddp.overlap_grad_reduce", replicas > 1),
-        Setting("--overlap-param-gather", "ddp.overlap_param_gather", shards_states and replicas > 1),
+        Setting(
+            "--overlap-param-gather",
+            "ddp.overlap_param_gather",
+            shards_states and replicas > 1,
+        ),
         Setting("", "optimizer.overlap_param_gather", shards_states and replicas > 1),
         Setting("--use-megatron-fsdp", "dist.use_megatron_fsdp", zero > 1),
         Setting("", "ddp.use_megatron_fsdp", zero > 1),
     )
     if zero > 1:
         settings += (
-            Setting("--data-parallel-sharding-strategy", "ddp.data_parallel_sharding_strategy", _SHARDING[zero]),
+            Setting(
+                "--data-parallel-sharding-strategy",
+                "ddp.data_parallel_sharding_strategy",
+                _SHARDING[zero],
+            ),
             Setting("--ckpt-format", "checkpoint.ckpt_format", "fsdp_dtensor"),
         )
     return Settings(settings)
 
 
-_OPTIMIZERS = {"adamw": "adam", "adam": "adam", "sgd": "sgd", "momentum": "sgd", "muon": "muon"}
+_OPTIMIZERS = {
+    "adamw": "adam",
+    "adam": "adam",
+    "sgd": "sgd",
+    "momentum": "sgd",
+    "muon": "muon",
+}
 
 
 def _optimizer(plan: Plan, target: str, *, couples_decay: bool) -> Settings:
     layout, planned = plan.layout, plan.request.job.optimizer
     name = known(plan, target, "optimizer", _OPTIMIZERS)
     if name != "adam":
-        demand(plan, target, optimizer_offload=False)  # HybridDeviceOptimizer knows Adam only
+        demand(
+            plan, target, optimizer_offload=False
+        )  # HybridDeviceOptimizer knows Adam only
     if name == "sgd" and layout.zero_stage == 1:
         demand(plan, target, zero_stage=0)  # DistributedOptimizer does not know SGD
     if name == "muon" and layout.zero_stage > 1:
         demand(plan, target, zero_stage=1)
     offload = layout.optimizer_offload
-    decouples = planned != "adam" or offload or not couples_decay  # on the host AdamW only
+    decouples = (
+        planned != "adam" or offload or not couples_decay
+    )  # on the host AdamW only
     settings: tuple[Setting, ...] = (
         Setting("--optimizer", "optimizer.optimizer", name),
         Setting("", "optimizer.decoupled_weight_decay", decouples),
         Setting("--optimizer-cpu-offload", "optimizer.optimizer_cpu_offload", offload),
         Setting("", "optimizer.optimizer_offload_fraction", 1.0 if offload else 0.0),
-        Setting("--use-precision-aware-optimizer", "optimizer.use_precision_aware_optimizer", offload),
+        Setting(
+            "--use-precision-aware-optimizer",
+            "optimizer.use_precision_aware_optimizer",
+            offload,
+        ),
     )
     if name == "sgd":
         momentum = 0.9 if planned == "momentum" else 0.0
         settings += (Setting("--sgd-momentum", "optimizer.sgd_momentum", momentum),)
     told = (
-        (planned == "adam" and decouples, f"{target} decouples Adam's weight decay, as AdamW does."),
-        (offload, f"{target} updates on the host, with states sharded as under ZeRO 1; the plan brings them back."),
-        (name == "muon" and layout.zero_stage == 1, f"{target} shares out whole matrices under Muon, not equal parts."),
+        (
+            planned == "adam" and decouples,
+            f"{target} decouples Adam's weight decay, as AdamW does.",
+        ),
+        (
+            offload,
+            f"{target} updates on the host, with states sharded as under ZeRO 1; the plan brings them back.",
+        ),
+        (
+            name == "muon" and layout.zero_stage == 1,
+            f"{target} shares out whole matrices under Muon, not equal parts.",
+        ),
     )
     return Settings(settings, tuple(warning for holds, warning in told if holds))

@@ -16,11 +16,18 @@ from planner.spec import Plan
 _NAME = "Megatron-Bridge"
 _VERSION = "commit 067f987"
 
-_BF16 = ("cfg.mixed_precision = bf16_mixed()", "cfg.mixed_precision.grad_reduce_in_fp32 = False")
+_BF16 = (
+    "cfg.mixed_precision = bf16_mixed()",
+    "cfg.mixed_precision.grad_reduce_in_fp32 = False",
+)
 _PRECISIONS = {
     "bf16-mixed": _BF16,
     "fp16-mixed": ("cfg.mixed_precision = fp16_mixed()",),
-    "fp8": (*_BF16, 'cfg.mixed_precision.fp8 = "hybrid"', 'cfg.mixed_precision.fp8_recipe = "tensorwise"'),
+    "fp8": (
+        *_BF16,
+        'cfg.mixed_precision.fp8 = "hybrid"',
+        'cfg.mixed_precision.fp8_recipe = "tensorwise"',
+    ),
     "fp32": (
         "cfg.mixed_precision = MixedPrecisionConfig(",
         "    fp32=True, params_dtype=torch.float32, pipeline_dtype=torch.float32",
@@ -29,7 +36,8 @@ _PRECISIONS = {
 }
 """Gradients stay in bf16, two bytes as in the plan: the default of `bf16_mixed` is four."""
 _STATES = tuple(
-    f"cfg.optimizer.{name}_dtype = torch.float32" for name in ("main_params", "main_grads", "exp_avg", "exp_avg_sq")
+    f"cfg.optimizer.{name}_dtype = torch.float32"
+    for name in ("main_params", "main_grads", "exp_avg", "exp_avg_sq")
 )
 """Four bytes each, as in the plan: recipes of large models choose two, and `OptimizerConfig` takes those only from its
 precision-aware optimizer."""
@@ -38,15 +46,22 @@ _OPTIMIZERS = {"adamw": "adam", "adam": "adam", "sgd": "sgd", "momentum": "sgd"}
 
 def write(plan: Plan) -> Export:
     """A Python file with the function ``apply_plan``."""
-    precision = _PRECISIONS[known(plan, _NAME, "precision", {name: name for name in _PRECISIONS})]
+    precision = _PRECISIONS[
+        known(plan, _NAME, "precision", {name: name for name in _PRECISIONS})
+    ]
     known(plan, _NAME, "optimizer", _OPTIMIZERS)
     chosen = settings_of(plan, _NAME, couples_decay=True)
     blocks = Transformer.of(plan, _NAME).blocks
-    settings = map(_assignment, (setting for setting in chosen.settings if setting.field))
+    settings = map(
+        _assignment, (setting for setting in chosen.settings if setting.field)
+    )
     lines = [*precision, *settings, *_STATES]
     body = "".join(f"    {line}\n" for line in lines)
     top = header(plan, _NAME, _VERSION, chosen.warnings)
-    return Export(f"{top}{_imports(precision)}{_FUNCTION.format(blocks=blocks)}{body}    return cfg\n", chosen.warnings)
+    return Export(
+        f"{top}{_imports(precision)}{_FUNCTION.format(blocks=blocks)}{body}    return cfg\n",
+        chosen.warnings,
+    )
 
 
 def _imports(precision: tuple[str, ...]) -> str:

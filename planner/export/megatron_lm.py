@@ -46,7 +46,9 @@ def _argument(setting: Setting) -> str:
     flag, value = setting.flag, setting.value
     if not flag or value is None or value is False or value == setting.default:
         return ""
-    values = value if isinstance(value, tuple) else () if value is True else (str(value),)
+    values = (
+        value if isinstance(value, tuple) else () if value is True else (str(value),)
+    )
     return " ".join((flag, *map(shlex.quote, values)))
 
 

@@ -46,12 +46,16 @@ def recomputation(transformer: Transformer) -> Recomputation:
     if modes <= {"none"}:
         return Recomputation()
     if "full" not in modes:
-        where = "" if modes == {"selective"} else f", in {_counts(transformer)} blocks only"
+        where = (
+            "" if modes == {"selective"} else f", in {_counts(transformer)} blocks only"
+        )
         told = f"recomputes norms and whole MLPs in all blocks; the plan recomputes all but products{where}."
         return Recomputation("selective", modules=_SELECTIVE, warning=told)
     if modes == {"full"}:
         return Recomputation("full", "uniform", 1)
-    planned = tuple(sum(mode != "none" for mode in stage.recompute) for stage in transformer.stages)
+    planned = tuple(
+        sum(mode != "none" for mode in stage.recompute) for stage in transformer.stages
+    )
     most = max(planned)
     run = tuple(min(most, stage.blocks) for stage in transformer.stages)
     is_exact = run == planned and "selective" not in modes
@@ -62,5 +66,10 @@ def recomputation(transformer: Transformer) -> Recomputation:
 def _counts(transformer: Transformer) -> str:
     """``[4, 0] in full and [1, 0] selectively``: blocks by stage."""
     words = {"full": "in full", "selective": "selectively"}
-    counts = {word: [stage.recompute.count(mode) for stage in transformer.stages] for mode, word in words.items()}
-    return " and ".join(f"{blocks} {word}" for word, blocks in counts.items() if any(blocks))
+    counts = {
+        word: [stage.recompute.count(mode) for stage in transformer.stages]
+        for mode, word in words.items()
+    }
+    return " and ".join(
+        f"{blocks} {word}" for word, blocks in counts.items() if any(blocks)
+    )

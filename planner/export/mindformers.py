@@ -14,7 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from planner.export.runtime import Runtime, first_blocks_recompute, more_memory, whole_block_recompute
+from planner.export.runtime import (
+    Runtime,
+    first_blocks_recompute,
+    more_memory,
+    whole_block_recompute,
+)
 from planner.export.target import Export, Target, header, refuse
 from planner.export.transformer import Transformer
 from planner.spec import Plan
@@ -46,7 +51,9 @@ def write(plan: Plan) -> Export:
 def _yaml(plan: Plan, blocks: Transformer) -> str:
     layout, job = plan.layout, plan.request.job
     is_piped = layout.pipeline_parallel_degree > 1
-    steps, micro_batches = (1, plan.micro_batches) if is_piped else (plan.micro_batches, 1)
+    steps, micro_batches = (
+        (1, plan.micro_batches) if is_piped else (plan.micro_batches, 1)
+    )
     return f"""\
 # To be merged into a configuration, which run_mindformer.py takes with --config; the rest of the model, the data and
 # the learning rate in it stay as they are.
@@ -104,7 +111,9 @@ def offsets(sizes: Sequence[int]) -> list[int]:
 
 
 def _recompute(plan: Plan, blocks: Transformer) -> object:
-    counts = [sum(mode != "none" for mode in stage.recompute) for stage in blocks.stages]
+    counts = [
+        sum(mode != "none" for mode in stage.recompute) for stage in blocks.stages
+    ]
     return _per_stage(plan, counts) if any(counts) else False
 
 

@@ -51,7 +51,9 @@ def write(plan: Plan) -> Export:
     _check_warm_up(plan)
     recompute, slower = whole_model_recompute(blocks, _NANOTRON.name)
     warnings = [*slower, *_memory(plan), *_cut(blocks)]
-    text = header(plan, _NANOTRON.name, _VERSION, warnings) + _yaml(plan, recompute=recompute)
+    text = header(plan, _NANOTRON.name, _VERSION, warnings) + _yaml(
+        plan, recompute=recompute
+    )
     return Export(text, tuple(warnings))
 
 
@@ -104,7 +106,11 @@ def _memory(plan: Plan) -> list[str]:
     """FP32GradientAccumulator keeps a buffer of all gradients in fp32, twice what the plan's take."""
     if plan.request.job.precision != "bf16-mixed":
         return []
-    return [more_memory(plan, _NANOTRON.name, "accumulates gradients in fp32", of_parameters=1.0)]
+    return [
+        more_memory(
+            plan, _NANOTRON.name, "accumulates gradients in fp32", of_parameters=1.0
+        )
+    ]
 
 
 def _cut(blocks: Transformer) -> list[str]:
@@ -133,13 +139,19 @@ def _nearest(sizes: list[int]) -> str:
     for head in range(blocks * stages):
         share = (blocks + head / stages) / stages
         stops = [min(int(share * stage) + 1, blocks) for stage in range(1, stages)]
-        least, most = head_costs([stop - start for start, stop in pairwise((0, *stops, blocks))])
-        if least < most and (len(best) < stages or _apart(stops, wanted) < _apart(best, wanted)):
+        least, most = head_costs(
+            [stop - start for start, stop in pairwise((0, *stops, blocks))]
+        )
+        if least < most and (
+            len(best) < stages or _apart(stops, wanted) < _apart(best, wanted)
+        ):
             best = [*stops, blocks]
     if len(best) < stages:
         return "plan with --fix pipeline_parallel_degree=1"
     cut = [stop - start for start, stop in pairwise((0, *best))]
-    layers = [count + (stage == 0) + (stage == stages - 1) for stage, count in enumerate(cut)]
+    layers = [
+        count + (stage == 0) + (stage == stages - 1) for stage, count in enumerate(cut)
+    ]
     told = _range(*head_costs(cut))
     return (
         f"plan with --fix layers_per_stage={','.join(map(str, layers))}, which it cuts where vocab_size / "

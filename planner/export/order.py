@@ -37,7 +37,9 @@ def follow(plan: Plan, target: str, name: str) -> tuple[str, ...]:
     if theirs.stage_ranks != ours.stage_ranks or _has_copies(ours):
         why = f"puts stage s on pipeline rank s % {ours.ranks}, the plan has its stages elsewhere"
         refuse(target, why, field="layout.schedule", mend=mend)
-    for rank, (held, planned) in enumerate(zip(in_flight_vectors(theirs), in_flight_vectors(ours), strict=True)):
+    for rank, (held, planned) in enumerate(
+        zip(in_flight_vectors(theirs), in_flight_vectors(ours), strict=True)
+    ):
         if not all(any(_contains(other, each) for other in planned) for each in held):
             why = f"runs {name}, which holds more micro-batches on pipeline rank {rank} than the plan's {ours.name}"
             refuse(target, why, field="layout.schedule", mend=mend)
@@ -68,7 +70,10 @@ def _theirs(plan: Plan, target: str, name: str) -> Schedule:
 
 def _has_copies(schedule: Schedule) -> bool:
     """Do two ranks run the same stage?"""
-    return sum(len({action.stage for action in row}) for row in schedule.actions) > schedule.stages
+    return (
+        sum(len({action.stage for action in row}) for row in schedule.actions)
+        > schedule.stages
+    )
 
 
 def _contains(one: tuple[int, ...], other: tuple[int, ...]) -> bool:

@@ -40,12 +40,18 @@ def write(plan: Plan) -> Export:
     _check_zero(plan)
     _check_order(plan)
     warnings = tuple(whole_block_recompute(blocks, _PADDLENLP.name))
-    text = "#!/usr/bin/env bash\n" + header(plan, _PADDLENLP.name, _VERSION, warnings) + _script(plan, blocks)
+    text = (
+        "#!/usr/bin/env bash\n"
+        + header(plan, _PADDLENLP.name, _VERSION, warnings)
+        + _script(plan, blocks)
+    )
     return Export(text, warnings)
 
 
 def _script(plan: Plan, blocks: Transformer) -> str:
-    arguments = "".join(f" \\\n    --{name} {value}" for name, value in _arguments(plan, blocks).items())
+    arguments = "".join(
+        f" \\\n    --{name} {value}" for name, value in _arguments(plan, blocks).items()
+    )
     return f"""\
 # bash SCRIPT model.json: on every node, in PaddleNLP's folder llm. PADDLE_LAUNCH holds what paddle.distributed.launch
 # needs on several nodes, such as "--master HOST:PORT --nnodes 4".
@@ -66,13 +72,22 @@ def _arguments(plan: Plan, blocks: Transformer) -> dict[str, object]:
         "sequence_parallel": _yes(layout.sequence_parallel),
         "pipeline_parallel_degree": layout.pipeline_parallel_degree,
         "virtual_pp_degree": layout.virtual_stages_per_rank,
-        "hybrid_parallel_topo_order": "sharding_first" if layout.rank_order == "tp-cp-pp-dp" else "pp_first",
+        "hybrid_parallel_topo_order": "sharding_first"
+        if layout.rank_order == "tp-cp-pp-dp"
+        else "pp_first",
         "use_flash_attention": "true",
         "optim": _PADDLENLP.optimizer(plan),
     }
     if layout.zero_shards > 1:
-        arguments |= {"sharding": f"stage{layout.zero_stage}", "sharding_parallel_degree": layout.zero_shards}
-    arguments |= {_PADDLENLP.precision(plan): "true", "fp16_opt_level": "O2", "amp_master_grad": "false"}
+        arguments |= {
+            "sharding": f"stage{layout.zero_stage}",
+            "sharding_parallel_degree": layout.zero_shards,
+        }
+    arguments |= {
+        _PADDLENLP.precision(plan): "true",
+        "fp16_opt_level": "O2",
+        "amp_master_grad": "false",
+    }
     return arguments | _recompute(blocks)
 
 
@@ -91,7 +106,9 @@ def _yes(value: bool) -> str:
 
 def _check_cut(plan: Plan, blocks: Transformer) -> None:
     does = f"deals blocks equally to {len(blocks.stages)} stages"
-    demand_division(plan, _PADDLENLP.name, blocks, lambda sizes: len(set(sizes)) == 1, does)
+    demand_division(
+        plan, _PADDLENLP.name, blocks, lambda sizes: len(set(sizes)) == 1, does
+    )
 
 
 def _check_zero(plan: Plan) -> None:

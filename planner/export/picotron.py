@@ -37,7 +37,10 @@ def write(plan: Plan) -> Export:
     _check_context(plan)
     warnings = tuple(_warnings(plan))
     told = header(plan, _PICOTRON.name, _VERSION, warnings, comment="").splitlines()
-    return Export(json.dumps({"planner": told, **_config(plan, blocks)}, indent=4) + "\n", warnings)
+    return Export(
+        json.dumps({"planner": told, **_config(plan, blocks)}, indent=4) + "\n",
+        warnings,
+    )
 
 
 def _config(plan: Plan, blocks: Transformer) -> dict[str, dict[str, object]]:

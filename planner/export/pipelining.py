@@ -15,7 +15,13 @@ from planner.schedule import build, find
 from planner.spec import Layout, Plan
 
 _TORCH = "torch.distributed.pipelining"
-_IN_THE_ACTIONS = ("pipeline_parallel_degree", "virtual_stages_per_rank", "schedule", "recompute", "micro_batch_shares")
+_IN_THE_ACTIONS = (
+    "pipeline_parallel_degree",
+    "virtual_stages_per_rank",
+    "schedule",
+    "recompute",
+    "micro_batch_shares",
+)
 """Fields of the layout that need no word: the text shows them, a warning of their own does, or they are refused."""
 
 
@@ -42,7 +48,9 @@ def write(plan: Plan) -> Export:
         )
     actions = plan.actions or _built(plan)
     _check_one_rank_per_stage(plan, actions)
-    return Export("".join(f"{','.join(rank)}\n" for rank in actions), tuple(_unsaid(plan)))
+    return Export(
+        "".join(f"{','.join(rank)}\n" for rank in actions), tuple(_unsaid(plan))
+    )
 
 
 def _built(plan: Plan) -> tuple[tuple[str, ...], ...]:
@@ -85,8 +93,16 @@ def _unsaid(plan: Plan) -> Iterator[str]:
         f"The text is the order of actions only: build the stages with {counts} layers, and split each replica's part "
         f"of the global batch of {job.global_batch_size} samples into {plan.micro_batches} micro-batches."
     )
-    given = {"sequence_length": job.sequence_length, "precision": job.precision, "optimizer": job.optimizer}
-    given |= {name: value for name, value in layout if name not in _IN_THE_ACTIONS and value != _default(name)}
+    given = {
+        "sequence_length": job.sequence_length,
+        "precision": job.precision,
+        "optimizer": job.optimizer,
+    }
+    given |= {
+        name: value
+        for name, value in layout
+        if name not in _IN_THE_ACTIONS and value != _default(name)
+    }
     yield f"The plan was priced with {', '.join(f'{name}={value}' for name, value in given.items())}: set it up."
     for mode, layers in _recomputed(plan).items():
         yield f"The plan was priced with {mode} recomputation of {', '.join(layers)}: set it up."
@@ -99,7 +115,9 @@ def _recomputed(plan: Plan) -> dict[str, list[str]]:
     for mode, neighbours in groupby(layers, key=lambda layer: layer.recompute):
         first, *others = [layer.name for layer in neighbours]
         if mode != "none":
-            found.setdefault(mode, []).append(f"{first} to {others[-1]}" if others else first)
+            found.setdefault(mode, []).append(
+                f"{first} to {others[-1]}" if others else first
+            )
     return found
 
 

@@ -59,7 +59,11 @@ class Runtime:
 
     def schedule(self, plan: Plan) -> str:
         """What the runtime calls the plan's schedule; that of 1F1B where there is no pipeline to order."""
-        name = canonical_name(plan.layout.schedule) if plan.layout.pipeline_parallel_degree > 1 else "1f1b"
+        name = (
+            canonical_name(plan.layout.schedule)
+            if plan.layout.pipeline_parallel_degree > 1
+            else "1f1b"
+        )
         return self.schedules[name]
 
     def precision(self, plan: Plan) -> str:
@@ -75,7 +79,10 @@ class Runtime:
         self.optimizer(plan)
 
     def _check_degrees(self, plan: Plan) -> None:
-        lacks: dict[str, bool | int] = {"sequence_chunks": 1, "activation_offload": False}
+        lacks: dict[str, bool | int] = {
+            "sequence_chunks": 1,
+            "activation_offload": False,
+        }
         if not self.context_parallel:
             lacks["context_parallel_degree"] = 1
         if not self.expert_parallel:
@@ -116,7 +123,11 @@ class Runtime:
         if layout.zero_stage not in self.zero_stages:
             able = ",".join(map(str, self.zero_stages))
             self._refuse_field("zero_stage", layout.zero_stage, able)
-        if layout.zero_stage and layout.zero_shards != layout.replicas and not self.shard_groups:
+        if (
+            layout.zero_stage
+            and layout.zero_shards != layout.replicas
+            and not self.shard_groups
+        ):
             self._refuse_field("zero_shard_degree", layout.zero_shards, layout.replicas)
 
     def _check_ranks(self, plan: Plan) -> None:
@@ -127,8 +138,14 @@ class Runtime:
             layout.context_parallel_degree,
             layout.pipeline_parallel_degree,
         )
-        if pipeline > 1 and layout.data_parallel_degree > 1 and layout.rank_order not in self.rank_orders:
-            self._refuse_field("rank_order", layout.rank_order, ",".join(self.rank_orders))
+        if (
+            pipeline > 1
+            and layout.data_parallel_degree > 1
+            and layout.rank_order not in self.rank_orders
+        ):
+            self._refuse_field(
+                "rank_order", layout.rank_order, ",".join(self.rank_orders)
+            )
         for row in plan.placement:
             if layout.rank_order == "tp-cp-dp-pp":
                 outer = row.data + layout.data_parallel_degree * row.pipeline
@@ -136,7 +153,9 @@ class Runtime:
                 outer = row.pipeline + pipeline * row.data
             if row.rank != row.tensor + tensor * (row.context + context * outer):
                 why = f"numbers ranks by rows of its mesh, and the plan's rank {row.rank} stands elsewhere"
-                refuse(self.name, why, field="placement", mend="plan for nodes of one kind")
+                refuse(
+                    self.name, why, field="placement", mend="plan for nodes of one kind"
+                )
 
     def _check_recompute(self, plan: Plan) -> None:
         for stage in plan.stages:
@@ -149,12 +168,23 @@ class Runtime:
                         mend="plan with --fix recompute=none",
                     )
 
-    def _refuse_field(self, name: str, value: bool | int | str, able: bool | int | str) -> None:
-        why = self.reasons.get(name, f"has no {name} {written(value)}, which the plan has")
-        refuse(self.name, why, field=f"layout.{name}", mend=f"plan with --fix {name}={written(able)}")
+    def _refuse_field(
+        self, name: str, value: bool | int | str, able: bool | int | str
+    ) -> None:
+        why = self.reasons.get(
+            name, f"has no {name} {written(value)}, which the plan has"
+        )
+        refuse(
+            self.name,
+            why,
+            field=f"layout.{name}",
+            mend=f"plan with --fix {name}={written(able)}",
+        )
 
 
-def whole_model_recompute(blocks: Transformer, runtime: str) -> tuple[bool, Iterator[str]]:
+def whole_model_recompute(
+    blocks: Transformer, runtime: str
+) -> tuple[bool, Iterator[str]]:
     """For runtimes that recompute every block whole or none: which of the two, and what is told about it.
 
     Never less than planned: where one block recomputes, all do.
@@ -174,7 +204,9 @@ def whole_model_recompute(blocks: Transformer, runtime: str) -> tuple[bool, Iter
 
 def whole_block_recompute(blocks: Transformer, runtime: str) -> Iterator[str]:
     """For runtimes that recompute chosen blocks, but whole ones only: what is told about the others."""
-    partly = sum(mode == "selective" for stage in blocks.stages for mode in stage.recompute)
+    partly = sum(
+        mode == "selective" for stage in blocks.stages for mode in stage.recompute
+    )
     if partly:
         yield (
             f"{runtime} recomputes whole blocks; the plan recomputes {counted(partly, 'block')} selectively: steps "

@@ -44,7 +44,14 @@ class Target:
         return f"{plan.id[:12]}-{self.name}{self.suffix}"
 
 
-def header(plan: Plan, target: str, version: str, warnings: Sequence[str] = (), *, comment: str = "# ") -> str:
+def header(
+    plan: Plan,
+    target: str,
+    version: str,
+    warnings: Sequence[str] = (),
+    *,
+    comment: str = "# ",
+) -> str:
     """The first lines of a text: where it comes from, what it promises, and what it cannot say.
 
     Args:
@@ -72,4 +79,6 @@ def refuse(target: str, why: str, *, field: str, mend: str) -> NoReturn:
         field: of the plan, such as ``layout.context_parallel_degree``.
         mend: what to ask the search for instead, such as ``plan with --fix context_parallel_degree=1``.
     """
-    raise UnsupportedError(f"{target} {why}.", field=field, mend=f"{mend}, or choose another target.")
+    raise UnsupportedError(
+        f"{target} {why}.", field=field, mend=f"{mend}, or choose another target."
+    )

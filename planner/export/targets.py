@@ -62,7 +62,13 @@ def find(name: str) -> Target:
     if name in TARGETS:
         return TARGETS[name]
     near = difflib.get_close_matches(name, TARGETS, n=3)
-    meant = f"did you mean {' or '.join(map(repr, near))}? Targets: " if near else "use one of "
+    meant = (
+        f"did you mean {' or '.join(map(repr, near))}? Targets: "
+        if near
+        else "use one of "
+    )
     raise UnknownNameError(
-        f"there is no export target {name!r}.", field="target", mend=f"{meant}{', '.join(sorted(TARGETS))}."
+        f"there is no export target {name!r}.",
+        field="target",
+        mend=f"{meant}{', '.join(sorted(TARGETS))}.",
     )

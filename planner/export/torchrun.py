@@ -36,7 +36,9 @@ def write(plan: Plan) -> Export:
     usage = _USAGE.format(
         words="[NODE_RANK [MASTER_ADDR]] " if count > 1 else "",
         worker=WORKER,
-        whence=f"MASTER_ADDR is the address of node 0. {_WHENCE}" if count > 1 else _WHENCE_ONE,
+        whence=f"MASTER_ADDR is the address of node 0. {_WHENCE}"
+        if count > 1
+        else _WHENCE_ONE,
     )
     listed = "".join(f"#   {each}\n" for each in nodes)
     line, ranks = bash_ranks(nodes, "NODE_RANK")

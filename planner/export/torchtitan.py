@@ -40,15 +40,22 @@ def write(plan: Plan) -> Export:
             "tensor_parallel_degree": layout.tensor_parallel_degree,
             "context_parallel_degree": layout.context_parallel_degree,
             "expert_parallel_degree": layout.expert_parallel_degree,
-            "expert_tensor_parallel_degree": layout.tensor_parallel_degree if layout.expert_parallel_degree > 1 else 1,
+            "expert_tensor_parallel_degree": layout.tensor_parallel_degree
+            if layout.expert_parallel_degree > 1
+            else 1,
             "pipeline_parallel_degree": layout.pipeline_parallel_degree,
             **(_pipeline(choices, micro_batch) if pipelined else {}),
         },
-        "activation_checkpoint": {"mode": choices.recompute, "selective_ac_option": "op"},
+        "activation_checkpoint": {
+            "mode": choices.recompute,
+            "selective_ac_option": "op",
+        },
         "optimizer": {"name": choices.optimizer},
     }
     text = "".join(f"\n[{name}]\n{_lines(fields)}" for name, fields in sections.items())
-    return Export(header(plan, _NAME, _VERSION, choices.warnings) + text, choices.warnings)
+    return Export(
+        header(plan, _NAME, _VERSION, choices.warnings) + text, choices.warnings
+    )
 
 
 def _pipeline(choices: Choices, micro_batch_size: int) -> dict[str, object]:
@@ -80,10 +87,17 @@ def _check_release(plan: Plan, choices: Choices) -> None:
         return
     if choices.replicate > 1:
         why = "runs replicas that share nothing out beside no other parallelism"
-        refuse(_NAME, why, field="layout.zero_stage", mend="plan with --fix zero_stage=1")
+        refuse(
+            _NAME, why, field="layout.zero_stage", mend="plan with --fix zero_stage=1"
+        )
     if plan.request.job.precision == "bf16-mixed":
         why = "computes in bf16 where replicas share out parameters, and trains in fp32 on one replica of many devices"
-        refuse(_NAME, why, field="request.job.precision", mend="export for its main branch, --to torchtitan-main")
+        refuse(
+            _NAME,
+            why,
+            field="request.job.precision",
+            mend="export for its main branch, --to torchtitan-main",
+        )
 
 
 TARGET = Target(

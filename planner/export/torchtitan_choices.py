@@ -64,7 +64,13 @@ def choose(plan: Plan, target: str, head: tuple[str, ...]) -> Choices:
     Raises:
         UnsupportedError: torchtitan cannot do what the plan says.
     """
-    demand(plan, target, sequence_chunks=1, activation_offload=False, optimizer_offload=False)
+    demand(
+        plan,
+        target,
+        sequence_chunks=1,
+        activation_offload=False,
+        optimizer_offload=False,
+    )
     demand_equal_shares(plan, target)
     layout = plan.layout
     if layout.pipeline_parallel_degree > 1 and layout.data_parallel_degree > 1:
@@ -76,8 +82,14 @@ def choose(plan: Plan, target: str, head: tuple[str, ...]) -> Choices:
     dtype = known(plan, target, "precision", PRECISIONS)
     told = (
         *_told(plan),
-        (recompute == "selective", "recomputes every second matrix product of a block too"),
-        (recomputes_more, f"recomputes all blocks in mode {recompute}; the plan only some of them so"),
+        (
+            recompute == "selective",
+            "recomputes every second matrix product of a block too",
+        ),
+        (
+            recomputes_more,
+            f"recomputes all blocks in mode {recompute}; the plan only some of them so",
+        ),
         (
             bool(schedule_csv),
             f"reads the actions from {schedule_csv}: `planner export --to torch-pipelining` writes it",
@@ -103,15 +115,24 @@ def _sharding(plan: Plan, target: str) -> tuple[int, int]:
     layout, context = plan.layout, plan.layout.context_parallel_degree
     if layout.zero_stage > 1 and layout.pipeline_parallel_degree > 1:
         why = "keeps parameters and gradients whole from the first micro-batch of a pipeline's step to the last"
-        refuse(target, why, field="layout.zero_stage", mend="plan with --fix zero_stage=1")
+        refuse(
+            target, why, field="layout.zero_stage", mend="plan with --fix zero_stage=1"
+        )
     if layout.zero_stage and layout.zero_shards % context:
         why = f"shards over context-parallel ranks first, {context}, and the plan over {layout.zero_shards} in all"
-        refuse(target, why, field="layout.zero_shard_degree", mend=f"plan with a multiple of {context}")
+        refuse(
+            target,
+            why,
+            field="layout.zero_shard_degree",
+            mend=f"plan with a multiple of {context}",
+        )
     shard = layout.zero_shards // context if layout.zero_stage else 1
     expert = layout.expert_parallel_degree
     if (shard * context) % expert:
         why = f"takes expert-parallel ranks from those that shard, {shard * context}, and the plan has {expert}"
-        refuse(target, why, field="layout.zero_stage", mend="plan with --fix zero_stage=1")
+        refuse(
+            target, why, field="layout.zero_stage", mend="plan with --fix zero_stage=1"
+        )
     return layout.data_parallel_degree // shard, shard
 
 
@@ -122,7 +143,9 @@ def _schedule(plan: Plan, target: str) -> tuple[str, str]:
         demand(plan, target, virtual_stages_per_rank=1)
         return "1F1B", ""
     name = SCHEDULES.get(canonical_name(layout.schedule), "")
-    if name == "1F1B" and plan.micro_batches < ranks:  # which torch refuses, and its runtime for actions does not
+    if (
+        name == "1F1B" and plan.micro_batches < ranks
+    ):  # which torch refuses, and its runtime for actions does not
         name = ""
     if not name and not _loops(schedule_of(plan)):
         refuse(
@@ -131,7 +154,9 @@ def _schedule(plan: Plan, target: str) -> tuple[str, str]:
             field="layout.schedule",
             mend="plan with --fix schedule=1f1b",
         )
-    return name or "PipelineScheduleMulti", "" if name else pipelining.TARGET.file_name(plan)
+    return name or "PipelineScheduleMulti", "" if name else pipelining.TARGET.file_name(
+        plan
+    )
 
 
 def _loops(schedule: Schedule) -> bool:
@@ -141,11 +166,19 @@ def _loops(schedule: Schedule) -> bool:
     return runs == schedule.stages and schedule.stage_ranks == loop_placement(shape)
 
 
-def _parts(transformer: Transformer, head: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+def _parts(
+    transformer: Transformer, head: tuple[str, ...]
+) -> tuple[tuple[str, ...], ...]:
     parts, first = [], 0
     for stage in transformer.stages:
         blocks = (f"layers.{number}" for number in range(first, first + stage.blocks))
-        parts.append((*("tok_embeddings",) * stage.has_embedding, *blocks, *head * stage.has_head))
+        parts.append(
+            (
+                *("tok_embeddings",) * stage.has_embedding,
+                *blocks,
+                *head * stage.has_head,
+            )
+        )
         first += stage.blocks
     return tuple(parts)
 
@@ -153,7 +186,9 @@ def _parts(transformer: Transformer, head: tuple[str, ...]) -> tuple[tuple[str, 
 def _recompute(transformer: Transformer) -> tuple[RecomputeMode, bool]:
     """The mode of all blocks that keeps no more of any, and whether some run more again than planned."""
     modes = {mode for stage in transformer.stages for mode in stage.recompute}
-    most: RecomputeMode = "full" if "full" in modes else "selective" if "selective" in modes else "none"
+    most: RecomputeMode = (
+        "full" if "full" in modes else "selective" if "selective" in modes else "none"
+    )
     return most, len(modes) > 1
 
 
@@ -163,7 +198,10 @@ def _told(plan: Plan) -> tuple[tuple[bool, str], ...]:
     zero, pipelined = layout.zero_stage, layout.pipeline_parallel_degree > 1
     half = plan.request.job.precision == "bf16-mixed"
     return (
-        (half and not zero, "keeps parameters and gradients in fp32 and casts to bf16: two bytes more per parameter"),
+        (
+            half and not zero,
+            "keeps parameters and gradients in fp32 and casts to bf16: two bytes more per parameter",
+        ),
         (
             half and zero > 0 and pipelined,
             "adds up the gradients of a pipeline's step in fp32, four bytes each instead of two",

@@ -14,7 +14,11 @@ from planner.spec import Plan
 _NAME = "torchtitan, main branch"
 _VERSION = "commit b5bcd76"
 
-_RECOMPUTE = {"none": "None", "selective": "SelectiveAC.Config()", "full": "FullAC.Config()"}
+_RECOMPUTE = {
+    "none": "None",
+    "selective": "SelectiveAC.Config()",
+    "full": "FullAC.Config()",
+}
 
 
 def write(plan: Plan) -> Export:
@@ -25,22 +29,37 @@ def write(plan: Plan) -> Export:
     choices = choose(plan, _NAME, ("norm", "lm_head"))
     policy = _RECOMPUTE[choices.recompute]
     lines = [
-        *(f"config.training.{name} = {value}" for name, value in _training(plan, choices).items()),
-        *(f"config.parallelism.{name} = {value}" for name, value in _parallelism(plan, choices).items()),
+        *(
+            f"config.training.{name} = {value}"
+            for name, value in _training(plan, choices).items()
+        ),
+        *(
+            f"config.parallelism.{name} = {value}"
+            for name, value in _parallelism(plan, choices).items()
+        ),
         f"config.activation_checkpoint = {policy}",
         "for group in config.optimizer.param_groups:",
         f'    group.optimizer_name = "{choices.optimizer}"',
         "return config",
     ]
     body = "".join(f"    {line}\n" for line in lines)
-    text = header(plan, _NAME, _VERSION, choices.warnings) + _imports(policy) + _FUNCTION + body
+    text = (
+        header(plan, _NAME, _VERSION, choices.warnings)
+        + _imports(policy)
+        + _FUNCTION
+        + body
+    )
     return Export(text, choices.warnings)
 
 
 def _imports(policy: str) -> str:
     """What the function's lines use."""
     made = policy.partition(".")[0]
-    used = "" if policy == "None" else f"from torchtitan.distributed.activation_checkpoint import {made}\n"
+    used = (
+        ""
+        if policy == "None"
+        else f"from torchtitan.distributed.activation_checkpoint import {made}\n"
+    )
     return f"{used}from torchtitan.trainer import Trainer\n\n\n"
 
 
@@ -53,10 +72,13 @@ def apply_plan(config: Trainer.Config) -> Trainer.Config:
 def _training(plan: Plan, choices: Choices) -> dict[str, object]:
     job = plan.request.job
     # Trainer.Config raises for CUDA graphs of pipelines, and of most ways to send tokens to experts; they are on else.
-    lacks_graphs = plan.layout.pipeline_parallel_degree * plan.layout.expert_parallel_degree > 1
+    lacks_graphs = (
+        plan.layout.pipeline_parallel_degree * plan.layout.expert_parallel_degree > 1
+    )
     return {
         **({"disable_cuda_graphs": True} if lacks_graphs else {}),
-        "num_tokens_per_microbatch_per_dp_rank": plan.layout.micro_batch_size * job.sequence_length,
+        "num_tokens_per_microbatch_per_dp_rank": plan.layout.micro_batch_size
+        * job.sequence_length,
         "num_tokens_per_train_step": job.global_batch_size * job.sequence_length,
         "max_context_length": job.sequence_length,
         "dtype": f'"{choices.dtype}"',

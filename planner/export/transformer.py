@@ -58,7 +58,9 @@ class Transformer:
         layers = [layer for stage in plan.stages for layer in stage.layers]
         found = [_block(layer) for layer in layers]
         lists = {block[0] for block in found if block}
-        if len(lists) != 1 or found[1:-1] != [(name, number) for name in lists for number in range(len(layers) - 2)]:
+        if len(lists) != 1 or found[1:-1] != [
+            (name, number) for name in lists for number in range(len(layers) - 2)
+        ]:
             raise UnsupportedError(
                 f"{target} takes models of an embedding, one list of blocks and a head; this plan's model has the "
                 f"layers {', '.join(layer.name for layer in layers[:2])} ... {layers[-1].name}.",
@@ -67,13 +69,19 @@ class Transformer:
             )
         _check_ends(plan, target)
         end = len(plan.stages) - 1
-        stages = tuple(TransformerStage(one.index == 0, _modes(one), one.index == end) for one in plan.stages)
+        stages = tuple(
+            TransformerStage(one.index == 0, _modes(one), one.index == end)
+            for one in plan.stages
+        )
         return cls(str(lists.pop()), stages)
 
 
 def _check_ends(plan: Plan, target: str) -> None:
     """None of the runtimes recomputes embedding or head, whose activations are then more than planned."""
-    for stage, layer in ((plan.stages[0], plan.stages[0].layers[0]), (plan.stages[-1], plan.stages[-1].layers[-1])):
+    for stage, layer in (
+        (plan.stages[0], plan.stages[0].layers[0]),
+        (plan.stages[-1], plan.stages[-1].layers[-1]),
+    ):
         if layer.recompute != "none":
             refuse(
                 target,

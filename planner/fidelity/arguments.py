@@ -42,7 +42,9 @@ def arguments_of(system: str, notes: str) -> Arguments | None:
     return {name: value.strip() for name, value in _ARGUMENT.findall(notes)}
 
 
-def shape_with(shape: TransformerShape, given: Arguments, length: int) -> TransformerShape:
+def shape_with(
+    shape: TransformerShape, given: Arguments, length: int
+) -> TransformerShape:
     """The shape that these arguments build, for sequences of `length` tokens."""
     return replace(
         shape,
@@ -52,7 +54,9 @@ def shape_with(shape: TransformerShape, given: Arguments, length: int) -> Transf
     )
 
 
-def framework_with(framework: Framework, given: Arguments, architecture: str) -> Framework:
+def framework_with(
+    framework: Framework, given: Arguments, architecture: str
+) -> Framework:
     """The framework as these arguments set it up on a device of this architecture."""
     is_large = "deterministic-mode" in given or architecture not in SMALL_WORKSPACES
     extra = EXPONENTIAL_BYTES if "cross-entropy-loss-fusion" in given else 0
@@ -72,10 +76,14 @@ def attention_with(attention: AttentionKernel, given: Arguments) -> AttentionKer
 def shard_degree_with(replicas: int, given: Arguments) -> int | None:
     """Ranks that share out the optimizer; None: all `replicas`."""
     groups = int(given.get("num-distributed-optimizer-instances", "1"))
-    return replicas // groups if 1 < groups < replicas and replicas % groups == 0 else None
+    return (
+        replicas // groups if 1 < groups < replicas and replicas % groups == 0 else None
+    )
 
 
 def ends_with(given: Arguments) -> tuple[int | None, int | None]:
     """Blocks of the first and of the last stage, where they are told."""
-    first, last = (given.get(f"decoder-{end}-pipeline-num-layers") for end in ("first", "last"))
+    first, last = (
+        given.get(f"decoder-{end}-pipeline-num-layers") for end in ("first", "last")
+    )
     return (int(first) if first else None), (int(last) if last else None)

@@ -77,11 +77,16 @@ class StepSeconds:
 
     def __call__(self, constants: Constants) -> list[float]:
         """Seconds of every run, in order."""
-        return [self._seconds(index, run, constants) for index, run in enumerate(self._prepared)]
+        return [
+            self._seconds(index, run, constants)
+            for index, run in enumerate(self._prepared)
+        ]
 
     def _seconds(self, index: int, run: Prepared, constants: Constants) -> float:
         costs = run.costs(constants)
-        counts = simulated_counts(run.run.layout.pipeline_parallel_degree, costs.micro_batches)
+        counts = simulated_counts(
+            run.run.layout.pipeline_parallel_degree, costs.micro_batches
+        )
         if run.run.is_one_layer or len(counts) == 1:
             return run.seconds(costs)
         shorter = [replace(costs, micro_batches=count) for count in counts]
@@ -109,15 +114,21 @@ class MemoryTerms:
 
     def bytes(self, constants: Constants) -> float:
         """Bytes of the fullest of the ranks that were measured."""
-        kept = constants.workspace_bytes + (constants.cached_bytes if self.shows_cache else 0.0)
-        return kept + max(fixed + constants.allocated_factor * scaled for fixed, scaled in self.ranks)
+        kept = constants.workspace_bytes + (
+            constants.cached_bytes if self.shows_cache else 0.0
+        )
+        return kept + max(
+            fixed + constants.allocated_factor * scaled for fixed, scaled in self.ranks
+        )
 
 
 def memory_terms(run: Run) -> MemoryTerms:
     """The terms of a run, from its prediction under two factors."""
     reads_device = run.memory_kind == "device"
     once, twice = (
-        _measured_ranks(run, predict_run(run, replace(DEFAULT, allocated_factor=factor)).prediction)
+        _measured_ranks(
+            run, predict_run(run, replace(DEFAULT, allocated_factor=factor)).prediction
+        )
         for factor in (1.0, 2.0)
     )
     fixed = [
@@ -125,7 +136,9 @@ def memory_terms(run: Run) -> MemoryTerms:
         for a, b in zip(once, twice, strict=True)
     ]
     scaled = [b.peak_bytes - a.peak_bytes for a, b in zip(once, twice, strict=True)]
-    return MemoryTerms(tuple(zip(fixed, scaled, strict=True)), run.memory_kind != "allocated")
+    return MemoryTerms(
+        tuple(zip(fixed, scaled, strict=True)), run.memory_kind != "allocated"
+    )
 
 
 def _measured_ranks(run: Run, prediction: Prediction) -> tuple[RankMemory, ...]:
@@ -136,7 +149,11 @@ def _measured_ranks(run: Run, prediction: Prediction) -> tuple[RankMemory, ...]:
 def fit_memory(terms: Sequence[MemoryTerms], measured: Sequence[float]) -> Constants:
     """`allocated_factor`, `workspace_bytes`, and `cached_bytes` when some figures hold what the allocator keeps."""
     shows_cache = any(one.shows_cache for one in terms)
-    priors = {name: prior for name, prior in MEMORY_PRIORS.items() if shows_cache or name != "cached_bytes"}
+    priors = {
+        name: prior
+        for name, prior in MEMORY_PRIORS.items()
+        if shows_cache or name != "cached_bytes"
+    }
     return fit(
         lambda constants: [one.bytes(constants) for one in terms],
         measured,
@@ -186,13 +203,24 @@ def measured(runs: Iterable[Run], remarks: Mapping[RowKey, Remarks]) -> Measured
             memories.append((run, memory_terms(run)))
         if run.ran_out or run.step_seconds is not None:
             decisions.append((run, decision(run)))
-    return Measured(tuple(times), tuple(memories), tuple(failures), tuple(decisions), tuple(fp8_times))
+    return Measured(
+        tuple(times),
+        tuple(memories),
+        tuple(failures),
+        tuple(decisions),
+        tuple(fp8_times),
+    )
 
 
 def pairs_of(data: Measured) -> tuple[Pair, ...]:
     """Every pair that occurs, and every architecture for all other frameworks."""
-    seen = {pair_of(run) for run in (*data.times, *data.fp8_times)} | {pair_of(run) for run, _ in data.memories}
-    return (*sorted((ANY, architecture) for architecture in {pair[1] for pair in seen}), *sorted(seen))
+    seen = {pair_of(run) for run in (*data.times, *data.fp8_times)} | {
+        pair_of(run) for run, _ in data.memories
+    }
+    return (
+        *sorted((ANY, architecture) for architecture in {pair[1] for pair in seen}),
+        *sorted(seen),
+    )
 
 
 def time_fits(data: Measured, pairs: Iterable[Pair]) -> tuple[TimeFit, ...]:
@@ -203,17 +231,32 @@ def time_fits(data: Measured, pairs: Iterable[Pair]) -> tuple[TimeFit, ...]:
     enough = {pair: runs for pair, runs in by_pair.items() if len(runs) >= LEAST_ROWS}
     needed: dict[Pair, list[Run]] = {}
     for pair in pairs:
-        needed |= {pair: enough[pair]} if pair in enough else _of_architecture(pair[1], by_pair, enough)
-    return tuple(TimeFit(pair, _thinned(runs, MOST_OWN_ROWS)) for pair, runs in needed.items())
+        needed |= (
+            {pair: enough[pair]}
+            if pair in enough
+            else _of_architecture(pair[1], by_pair, enough)
+        )
+    return tuple(
+        TimeFit(pair, _thinned(runs, MOST_OWN_ROWS)) for pair, runs in needed.items()
+    )
 
 
 def _of_architecture(
-    architecture: str, by_pair: Mapping[Pair, list[Run]], enough: Mapping[Pair, list[Run]]
+    architecture: str,
+    by_pair: Mapping[Pair, list[Run]],
+    enough: Mapping[Pair, list[Run]],
 ) -> dict[Pair, list[Run]]:
     """Runs by framework; those of frameworks with too few of them stand together, as those of one more."""
-    scarce = [run for pair, runs in by_pair.items() if pair[1] == architecture and pair not in enough for run in runs]
+    scarce = [
+        run
+        for pair, runs in by_pair.items()
+        if pair[1] == architecture and pair not in enough
+        for run in runs
+    ]
     together = {(ANY, architecture): scarce} if len(scarce) >= LEAST_ROWS else {}
-    return {pair: runs for pair, runs in enough.items() if pair[1] == architecture} | together
+    return {
+        pair: runs for pair, runs in enough.items() if pair[1] == architecture
+    } | together
 
 
 def _thinned(runs: Sequence[Run], most: int) -> tuple[Run, ...]:
@@ -221,14 +264,22 @@ def _thinned(runs: Sequence[Run], most: int) -> tuple[Run, ...]:
     return tuple(runs[:: -(-len(runs) // most)])
 
 
-def with_shared(times: Mapping[Pair, tuple[Constants, int]]) -> dict[Pair, tuple[Constants, int]]:
+def with_shared(
+    times: Mapping[Pair, tuple[Constants, int]],
+) -> dict[Pair, tuple[Constants, int]]:
     """With what stands for all other frameworks of an architecture: of every constant the median over its frameworks,
     so that an odd one pulls nothing."""
     known = dict(times)
     for architecture in {architecture for _, architecture in times}:
         own = [found for pair, found in times.items() if pair[1] == architecture]
-        middle = {name: median(getattr(constants, name) for constants, _ in own) for name in PRIORS}
-        known[ANY, architecture] = replace(DEFAULT, **middle), sum(rows for _, rows in own)
+        middle = {
+            name: median(getattr(constants, name) for constants, _ in own)
+            for name in PRIORS
+        }
+        known[ANY, architecture] = (
+            replace(DEFAULT, **middle),
+            sum(rows for _, rows in own),
+        )
     return known
 
 
@@ -238,7 +289,13 @@ def memory_fits(data: Measured) -> dict[str, tuple[Constants, int]]:
     for run, terms in data.memories:
         by_framework.setdefault(run.framework.name, []).append((run, terms))
     return _decided(data) | {
-        name: (fit_memory([terms for _, terms in each], [run.memory_bytes or math.nan for run, _ in each]), len(each))
+        name: (
+            fit_memory(
+                [terms for _, terms in each],
+                [run.memory_bytes or math.nan for run, _ in each],
+            ),
+            len(each),
+        )
         for name, each in by_framework.items()
         if len(each) >= LEAST_ROWS
     }
@@ -249,7 +306,10 @@ def _decided(data: Measured) -> dict[str, tuple[Constants, int]]:
     by_framework: dict[str, list[Decision]] = {}
     for run, each in data.decisions:
         by_framework.setdefault(run.framework.name, []).append(each)
-    overflows = {name: sum(each.ran_out for each in known) for name, known in by_framework.items()}
+    overflows = {
+        name: sum(each.ran_out for each in known)
+        for name, known in by_framework.items()
+    }
     return {
         name: (fit_decisions(known), len(known))
         for name, known in by_framework.items()
@@ -257,7 +317,9 @@ def _decided(data: Measured) -> dict[str, tuple[Constants, int]]:
     }
 
 
-def assemble(data: Measured, times: Mapping[Pair, tuple[Constants, int]], source: str) -> tuple[Calibration, ...]:
+def assemble(
+    data: Measured, times: Mapping[Pair, tuple[Constants, int]], source: str
+) -> tuple[Calibration, ...]:
     """Calibrations from fitted constants: of every pair that has time or memory constants of its own.
 
     Args:
@@ -267,14 +329,25 @@ def assemble(data: Measured, times: Mapping[Pair, tuple[Constants, int]], source
     """
     times, memories = with_shared(times), memory_fits(data)
     fractions = fp8_fits(
-        data.fp8_times, lambda pair: _time_constants(pair, times)[0], StepSeconds, least_rows=LEAST_ROWS
+        data.fp8_times,
+        lambda pair: _time_constants(pair, times)[0],
+        StepSeconds,
+        least_rows=LEAST_ROWS,
     )
-    kept = [pair for pair in pairs_of(data) if pair[0] == ANY or pair in {*times, *fractions} or pair[0] in memories]
-    found = (in_fp8(_calibration(pair, times, memories, source), fractions) for pair in kept)
+    kept = [
+        pair
+        for pair in pairs_of(data)
+        if pair[0] == ANY or pair in {*times, *fractions} or pair[0] in memories
+    ]
+    found = (
+        in_fp8(_calibration(pair, times, memories, source), fractions) for pair in kept
+    )
     return tuple(one for one in found if one.rows)
 
 
-def in_fp8(one: Calibration, fractions: Mapping[Pair, tuple[float, int]]) -> Calibration:
+def in_fp8(
+    one: Calibration, fractions: Mapping[Pair, tuple[float, int]]
+) -> Calibration:
     """A calibration with what was fitted to runs in fp8, its own or that of all frameworks; every other constant stays.
 
     Args:
@@ -287,7 +360,12 @@ def in_fp8(one: Calibration, fractions: Mapping[Pair, tuple[float, int]]) -> Cal
         return one
     fraction, rows = fractions[found]
     told = f"{one.source}, {rows} step times in fp8{_of(found[0], one.framework)}"
-    return replace(one, constants=replace(one.constants, fp8_fraction=fraction), rows=one.rows + rows, source=told)
+    return replace(
+        one,
+        constants=replace(one.constants, fp8_fraction=fraction),
+        rows=one.rows + rows,
+        source=told,
+    )
 
 
 def _calibration(
@@ -302,7 +380,9 @@ def _calibration(
     constants, step_rows = _time_constants(pair, times)
     memory, memory_rows = memories.get(in_memory, (DEFAULT, 0))
     told = [f"{step_rows} step times{_of(in_time[0], framework)}"] if step_rows else []
-    told += [f"{memory_rows} memories{_of(in_memory, framework)}"] if memory_rows else []
+    told += (
+        [f"{memory_rows} memories{_of(in_memory, framework)}"] if memory_rows else []
+    )
     return Calibration(
         framework=framework,
         architecture=architecture,
@@ -317,7 +397,9 @@ def _calibration(
     )
 
 
-def _time_constants(pair: Pair, times: Mapping[Pair, tuple[Constants, int]]) -> tuple[Constants, int]:
+def _time_constants(
+    pair: Pair, times: Mapping[Pair, tuple[Constants, int]]
+) -> tuple[Constants, int]:
     """Of the pair, else of all frameworks of its architecture, else the defaults; and the runs behind them."""
     return times.get(pair) or times.get((ANY, pair[1])) or (DEFAULT, 0)
 
@@ -351,7 +433,9 @@ def calibrate(
     solved: dict[Pair, tuple[Constants, int]] = {}
     for done, one in enumerate(fits):
         if progress:
-            progress(done, len(fits), f"{one.pair[0]} on {one.pair[1]}, {len(one.runs)} runs")
+            progress(
+                done, len(fits), f"{one.pair[0]} on {one.pair[1]}, {len(one.runs)} runs"
+            )
         solved[one.pair] = one.solve(), len(one.runs)
     found = assemble(data, solved, source)
     found = tuple(one for one in found if framework in (None, one.framework))
@@ -377,4 +461,7 @@ def require_scipy() -> None:
         UnsupportedError: it is not installed.
     """
     if find_spec("scipy") is None:
-        raise UnsupportedError("fits need scipy, which is not installed.", mend="pip install 'planner[calibrate]'.")
+        raise UnsupportedError(
+            "fits need scipy, which is not installed.",
+            mend="pip install 'planner[calibrate]'.",
+        )

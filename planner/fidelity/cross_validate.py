@@ -14,7 +14,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
-from planner.fidelity.calibrate import Measured, TimeFit, assemble, measured, require_scipy, time_fits
+from planner.fidelity.calibrate import (
+    Measured,
+    TimeFit,
+    assemble,
+    measured,
+    require_scipy,
+    time_fits,
+)
 from planner.fidelity.metrics import Outcome
 from planner.fidelity.outcomes import Pair, constants_from, outcomes, pair_of
 from planner.fidelity.remarks import Remarks, RowKey
@@ -28,7 +35,11 @@ _FoldTimes = dict[int, dict[Pair, tuple[Constants, int]]]
 
 def fold_of(run: Run, folds: int = FOLDS) -> int:
     """The fold that a run is held out in."""
-    name = f"{run.family}\n{run.rank_group}" if run.rank_group else f"{run.family}\n\n{run.source_id}"
+    name = (
+        f"{run.family}\n{run.rank_group}"
+        if run.rank_group
+        else f"{run.family}\n\n{run.source_id}"
+    )
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) % folds
 
 
@@ -60,13 +71,26 @@ def cross_validate(
     wanted = runs if wanted is None else wanted
     data = measured(runs, remarks)
     fold_for = _by_source(runs) if by_source else partial(fold_of, folds=folds)
-    held = {fold: [run for run in wanted if fold_for(run) == fold] for fold in sorted(set(map(fold_for, runs)))}
-    rest = {fold: _learned_from(data, {run for run in runs if fold_for(run) == fold}, held[fold]) for fold in held}
+    held = {
+        fold: [run for run in wanted if fold_for(run) == fold]
+        for fold in sorted(set(map(fold_for, runs)))
+    }
+    rest = {
+        fold: _learned_from(
+            data, {run for run in runs if fold_for(run) == fold}, held[fold]
+        )
+        for fold in held
+    }
     times = _fit_all(_tasks(held, rest), workers, progress)
     found: dict[RowKey, Outcome] = {}
     for fold, each in held.items():
-        constants_of = constants_from(assemble(rest[fold], times.get(fold, {}), SOURCE) if each else ())
-        found |= {(one.run.family, one.run.source_id): one for one in outcomes(each, remarks, constants_of)}
+        constants_of = constants_from(
+            assemble(rest[fold], times.get(fold, {}), SOURCE) if each else ()
+        )
+        found |= {
+            (one.run.family, one.run.source_id): one
+            for one in outcomes(each, remarks, constants_of)
+        }
     return tuple(found[run.family, run.source_id] for run in wanted)
 
 
@@ -81,12 +105,16 @@ def _learned_from(data: Measured, held_out: Set[Run], held: Sequence[Run]) -> Me
     return rest if any(run.is_fp8 for run in held) else replace(rest, fp8_times=())
 
 
-def _tasks(held: Mapping[int, Sequence[Run]], rest: Mapping[int, Measured]) -> list[tuple[int, TimeFit]]:
+def _tasks(
+    held: Mapping[int, Sequence[Run]], rest: Mapping[int, Measured]
+) -> list[tuple[int, TimeFit]]:
     """The fits that each fold's held-out runs need, the largest first: so the workers end together."""
     tasks = [
         (fold, one)
         for fold, runs in held.items()
-        for one in time_fits(rest[fold], sorted(set(map(pair_of, (*runs, *rest[fold].fp8_times)))))
+        for one in time_fits(
+            rest[fold], sorted(set(map(pair_of, (*runs, *rest[fold].fp8_times))))
+        )
     ]
     return sorted(tasks, key=lambda task: -len(task[1].runs))
 
@@ -97,19 +125,27 @@ def _solve(task: tuple[int, TimeFit]) -> tuple[int, Pair, Constants, int]:
 
 
 def _fit_all(
-    tasks: Sequence[tuple[int, TimeFit]], workers: int, progress: Callable[[int, int, str], None] | None
+    tasks: Sequence[tuple[int, TimeFit]],
+    workers: int,
+    progress: Callable[[int, int, str], None] | None,
 ) -> _FoldTimes:
     times: _FoldTimes = {}
     with _mapper(workers) as mapped:
         for done, (fold, pair, constants, rows) in enumerate(mapped(_solve, tasks), 1):
             times.setdefault(fold, {})[pair] = constants, rows
             if progress:
-                progress(done, len(tasks), f"fold {fold}: {pair[0]} on {pair[1]}, {rows} runs")
+                progress(
+                    done,
+                    len(tasks),
+                    f"fold {fold}: {pair[0]} on {pair[1]}, {rows} runs",
+                )
     return times
 
 
 @contextmanager
-def _mapper(workers: int) -> Iterator[Callable[..., Iterator[tuple[int, Pair, Constants, int]]]]:
+def _mapper(
+    workers: int,
+) -> Iterator[Callable[..., Iterator[tuple[int, Pair, Constants, int]]]]:
     """`map` over processes, in the order in which they end; processes start afresh, so no thread is forked."""
     if workers == 1:
         yield map

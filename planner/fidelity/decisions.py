@@ -41,27 +41,41 @@ class Decision:
 
     def filling(self, factor: float) -> float:
         """Bytes of the fullest rank / the device's memory."""
-        needs = (fixed + factor * scaled for fixed, scaled in zip(self.fixed, self.scaled, strict=True))
+        needs = (
+            fixed + factor * scaled
+            for fixed, scaled in zip(self.fixed, self.scaled, strict=True)
+        )
         return max(needs) / self.capacity_bytes
 
 
 def decision(run: Run) -> Decision:
     """What a run that ran, or ran out of memory, tells."""
     once, twice = (
-        predict_run(run, replace(DEFAULT, allocated_factor=factor)).prediction.memory for factor in (1.0, 2.0)
+        predict_run(run, replace(DEFAULT, allocated_factor=factor)).prediction.memory
+        for factor in (1.0, 2.0)
     )
-    scaled = tuple(float(b.peak_bytes - a.peak_bytes) for a, b in zip(once, twice, strict=True))
+    scaled = tuple(
+        float(b.peak_bytes - a.peak_bytes) for a, b in zip(once, twice, strict=True)
+    )
     fixed = tuple(row.peak_bytes - more for row, more in zip(once, scaled, strict=True))
     return Decision(fixed, scaled, reported_bytes(run.device), run.ran_out)
 
 
 def fit_decisions(decisions: Sequence[Decision]) -> Constants:
     """The `allocated_factor` under which the decisions are most likely."""
-    return replace(DEFAULT, allocated_factor=float(round(min(GRID, key=lambda each: _loss(decisions, each)), 2)))
+    return replace(
+        DEFAULT,
+        allocated_factor=float(
+            round(min(GRID, key=lambda each: _loss(decisions, each)), 2)
+        ),
+    )
 
 
 def _loss(decisions: Sequence[Decision], factor: float) -> float:
     margins = np.log([one.filling(factor) for one in decisions]) / SHARPNESS
     signs = np.array([1.0 if one.ran_out else -1.0 for one in decisions])
     weights = np.where(signs > 0, OVERFLOW_WEIGHT, 1.0)
-    return float((weights * np.logaddexp(0, -signs * margins)).sum() + (np.log(factor) / WIDTH) ** 2 / 2)
+    return float(
+        (weights * np.logaddexp(0, -signs * margins)).sum()
+        + (np.log(factor) / WIDTH) ** 2 / 2
+    )

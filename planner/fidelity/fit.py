@@ -59,7 +59,10 @@ twice as high, since memory and power are those of bf16. Set with published fp8 
 BY_ARCHITECTURE: dict[str, dict[str, Prior]] = {
     # FlashAttention-2 reaches 35 % of the peak (Shah et al. 2024, FlashAttention-3, abstract), and rows that start at
     # no multiple of 16 bytes shut out the tensor memory accelerator and the products of warp groups.
-    "Hopper": {"attention_fraction": Prior(0.48, 0.2), "unaligned_fraction": Prior(0.16, 0.1)},
+    "Hopper": {
+        "attention_fraction": Prior(0.48, 0.2),
+        "unaligned_fraction": Prior(0.16, 0.1),
+    },
 }
 """Where an architecture is known to differ."""
 Predictor = Callable[[Constants], Sequence[float]]
@@ -73,7 +76,9 @@ def priors_of(architecture: str) -> dict[str, Prior]:
 
 def start(priors: dict[str, Prior] | None = None) -> Constants:
     """The constants that the priors stand for."""
-    return replace(Constants(), **{name: prior.value for name, prior in (priors or PRIORS).items()})
+    return replace(
+        Constants(), **{name: prior.value for name, prior in (priors or PRIORS).items()}
+    )
 
 
 def fit(
@@ -108,7 +113,9 @@ def fit(
         return np.concatenate([_soft(errors), point])
 
     # Steps are relative to the point, so the priors lie at one; whole nanoseconds ask for steps that are not tiny.
-    found = least_squares(residuals, np.ones(len(names)), diff_step=1e-2, max_nfev=evaluations)
+    found = least_squares(
+        residuals, np.ones(len(names)), diff_step=1e-2, max_nfev=evaluations
+    )
     return _constants(names, centre + (found.x - 1) * width)
 
 
@@ -118,6 +125,11 @@ def _soft(errors: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _constants(names: Sequence[str], logarithms: NDArray[np.float64]) -> Constants:
-    values = {name: math.exp(value) for name, value in zip(names, logarithms, strict=True)}
-    values = {name: min(1.0, value) if name.endswith("_fraction") else value for name, value in values.items()}
+    values = {
+        name: math.exp(value) for name, value in zip(names, logarithms, strict=True)
+    }
+    values = {
+        name: min(1.0, value) if name.endswith("_fraction") else value
+        for name, value in values.items()
+    }
     return replace(Constants(), **values)

@@ -25,7 +25,11 @@ Seconds = Callable[[Sequence[Run]], Callable[[Constants], list[float]]]
 
 
 def fp8_fits(
-    runs: Sequence[Run], base_of: Callable[[Pair], Constants], seconds_of: Seconds, *, least_rows: int
+    runs: Sequence[Run],
+    base_of: Callable[[Pair], Constants],
+    seconds_of: Seconds,
+    *,
+    least_rows: int,
 ) -> dict[Pair, tuple[float, int]]:
     """By framework and architecture: `Constants.fp8_fraction`, and the runs behind it.
 
@@ -61,5 +65,8 @@ def _shared(found: Mapping[Pair, tuple[float, int]]) -> dict[Pair, tuple[float, 
     shared: dict[Pair, tuple[float, int]] = {}
     for architecture in {pair[1] for pair in found}:
         own = [each for pair, each in found.items() if pair[1] == architecture]
-        shared[ANY, architecture] = median(fraction for fraction, _ in own), sum(rows for _, rows in own)
+        shared[ANY, architecture] = (
+            median(fraction for fraction, _ in own),
+            sum(rows for _, rows in own),
+        )
     return shared

@@ -60,14 +60,24 @@ class Outcome:
         told = self.remarks.activation_bytes
         if told is None:
             return None
-        return FAILED if self.predicted is None else self.predicted.block_activation_bytes / told - 1
+        return (
+            FAILED
+            if self.predicted is None
+            else self.predicted.block_activation_bytes / told - 1
+        )
 
     @property
     def is_decided(self) -> bool:
         """Did it run or run out, on devices whose memory is known?"""
-        measured = self.run.step_seconds is not None or self.run.memory_bytes is not None
-        ended = self.run.ran_out or (measured and not self.remarks.is_modelled and not self.run.is_one_layer)
-        return ended and (self.remarks.memory_is_stated or has_one_memory_size(self.run.device))
+        measured = (
+            self.run.step_seconds is not None or self.run.memory_bytes is not None
+        )
+        ended = self.run.ran_out or (
+            measured and not self.remarks.is_modelled and not self.run.is_one_layer
+        )
+        return ended and (
+            self.remarks.memory_is_stated or has_one_memory_size(self.run.device)
+        )
 
     @property
     def said_to_fit(self) -> bool:
@@ -154,7 +164,9 @@ class Figures:
         return _mean(group.spearman for group in self.groups)
 
 
-def figures(dataset: Dataset, outcomes: Sequence[Outcome], family: str | None = None) -> Figures:
+def figures(
+    dataset: Dataset, outcomes: Sequence[Outcome], family: str | None = None
+) -> Figures:
     """Figures of all families together, or of one.
 
     Args:
@@ -167,11 +179,16 @@ def figures(dataset: Dataset, outcomes: Sequence[Outcome], family: str | None = 
     for name, counts in dataset.out_of_scope.items():
         reasons.update(counts if family in (None, name) else {})
     return Figures(
-        rows=sum(count for name, count in dataset.rows.items() if family in (None, name)),
+        rows=sum(
+            count for name, count in dataset.rows.items() if family in (None, name)
+        ),
         in_scope=len(mine),
         out_of_scope=dict(reasons.most_common()),
         failures=sum(one.predicted is None for one in mine),
-        time_left_out=sum(one.remarks.time_is_overhead and one.run.step_seconds is not None for one in mine),
+        time_left_out=sum(
+            one.remarks.time_is_overhead and one.run.step_seconds is not None
+            for one in mine
+        ),
         time=errors_of(one.time_error for one in mine),
         memory=errors_of(one.memory_error for one in mine),
         activations=errors_of(one.activation_error for one in mine),
@@ -187,7 +204,13 @@ def errors_of(errors: Iterable[float | None]) -> Errors | None:
         return None
     sizes = np.abs(signed)
     median, p90 = np.percentile(sizes, (50, 90))
-    return Errors(len(signed), float(median), float(sizes.mean()), float(p90), float(signed.mean()))
+    return Errors(
+        len(signed),
+        float(median),
+        float(sizes.mean()),
+        float(p90),
+        float(signed.mean()),
+    )
 
 
 def decisions_of(outcomes: Iterable[Outcome]) -> Decisions | None:
@@ -199,7 +222,9 @@ def decisions_of(outcomes: Iterable[Outcome]) -> Decisions | None:
         rows=len(judged),
         said_to_fit=sum(one.said_to_fit for one in judged),
         false_fits=sum(one.said_to_fit and one.run.ran_out for one in judged),
-        false_refusals=sum(not one.said_to_fit and not one.run.ran_out for one in judged),
+        false_refusals=sum(
+            not one.said_to_fit and not one.run.ran_out for one in judged
+        ),
     )
 
 
@@ -212,7 +237,9 @@ def rank_groups(outcomes: Iterable[Outcome]) -> tuple[RankGroup, ...]:
     enough = {name: runs for name, runs in groups.items() if len(runs) >= LEAST_RUNS}
     times = {name: _plan_times(runs) for name, runs in enough.items()}
     return tuple(
-        RankGroup(f"{name[0]}: {name[1]}", len(runs), len(times[name]), *_ranking(times[name]))
+        RankGroup(
+            f"{name[0]}: {name[1]}", len(runs), len(times[name]), *_ranking(times[name])
+        )
         for name, runs in enough.items()
         if len(times[name]) > 1
     )
@@ -222,10 +249,19 @@ def _plan_times(runs: Iterable[Outcome]) -> list[tuple[float, float]]:
     """(predicted, measured) seconds of every plan, the medians of its runs."""
     plans: dict[tuple[Run, str], list[Outcome]] = {}
     for one in runs:
-        plan = replace(one.run, source_id="", step_seconds=None, memory_bytes=None, memory_kind="allocated")
+        plan = replace(
+            one.run,
+            source_id="",
+            step_seconds=None,
+            memory_bytes=None,
+            memory_kind="allocated",
+        )
         plans.setdefault((plan, one.remarks.words), []).append(one)
     return [
-        (median(one.predicted_seconds for one in each), median(one.run.step_seconds or 0.0 for one in each))
+        (
+            median(one.predicted_seconds for one in each),
+            median(one.run.step_seconds or 0.0 for one in each),
+        )
         for each in plans.values()
     ]
 
@@ -248,7 +284,10 @@ def spearman(left: Sequence[float], right: Sequence[float]) -> float:
 def _ranks(values: Sequence[float]) -> list[float]:
     """Ranks from zero; equal values share the mean of theirs."""
     array = np.asarray(values, dtype=float)
-    return [float((array < value).sum() + ((array == value).sum() - 1) / 2) for value in array]
+    return [
+        float((array < value).sum() + ((array == value).sum() - 1) / 2)
+        for value in array
+    ]
 
 
 def _mean(values: Iterable[float]) -> float | None:
@@ -286,6 +325,8 @@ def details(found: Figures) -> dict[str, Any]:
         "memory_bias": found.memory and found.memory.bias,
         "oom_rows": found.decisions.rows if found.decisions else 0,
         "said_to_fit_but_ran_out": found.decisions.false_fits if found.decisions else 0,
-        "said_not_to_fit_but_ran": found.decisions.false_refusals if found.decisions else 0,
+        "said_not_to_fit_but_ran": found.decisions.false_refusals
+        if found.decisions
+        else 0,
         "rank_groups": len(found.groups),
     }

@@ -44,7 +44,10 @@ _FRAMEWORKS = (
     (r"golden|megatron-core|nemo|primus|vocabulary parallelism", "megatron-core"),
     (r"megatron\+deepspeed zero-3", "megatron-zero-3"),
     (r"deepspeed zero-3|zero-3|^deepspeed", "deepspeed"),
-    (r"megatron-deepspeed|deepspeed 3d|megatron\+deepspeed|sailor", "megatron-deepspeed"),
+    (
+        r"megatron-deepspeed|deepspeed 3d|megatron\+deepspeed|sailor",
+        "megatron-deepspeed",
+    ),
     (r"aa-scaling|aleph", "aa-scaling"),
     (r"vtrain", "vtrain"),
     (r"nanotron", "nanotron"),
@@ -93,7 +96,9 @@ def framework_of(system: str, source: str = "") -> Framework:
     """The framework that a row names; plain torch when none is known. vTrain stands for the steps that it simulated;
     those on many nodes are runs of Megatron-LM itself."""
     named = _first(_FRAMEWORKS, system) or "planner"
-    return find_framework("megatron-lm" if named == "vtrain" and "ground_truth_multi" in source else named)
+    return find_framework(
+        "megatron-lm" if named == "vtrain" and "ground_truth_multi" in source else named
+    )
 
 
 def attention_of(text: str, framework: Framework, device: str) -> AttentionKernel:
@@ -113,7 +118,9 @@ def attention_of(text: str, framework: Framework, device: str) -> AttentionKerne
     # Megatron-LM calls its attention with scores in memory unfused or local; their softmax is one kernel all the same.
     if re.search(r"fused|local", lowered):
         return "fused-softmax"
-    keeps_scores = framework.attention == "flash" and find_entry(device).architecture == "Volta"
+    keeps_scores = (
+        framework.attention == "flash" and find_entry(device).architecture == "Volta"
+    )
     return "unfused" if keeps_scores else framework.attention
 
 
@@ -143,16 +150,25 @@ def schedule_of(text: str, virtual_stages: int) -> str:
 
 def inter_node_of(text: str, devices_per_node: int) -> Link | None:
     """Link between nodes per device, from words such as ``8x200Gb/s HDR IB``; None: unstated."""
-    many = re.search(r"(\d+)\s*x\s*(\d+)\s*(G[bB])\s*/\s*s", text) or re.search(r"(\d+)\s*x\s*(\d+)\s*(Gb)\b", text)
+    many = re.search(r"(\d+)\s*x\s*(\d+)\s*(G[bB])\s*/\s*s", text) or re.search(
+        r"(\d+)\s*x\s*(\d+)\s*(Gb)\b", text
+    )
     one = re.search(r"(\d+)\s*(G[bB])/?s", text)
     if many:
-        bytes_per_second = float(many.group(1)) * _bytes(many.group(2), many.group(3)) / devices_per_node
+        bytes_per_second = (
+            float(many.group(1))
+            * _bytes(many.group(2), many.group(3))
+            / devices_per_node
+        )
     elif one:
         shared = 1 if "per GPU" in text else devices_per_node
         bytes_per_second = _bytes(one.group(1), one.group(2)) / shared
     else:
         return None
-    return Link(latency_seconds=INTER_NODE_LATENCY_SECONDS, bandwidth_bytes_per_second=bytes_per_second)
+    return Link(
+        latency_seconds=INTER_NODE_LATENCY_SECONDS,
+        bandwidth_bytes_per_second=bytes_per_second,
+    )
 
 
 def _bytes(amount: str, unit: str) -> float:

@@ -88,7 +88,11 @@ class _Plan:
 
 def timed(outcomes: Iterable[Outcome]) -> list[Outcome]:
     """Those whose step was told and predicted, without rows whose time is overhead."""
-    return [one for one in outcomes if one.time_error is not None and one.predicted is not None]
+    return [
+        one
+        for one in outcomes
+        if one.time_error is not None and one.predicted is not None
+    ]
 
 
 def spread_of_runs(outcomes: Iterable[Outcome]) -> Spread | None:
@@ -100,10 +104,14 @@ def spread_of_runs(outcomes: Iterable[Outcome]) -> Spread | None:
     if not repeated:
         return None
     squares = sum(float(((each - each.mean()) ** 2).sum()) for each in repeated)
-    return Spread(math.sqrt(squares / sum(len(each) - 1 for each in repeated)), len(repeated))
+    return Spread(
+        math.sqrt(squares / sum(len(each) - 1 for each in repeated)), len(repeated)
+    )
 
 
-def spread_of_traces(outcomes: Iterable[Outcome], shares: Mapping[Run, float]) -> Spread | None:
+def spread_of_traces(
+    outcomes: Iterable[Outcome], shares: Mapping[Run, float]
+) -> Spread | None:
     """Equation (N3); None where fewer than two traces launch equally many kernels."""
     traces: dict[tuple[int, Trace], list[float]] = defaultdict(list)
     for one in timed(outcomes):
@@ -117,7 +125,10 @@ def spread_of_traces(outcomes: Iterable[Outcome], shares: Mapping[Run, float]) -
     if not several:
         return None
     squares = sum(float(((each - each.mean()) ** 2).sum()) for each in several)
-    return Spread(math.sqrt(squares / sum(len(each) - 1 for each in several)), sum(map(len, several)))
+    return Spread(
+        math.sqrt(squares / sum(len(each) - 1 for each in several)),
+        sum(map(len, several)),
+    )
 
 
 def host_share(run: Run) -> float:
@@ -135,7 +146,13 @@ def host_share(run: Run) -> float:
 def trace_of(run: Run) -> Trace:
     """What a layer's trace depends on."""
     shape, layout = run.shape, run.layout
-    return shape.hidden, shape.feed_forward, shape.heads, layout.tensor_parallel_degree, layout.micro_batch_size
+    return (
+        shape.hidden,
+        shape.feed_forward,
+        shape.heads,
+        layout.tensor_parallel_degree,
+        layout.micro_batch_size,
+    )
 
 
 def winnable(
@@ -157,7 +174,10 @@ def winnable(
     won = sum(_is_won(each, [plan.measured for plan in each]) for each in groups)
     if spread is None or not groups:
         return Winnable(len(groups), won)
-    weighed = [[(source(plan.run), spread.sigma * weight(plan.run)) for plan in each] for each in groups]
+    weighed = [
+        [(source(plan.run), spread.sigma * weight(plan.run)) for plan in each]
+        for each in groups
+    ]
     draw = random.Random(0)
     counts = [_drawn(groups, weighed, draw) for _ in range(DRAWS)]
     cuts = quantiles(counts, n=20)
@@ -165,7 +185,9 @@ def winnable(
 
 
 def _drawn(
-    groups: Sequence[Sequence[_Plan]], weighed: Sequence[Sequence[tuple[Hashable, float]]], draw: random.Random
+    groups: Sequence[Sequence[_Plan]],
+    weighed: Sequence[Sequence[tuple[Hashable, float]]],
+    draw: random.Random,
 ) -> int:
     """Groups won in one draw of all noise."""
     noise: dict[Hashable, float] = {}
@@ -175,18 +197,26 @@ def _drawn(
             if source not in noise:
                 noise[source] = draw.gauss(0.0, 1.0)
         pairs = zip(group, sources, strict=True)
-        count += _is_won(group, [plan.predicted * math.exp(w * noise[name]) for plan, (name, w) in pairs])
+        count += _is_won(
+            group,
+            [plan.predicted * math.exp(w * noise[name]) for plan, (name, w) in pairs],
+        )
     return count
 
 
 def _groups(outcomes: Iterable[Outcome]) -> list[list[_Plan]]:
     """The plans of every rank group that has several, and runs enough to be judged."""
-    found: dict[str, dict[Hashable, list[Outcome]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[str, dict[Hashable, list[Outcome]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for one in timed(outcomes):
         if one.run.rank_group:
             found[one.run.rank_group][_plan(one.run), one.remarks.words].append(one)
     return [
-        [_Plan(each[0].run, each[0].predicted_seconds, median(map(_seconds, each))) for each in plans.values()]
+        [
+            _Plan(each[0].run, each[0].predicted_seconds, median(map(_seconds, each)))
+            for each in plans.values()
+        ]
         for plans in found.values()
         if len(plans) > 1 and sum(map(len, plans.values())) >= LEAST_RUNS
     ]
@@ -195,7 +225,9 @@ def _groups(outcomes: Iterable[Outcome]) -> list[list[_Plan]]:
 def _is_won(group: Sequence[_Plan], steps: Sequence[float]) -> bool:
     """Of plans that are predicted alike the slowest counts, as in the order of plans."""
     first = min(plan.predicted for plan in group)
-    chosen = max(step for plan, step in zip(group, steps, strict=True) if plan.predicted == first)
+    chosen = max(
+        step for plan, step in zip(group, steps, strict=True) if plan.predicted == first
+    )
     return chosen <= CLOSE * min(steps)
 
 
@@ -206,7 +238,9 @@ def lines(outcomes: Iterable[Outcome]) -> list[Line]:
         plan = replace(_plan(one.run), global_batch_size=0, rank_group="")
         alike[plan][one.run.global_batch_size] = _seconds(one)
     return [
-        Line(plan.family, len(steps), _off_line(steps)) for plan, steps in alike.items() if len(steps) >= LEAST_ON_LINE
+        Line(plan.family, len(steps), _off_line(steps))
+        for plan, steps in alike.items()
+        if len(steps) >= LEAST_ON_LINE
     ]
 
 
@@ -218,7 +252,9 @@ def _off_line(steps: Mapping[int, float]) -> float:
 
 def _plan(run: Run) -> Run:
     """The run without what was measured of it."""
-    return replace(run, source_id="", step_seconds=None, memory_bytes=None, memory_kind="allocated")
+    return replace(
+        run, source_id="", step_seconds=None, memory_bytes=None, memory_kind="allocated"
+    )
 
 
 def _seconds(one: Outcome) -> float:

@@ -29,7 +29,9 @@ def shipped_constants(run: Run) -> Constants | None:
 
 def constants_from(calibrations: tuple[Calibration, ...]) -> ConstantsOf:
     """Only what these calibrations hold, else the defaults: nothing that comes with the package."""
-    return lambda run: constants_for(*pair_of(run), calibrations) if calibrations else DEFAULT
+    return lambda run: (
+        constants_for(*pair_of(run), calibrations) if calibrations else DEFAULT
+    )
 
 
 def outcomes(
@@ -48,13 +50,19 @@ def outcomes(
     """
     found = []
     for run in runs:
-        found.append(outcome(run, remarks.get((run.family, run.source_id), PLAIN), constants_of(run)))
+        found.append(
+            outcome(
+                run, remarks.get((run.family, run.source_id), PLAIN), constants_of(run)
+            )
+        )
         if progress:
             progress()
     return tuple(found)
 
 
-def outcome(run: Run, remarks: Remarks = PLAIN, constants: Constants | None = None) -> Outcome:
+def outcome(
+    run: Run, remarks: Remarks = PLAIN, constants: Constants | None = None
+) -> Outcome:
     """Predict one run. Whatever its prediction raises is kept: it is a defect of the cost model, to be told."""
     try:
         return Outcome(run, predict_run(run, constants), remarks=remarks)

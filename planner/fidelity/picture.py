@@ -15,8 +15,30 @@ BAND = 0.1
 
 # Tol's muted palette, which the colour-blind can tell apart; then others, as far from these as there is room.
 COLOURS = (
-    *("#332288", "#88ccee", "#44aa99", "#117733", "#999933", "#ddcc77", "#cc6677", "#882255", "#aa4499", "#e07b00"),
-    *("#111827", "#1f6feb", "#ff6fb5", "#7c4a03", "#9be000", "#6b7280", "#00c2c7", "#b00020", "#5b2a86", "#0f766e"),
+    *(
+        "#332288",
+        "#88ccee",
+        "#44aa99",
+        "#117733",
+        "#999933",
+        "#ddcc77",
+        "#cc6677",
+        "#882255",
+        "#aa4499",
+        "#e07b00",
+    ),
+    *(
+        "#111827",
+        "#1f6feb",
+        "#ff6fb5",
+        "#7c4a03",
+        "#9be000",
+        "#6b7280",
+        "#00c2c7",
+        "#b00020",
+        "#5b2a86",
+        "#0f766e",
+    ),
 )
 
 
@@ -61,9 +83,13 @@ def svg(points: Sequence[Point], *, title: str, unit: str) -> str:
         ValueError: there is no point.
     """
     values = [value for point in points for value in (point.measured, point.predicted)]
-    scale = _Scale(math.floor(math.log10(min(values))), math.floor(math.log10(max(values))) + 1)
+    scale = _Scale(
+        math.floor(math.log10(min(values))), math.floor(math.log10(max(values))) + 1
+    )
     families = sorted({point.family for point in points})
-    colours = {family: COLOURS[index % len(COLOURS)] for index, family in enumerate(families)}
+    colours = {
+        family: COLOURS[index % len(COLOURS)] for index, family in enumerate(families)
+    }
     parts = [*_head(title), *_grid(scale, unit), *_diagonal(scale)]
     parts += [_mark(point, scale, colours[point.family]) for point in points]
     parts += _legend(points, colours)
@@ -77,7 +103,9 @@ def _head(title: str) -> Iterator[str]:
     )
     yield f"<title>{escape(title)}</title>"
     yield f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>'
-    yield _text(LEFT, 26, title, fill="#111827", more=' font-size="15" font-weight="600"')
+    yield _text(
+        LEFT, 26, title, fill="#111827", more=' font-size="15" font-weight="600"'
+    )
 
 
 def _grid(scale: _Scale, unit: str) -> Iterator[str]:
@@ -86,7 +114,9 @@ def _grid(scale: _Scale, unit: str) -> Iterator[str]:
         yield f'<path d="M{x:.1f} {TOP}V{HEIGHT - BOTTOM}M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#e5e7eb"/>'
         yield _text(x, HEIGHT - BOTTOM + 18, f"{10.0**power:g}", anchor="middle")
         yield _text(LEFT - 8, y + 4, f"{10.0**power:g}", anchor="end")
-    yield _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 18, f"measured, {unit}", anchor="middle")
+    yield _text(
+        (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 18, f"measured, {unit}", anchor="middle"
+    )
     middle = (TOP + HEIGHT - BOTTOM) / 2
     turned = f' transform="rotate(-90 22 {middle:g})"'
     yield _text(22, middle, f"predicted, {unit}", anchor="middle", more=turned)
@@ -95,7 +125,12 @@ def _grid(scale: _Scale, unit: str) -> Iterator[str]:
 def _diagonal(scale: _Scale) -> Iterator[str]:
     """The line of right predictions, and the band around it."""
     low, high = 10.0**scale.low, 10.0**scale.high
-    corners = ((low, low * (1 + BAND)), (high / (1 + BAND), high), (high, high * (1 - BAND)), (low / (1 - BAND), low))
+    corners = (
+        (low, low * (1 + BAND)),
+        (high / (1 + BAND), high),
+        (high, high * (1 - BAND)),
+        (low / (1 - BAND), low),
+    )
     path = "L".join(f"{scale.x(x):.1f} {scale.y(y):.1f}" for x, y in corners)
     yield f'<path d="M{path}Z" fill="#f1f1ee"><title>within {BAND:.0%}</title></path>'
     ends = f"M{scale.x(low):.1f} {scale.y(low):.1f}L{scale.x(high):.1f} {scale.y(high):.1f}"
@@ -113,9 +148,23 @@ def _legend(points: Sequence[Point], colours: dict[str, str]) -> Iterator[str]:
     for row, (family, colour) in enumerate(colours.items()):
         y, x = TOP + 10 + 20 * row, WIDTH - RIGHT + 22
         yield f'<circle cx="{x}" cy="{y}" r="4.5" fill="{colour}"/>'
-        yield _text(x + 12, y + 4, f"{family} ({sum(point.family == family for point in points)})")
-    yield _text(WIDTH - RIGHT + 14, HEIGHT - BOTTOM, f"grey: within {BAND:.0%}", fill="#6b7280")
+        yield _text(
+            x + 12,
+            y + 4,
+            f"{family} ({sum(point.family == family for point in points)})",
+        )
+    yield _text(
+        WIDTH - RIGHT + 14, HEIGHT - BOTTOM, f"grey: within {BAND:.0%}", fill="#6b7280"
+    )
 
 
-def _text(x: float, y: float, text: str, *, fill: str = "#374151", anchor: str = "start", more: str = "") -> str:
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    *,
+    fill: str = "#374151",
+    anchor: str = "start",
+    more: str = "",
+) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{fill}"{more}>{escape(text)}</text>'

@@ -49,7 +49,11 @@ class Predicted:
         if not self.run.is_one_layer:
             return self.prediction.step_seconds
         parts = self.prediction.breakdown
-        return parts.compute_seconds + parts.recompute_seconds + parts.tensor_parallel_seconds
+        return (
+            parts.compute_seconds
+            + parts.recompute_seconds
+            + parts.tensor_parallel_seconds
+        )
 
     @property
     def time_error(self) -> float | None:
@@ -61,7 +65,9 @@ class Predicted:
     def memory_bytes(self) -> float:
         """Bytes of the rank and of the kind that was measured."""
         ranks = self.prediction.memory
-        chosen = {"first": ranks[:1], "last": ranks[-1:], "largest": ranks}[self.run.memory_rank]
+        chosen = {"first": ranks[:1], "last": ranks[-1:], "largest": ranks}[
+            self.run.memory_rank
+        ]
         if self.run.memory_kind == "device":
             return max(row.peak_bytes for row in chosen) + self.cached_bytes
         cached = self.cached_bytes if self.run.memory_kind == "reserved" else 0.0
@@ -76,7 +82,9 @@ class Predicted:
     @property
     def fits(self) -> bool:
         """Does it fit the device?"""
-        return max(row.peak_bytes for row in self.prediction.memory) <= self.capacity_bytes
+        return (
+            max(row.peak_bytes for row in self.prediction.memory) <= self.capacity_bytes
+        )
 
 
 def predict_run(run: Run, constants: Constants | None = None) -> Predicted:
@@ -90,17 +98,32 @@ def predict_run(run: Run, constants: Constants | None = None) -> Predicted:
     return predicted(run, costs, schedule_of(costs), choose(costs, stage_map(run)))
 
 
-def predicted(run: Run, costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers]) -> Predicted:
+def predicted(
+    run: Run, costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers]
+) -> Predicted:
     """Step time and memory of a run whose layers are priced."""
     capacity, cached = reported_bytes(run.device), costs.work.constants.cached_bytes
-    activations = 0 if run.memory_bytes is None else _block_activations(run, costs, schedule, stages)
-    return Predicted(run, predict_step(costs, schedule, stages), capacity, cached, activations)
+    activations = (
+        0
+        if run.memory_bytes is None
+        else _block_activations(run, costs, schedule, stages)
+    )
+    return Predicted(
+        run, predict_step(costs, schedule, stages), capacity, cached, activations
+    )
 
 
-def _block_activations(run: Run, costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers]) -> int:
+def _block_activations(
+    run: Run, costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers]
+) -> int:
     units = held_units(costs, stages, schedule)[0]
     blocks = range(1, run.shape.layers + 1)
-    kept = {index: sum(cost.activation_bytes for layer, cost in stages[index] if layer in blocks) for index in units}
+    kept = {
+        index: sum(
+            cost.activation_bytes for layer, cost in stages[index] if layer in blocks
+        )
+        for index in units
+    }
     return sum(count * kept[index] for index, count in units.items())
 
 
@@ -111,17 +134,27 @@ def costs_of(run: Run, constants: Constants | None = None) -> LayoutCosts:
 
 def workload_of(run: Run, constants: Constants | None = None) -> Workload:
     """Profile, cluster and job of a run."""
-    return workload(_profile(run), _cluster(run), _job(run), framework=run.framework, constants=constants)
+    return workload(
+        _profile(run),
+        _cluster(run),
+        _job(run),
+        framework=run.framework,
+        constants=constants,
+    )
 
 
 def stage_map(run: Run) -> StageMap:
     """Embedding, blocks and head on their stages."""
     stages, start, head = [], 1, run.shape.layers + 1
     for index, count in enumerate(run.blocks_per_stage):
-        blocks: list[tuple[int, RecomputeMode]] = [(layer, run.recompute) for layer in range(start, start + count)]
+        blocks: list[tuple[int, RecomputeMode]] = [
+            (layer, run.recompute) for layer in range(start, start + count)
+        ]
         start += count
         first: list[tuple[int, RecomputeMode]] = [(0, "none")] if index == 0 else []
-        last: list[tuple[int, RecomputeMode]] = [(head, "none")] if index == len(run.blocks_per_stage) - 1 else []
+        last: list[tuple[int, RecomputeMode]] = (
+            [(head, "none")] if index == len(run.blocks_per_stage) - 1 else []
+        )
         if run.splits_vocabulary:
             first, last = [*first, (head + index, "none")], []
         stages.append(first + blocks + last)
@@ -153,7 +186,9 @@ class Prepared:
 def prepare(run: Run) -> Prepared:
     """Read a run's documents once."""
     work = workload_of(run, DEFAULT)
-    return Prepared(run, work, schedule_of(layout_costs(work, run.layout)), stage_map(run))
+    return Prepared(
+        run, work, schedule_of(layout_costs(work, run.layout)), stage_map(run)
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -169,14 +204,19 @@ def _profile(run: Run) -> ModelProfile:
         splits_experts=run.splits_experts,
     )
     heads = len(run.blocks_per_stage) if run.splits_vocabulary else 1
-    counter = TransformerCounter(run.shape, run.framework, shard, run.attention, run.dtype, heads, run.is_fp8)
+    counter = TransformerCounter(
+        run.shape, run.framework, shard, run.attention, run.dtype, heads, run.is_fp8
+    )
     return counter.profile(run.source_id, (run.recompute,))
 
 
 @lru_cache(maxsize=4096)
 def _cluster(run: Run) -> Cluster:
     group = NodeGroup(
-        device=run.device, nodes=run.nodes, devices_per_node=run.devices_per_node, inter_node=run.inter_node
+        device=run.device,
+        nodes=run.nodes,
+        devices_per_node=run.devices_per_node,
+        inter_node=run.inter_node,
     )
     return Cluster(node_groups=(group,))
 

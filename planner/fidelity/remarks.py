@@ -44,7 +44,16 @@ _NAMES = (
     "source_id system hardware interconnect model layers precision attention schedule vp zero_fsdp recompute status "
     "mem_kind rank_group notes"
 )
-_SAID = ("system", "model", "interconnect", "zero_fsdp", "recompute", "attention", "schedule", "notes")
+_SAID = (
+    "system",
+    "model",
+    "interconnect",
+    "zero_fsdp",
+    "recompute",
+    "attention",
+    "schedule",
+    "notes",
+)
 COLUMNS = tuple(_NAMES.split())
 """What a file of runs must have; a column of numbers that lacks is unstated in every row."""
 
@@ -71,14 +80,18 @@ def _rows(file: Path) -> Iterator[dict[str, str]]:
                 _check_columns(file, reader.fieldnames or ())
                 yield from reader
     except (OSError, UnicodeDecodeError) as error:
-        raise DocumentError(f"cannot be read: {error}", field=str(file), mend="give a CSV file.") from error
+        raise DocumentError(
+            f"cannot be read: {error}", field=str(file), mend="give a CSV file."
+        ) from error
 
 
 def _check_columns(file: Path, columns: Sequence[str]) -> None:
     missing = [name for name in COLUMNS if name not in columns]
     if missing:
         raise DocumentError(
-            f"lacks the columns {', '.join(missing)}.", field=str(file), mend="add them; blank means unstated."
+            f"lacks the columns {', '.join(missing)}.",
+            field=str(file),
+            mend="add them; blank means unstated.",
         )
 
 
@@ -88,11 +101,18 @@ def remarks_of(row: dict[str, str]) -> Remarks:
     told = re.search(r"activations (\d+(?:\.\d+)?) GiB", kind)
     return Remarks(
         time_is_overhead="tiny model" in (row.get("notes") or "").lower(),
-        memory_is_stated=re.search(r"\d\s*g(?:i?b)?\b", _product(hardware), re.IGNORECASE) is not None,
+        memory_is_stated=re.search(
+            r"\d\s*g(?:i?b)?\b", _product(hardware), re.IGNORECASE
+        )
+        is not None,
         is_modelled="modelled" in kind.lower(),
         is_simulated=is_simulated(row.get("source") or ""),
         activation_bytes=float(told.group(1)) * 2**30 if told else None,
-        words=" ".join(re.findall(r"[a-z]+", " ".join(row.get(name) or "" for name in _SAID).lower())),
+        words=" ".join(
+            re.findall(
+                r"[a-z]+", " ".join(row.get(name) or "" for name in _SAID).lower()
+            )
+        ),
     )
 
 
@@ -105,4 +125,13 @@ def _product(hardware: str) -> str:
 def has_one_memory_size(device: str) -> bool:
     """Is this product sold with one memory size only, as far as the catalogue knows?"""
     product = device.partition("-")[0]
-    return len({one.spec.memory_bytes for name, one in catalogue().items() if name.partition("-")[0] == product}) == 1
+    return (
+        len(
+            {
+                one.spec.memory_bytes
+                for name, one in catalogue().items()
+                if name.partition("-")[0] == product
+            }
+        )
+        == 1
+    )

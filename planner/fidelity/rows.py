@@ -31,7 +31,13 @@ from pathlib import Path
 from typing import Literal
 
 from planner.errors import DocumentError
-from planner.fidelity.arguments import Arguments, arguments_of, ends_with, shape_with, shard_degree_with
+from planner.fidelity.arguments import (
+    Arguments,
+    arguments_of,
+    ends_with,
+    shape_with,
+    shard_degree_with,
+)
 from planner.fidelity.names import (
     device_of,
     inter_node_of,
@@ -138,7 +144,9 @@ def read_runs(path: Path) -> Dataset:
                 out.setdefault(file.stem, Counter())[str(reason)] += 1
     if not counts:
         raise DocumentError(
-            "holds no runs.", field=str(path), mend="give a CSV file with the columns source_id, hardware, layers, ..."
+            "holds no runs.",
+            field=str(path),
+            mend="give a CSV file with the columns source_id, hardware, layers, ...",
         )
     return Dataset(tuple(runs), out, counts)
 
@@ -147,11 +155,18 @@ def _rows(file: Path) -> Iterator[Row]:
     try:
         with file.open(encoding="utf-8", newline="") as stream:
             reader = csv.DictReader(stream)
-            if reader.fieldnames and {"hardware", "layers", "status"} <= set(reader.fieldnames):
+            if reader.fieldnames and {"hardware", "layers", "status"} <= set(
+                reader.fieldnames
+            ):
                 # A user's own file need not have every column, nor a last line every field.
-                yield from (defaultdict(str, {name: value or "" for name, value in row.items()}) for row in reader)
+                yield from (
+                    defaultdict(str, {name: value or "" for name, value in row.items()})
+                    for row in reader
+                )
     except OSError as error:
-        raise DocumentError(f"cannot be read: {error}", field=str(file), mend="give a CSV file.") from error
+        raise DocumentError(
+            f"cannot be read: {error}", field=str(file), mend="give a CSV file."
+        ) from error
 
 
 def run_of(row: Row, family: str) -> Run:
@@ -168,7 +183,12 @@ def run_of(row: Row, family: str) -> Run:
     framework, attention = setting_of(row, device, dtype, given)
     shape = _shape(row)
     layout, batch = _layout(row, given or {})
-    if framework.shards_states and dtype == "bf16" and keeps_master and layout.zero_stage == 0:
+    if (
+        framework.shards_states
+        and dtype == "bf16"
+        and keeps_master
+        and layout.zero_stage == 0
+    ):
         layout = layout.model_copy(update={"zero_stage": 1})
     step = _step_seconds(row, layout, batch)
     memory = _memory_bytes(row)
@@ -196,7 +216,9 @@ def run_of(row: Row, family: str) -> Run:
         sequence_length=_needed(row, "seq_len"),
         global_batch_size=batch,
         recompute=_recompute(row, framework),
-        blocks_per_stage=blocks_of(shape, layout, row["notes"], framework, ends=ends_with(given or {})),
+        blocks_per_stage=blocks_of(
+            shape, layout, row["notes"], framework, ends=ends_with(given or {})
+        ),
         step_seconds=step,
         memory_bytes=memory,
         memory_kind=_memory_kind(row["mem_kind"]),
@@ -204,7 +226,9 @@ def run_of(row: Row, family: str) -> Run:
         ran_out=ran_out,
         rank_group=row["rank_group"],
         splits_experts=_expert_tensor_degree(row, layout.tensor_parallel_degree) > 1,
-        splits_vocabulary=bool(re.search(r"vocab parallel|interlaced", row["schedule"])),
+        splits_vocabulary=bool(
+            re.search(r"vocab parallel|interlaced", row["schedule"])
+        ),
         is_fp8=is_fp8,
     )
 
@@ -236,12 +260,16 @@ def _precision(text: str) -> tuple[DataType, bool, bool]:
     if "fp32" in lowered or "tf32" in lowered:
         raise OutOfScope("number format not modelled")
     pure = "pure bf16" in lowered or "true" in lowered
-    dtype: DataType = "fp16" if lowered.startswith("fp16") and "bf16" not in lowered else "bf16"
+    dtype: DataType = (
+        "fp16" if lowered.startswith("fp16") and "bf16" not in lowered else "bf16"
+    )
     return dtype, not pure, "fp8" in lowered
 
 
 def _shape(row: Row) -> TransformerShape:
-    if re.search(r"\bq?lora\b", f"{row['model']} {row['system']} {row['notes']}".lower()):
+    if re.search(
+        r"\bq?lora\b", f"{row['model']} {row['system']} {row['notes']}".lower()
+    ):
         raise OutOfScope("no dimensions (adapters)")
     if "multimodal" in row["model"]:
         raise OutOfScope("no dimensions (vision tower)")
@@ -262,7 +290,11 @@ def _shape(row: Row) -> TransformerShape:
     )
     stated = _number(row, "params")
     if stated:
-        options = [replace(plain, is_gated=gated, is_tied=tied) for gated in (False, True) for tied in (False, True)]
+        options = [
+            replace(plain, is_gated=gated, is_tied=tied)
+            for gated in (False, True)
+            for tied in (False, True)
+        ]
         plain = min(options, key=lambda option: abs(option.parameters - stated))
     if plain.is_gated:
         return plain
@@ -327,7 +359,9 @@ def _splits_sequence(row: Row) -> bool:
 def _shard_degree(row: Row, replicas: int, given: Arguments) -> int | None:
     """Ranks that share out ZeRO's states: as stated, a node's in hybrid sharding, else as Megatron's arguments say."""
     node = _whole(row, "gpus_per_node") or 1
-    stated = shard_degree_of(row["zero_fsdp"]) or (node if "hsdp" in row["zero_fsdp"].lower() else 1)
+    stated = shard_degree_of(row["zero_fsdp"]) or (
+        node if "hsdp" in row["zero_fsdp"].lower() else 1
+    )
     if 1 < stated < replicas and replicas % stated == 0:
         return stated
     return shard_degree_with(replicas, given)
@@ -350,7 +384,11 @@ def _expert_tensor_degree(row: Row, tensor: int) -> int:
 
 def _micro_batches(row: Row, data: int) -> tuple[int, int, int]:
     """(micro-batch size, global batch, micro-batches), each from the others where it is not stated."""
-    size, batch, count = _whole(row, "mbs"), _whole(row, "gbs"), _whole(row, "num_microbatches")
+    size, batch, count = (
+        _whole(row, "mbs"),
+        _whole(row, "gbs"),
+        _whole(row, "num_microbatches"),
+    )
     if not size and batch and count:
         size = batch // (data * count)
     if not batch and size:
@@ -365,8 +403,14 @@ def _virtual(row: Row, pipeline: int, micro_batches: int) -> int:
     """Virtual stages per rank, where the interleaved schedule can run them."""
     layers = _needed(row, "layers")
     wanted = -(-layers // pipeline) if "max" in row["vp"] else _whole(row, "vp") or 1
-    divides = layers % (pipeline * wanted) == 0 or (layers + 2) % (pipeline * wanted) == 0
-    runs = pipeline > 1 and micro_batches % max(1, micro_batches // pipeline) == 0 and divides
+    divides = (
+        layers % (pipeline * wanted) == 0 or (layers + 2) % (pipeline * wanted) == 0
+    )
+    runs = (
+        pipeline > 1
+        and micro_batches % max(1, micro_batches // pipeline) == 0
+        and divides
+    )
     return wanted if runs else 1
 
 
@@ -394,13 +438,21 @@ def _memory_kind(text: str) -> MemoryKind:
     lowered = text.lower()
     if "nvidia-smi" in lowered or "device" in lowered:
         return "device"
-    return "reserved" if "reserved" in lowered and "allocated" not in lowered else "allocated"
+    return (
+        "reserved"
+        if "reserved" in lowered and "allocated" not in lowered
+        else "allocated"
+    )
 
 
 def _memory_bytes(row: Row) -> float | None:
     """GiB, except where a source prints GB of torch's own counters."""
     memory, lowered = _number(row, "mem_gib"), row["mem_kind"].lower()
-    is_decimal = "gb" in lowered.replace("gib", "") and "nvidia-smi" not in lowered and "rounded" not in lowered
+    is_decimal = (
+        "gb" in lowered.replace("gib", "")
+        and "nvidia-smi" not in lowered
+        and "rounded" not in lowered
+    )
     return None if memory is None else memory * (1e9 if is_decimal else 2**30)
 
 

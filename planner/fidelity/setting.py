@@ -55,13 +55,17 @@ def setting_of(
     attention = attention_of(row["attention"], framework, device)
     if not row["attention"] and given is not None:
         attention = attention_with(attention, given)
-    framework = replace(framework, **(_of_era(framework, attention, dtype) | _of_words(framework, row)))
+    framework = replace(
+        framework, **(_of_era(framework, attention, dtype) | _of_words(framework, row))
+    )
     if given is not None:
         framework = framework_with(framework, given, find_entry(device).architecture)
     return framework, attention
 
 
-def _of_era(framework: Framework, attention: AttentionKernel, dtype: DataType) -> dict[str, Any]:
+def _of_era(
+    framework: Framework, attention: AttentionKernel, dtype: DataType
+) -> dict[str, Any]:
     """What precision and age of a run decide."""
     if framework.name == "megatron-deepspeed" and attention != "flash":
         return {"copied_gradient_bytes": COPIED_GRADIENTS[dtype]}
@@ -81,9 +85,13 @@ def _of_words(framework: Framework, row: Mapping[str, str]) -> dict[str, Any]:
         "offloads_states": offloads or "Paged" in system,
         "keeps_gathered": "no reshard" in sharding,
     }
-    traits: dict[str, Any] = {name: getattr(framework, name) or said for name, said in named.items()}
+    traits: dict[str, Any] = {
+        name: getattr(framework, name) or said for name, said in named.items()
+    }
     if "PA_CPU=N" in notes:
         traits["offloads_checkpoints"] = False
     if is_nemo(system):
         traits |= NEMO
-    return traits | ({"logit_bytes": 0, "loss_bytes": 0} if "liger" in notes.lower() else {})
+    return traits | (
+        {"logit_bytes": 0, "loss_bytes": 0} if "liger" in notes.lower() else {}
+    )

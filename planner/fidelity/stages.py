@@ -24,10 +24,18 @@ Ends = tuple[int | None, int | None]
 
 
 def blocks_of(
-    shape: TransformerShape, layout: Layout, notes: str, framework: Framework, *, ends: Ends = (None, None)
+    shape: TransformerShape,
+    layout: Layout,
+    notes: str,
+    framework: Framework,
+    *,
+    ends: Ends = (None, None),
 ) -> tuple[int, ...]:
     """Blocks of every stage, in order."""
-    stages, layers = layout.pipeline_parallel_degree * layout.virtual_stages_per_rank, shape.layers
+    stages, layers = (
+        layout.pipeline_parallel_degree * layout.virtual_stages_per_rank,
+        shape.layers,
+    )
     if stages == 1:
         return (layers,)
     told = _told(notes)

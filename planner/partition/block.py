@@ -57,4 +57,6 @@ def _smallest_near(sums: Sequence[int], largest: int) -> int:
 
 
 def _sums(costs: Sequence[int], ends: Sequence[int]) -> list[int]:
-    return [sum(costs[start:end]) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    return [
+        sum(costs[start:end]) for start, end in zip([0, *ends[:-1]], ends, strict=True)
+    ]

@@ -31,5 +31,9 @@ def partition(costs: Sequence[float], parts: int, method: str = "optimal") -> Pa
     """
     chosen = METHODS.get(method.lower())
     if chosen is None:
-        raise UnknownNameError(f"no method {method!r}.", field="method", mend=f"use one of {', '.join(METHODS)}.")
+        raise UnknownNameError(
+            f"no method {method!r}.",
+            field="method",
+            mend=f"use one of {', '.join(METHODS)}.",
+        )
     return chosen(costs, parts)

@@ -33,7 +33,13 @@ def optimal(costs: Sequence[float], parts: int) -> Partition:
 
 def _bottleneck(cumulative: Sequence[int], parts: int) -> int:
     """Bisection over the whole numbers: the least bound that greedy filling can meet."""
-    below = max(max(end - start for start, end in pairwise(cumulative)), -(-cumulative[-1] // parts)) - 1
+    below = (
+        max(
+            max(end - start for start, end in pairwise(cumulative)),
+            -(-cumulative[-1] // parts),
+        )
+        - 1
+    )
     enough = cumulative[-1]
     while enough - below > 1:
         middle = (below + enough) // 2
@@ -59,7 +65,9 @@ def _most_even(cumulative: Sequence[int], parts: int, bound: int) -> list[int]:
     best: list[int | None] = [0] + [None] * layers
     cuts: list[list[int]] = []
     for part in range(1, parts + 1):
-        best, cut_before = _extend(cumulative, best, bound, first=part, last=layers - (parts - part))
+        best, cut_before = _extend(
+            cumulative, best, bound, first=part, last=layers - (parts - part)
+        )
         cuts.append(cut_before)
     end, sizes = layers, []
     for cut_before in reversed(cuts):
@@ -69,7 +77,11 @@ def _most_even(cumulative: Sequence[int], parts: int, bound: int) -> list[int]:
 
 
 def _extend(
-    cumulative: Sequence[int], best: Sequence[int | None], bound: int, first: int, last: int
+    cumulative: Sequence[int],
+    best: Sequence[int | None],
+    bound: int,
+    first: int,
+    last: int,
 ) -> tuple[list[int | None], list[int]]:
     """One part more: least sum of squares up to every end, and where its last part then starts."""
     extended: list[int | None] = [None] * len(best)

@@ -21,7 +21,11 @@ from planner.spec.recipes import ParameterCount, recipe
 
 Measure = Literal["time", "memory"]
 MEASURES: tuple[Measure, ...] = get_args(Measure)
-PRECISION: dict[DataType, Precision] = {"fp32": "fp32", "bf16": "bf16-mixed", "fp16": "fp16-mixed"}
+PRECISION: dict[DataType, Precision] = {
+    "fp32": "fp32",
+    "bf16": "bf16-mixed",
+    "fp16": "fp16-mixed",
+}
 """The usual one that computes in the profile's type."""
 
 
@@ -38,7 +42,9 @@ class Choice:
     """In flight at the same time: forward done, backward not yet."""
 
 
-def layer_costs(profile: ModelProfile, by: Measure = "time", choice: Choice | None = None) -> tuple[float, ...]:
+def layer_costs(
+    profile: ModelProfile, by: Measure = "time", choice: Choice | None = None
+) -> tuple[float, ...]:
     """One cost per layer, on one device without recomputation: equation (1) in seconds, or (2) in bytes.
 
     Raises:
@@ -46,14 +52,20 @@ def layer_costs(profile: ModelProfile, by: Measure = "time", choice: Choice | No
         MismatchError: the profile has no row of this size, or no seconds to balance by.
     """
     if by not in MEASURES:
-        raise UnknownNameError(f"no measure {by!r}.", field="by", mend=f"use one of {', '.join(MEASURES)}.")
+        raise UnknownNameError(
+            f"no measure {by!r}.", field="by", mend=f"use one of {', '.join(MEASURES)}."
+        )
     choice = choice or Choice()
     size, length = chosen_size(profile, choice)
     rows = [_row(layer, size, length) for layer in profile.layers]
     if by == "time":
-        return tuple(_seconds(layer, row) for layer, row in zip(profile.layers, rows, strict=True))
+        return tuple(
+            _seconds(layer, row)
+            for layer, row in zip(profile.layers, rows, strict=True)
+        )
     return tuple(
-        _bytes(layer, row, PRECISION[profile.dtype], choice) for layer, row in zip(profile.layers, rows, strict=True)
+        _bytes(layer, row, PRECISION[profile.dtype], choice)
+        for layer, row in zip(profile.layers, rows, strict=True)
     )
 
 
@@ -61,16 +73,30 @@ def chosen_size(profile: ModelProfile, choice: Choice) -> tuple[int, int]:
     """Micro-batch size and sequence length that a choice means in this profile."""
     rows = profile.layers[0].measurements
     size = choice.micro_batch_size or min(row.micro_batch_size for row in rows)
-    length = max(row.sequence_length for row in rows) if choice.sequence_length is None else choice.sequence_length
+    length = (
+        max(row.sequence_length for row in rows)
+        if choice.sequence_length is None
+        else choice.sequence_length
+    )
     return size, length
 
 
-def _row(layer: LayerProfile, micro_batch_size: int, sequence_length: int) -> Measurement:
-    plain = [row for row in layer.measurements if row.recompute == "none" and _is_whole(row)]
+def _row(
+    layer: LayerProfile, micro_batch_size: int, sequence_length: int
+) -> Measurement:
+    plain = [
+        row for row in layer.measurements if row.recompute == "none" and _is_whole(row)
+    ]
     for row in plain:
-        if (row.micro_batch_size, row.sequence_length) == (micro_batch_size, sequence_length):
+        if (row.micro_batch_size, row.sequence_length) == (
+            micro_batch_size,
+            sequence_length,
+        ):
             return row
-    known = ", ".join(f"{row.micro_batch_size} x {row.sequence_length}" for row in plain) or "none"
+    known = (
+        ", ".join(f"{row.micro_batch_size} x {row.sequence_length}" for row in plain)
+        or "none"
+    )
     raise MismatchError(
         f"layer {layer.name!r} has no whole row of {micro_batch_size} samples of {sequence_length} tokens; "
         f"it has {known}.",
@@ -80,13 +106,21 @@ def _row(layer: LayerProfile, micro_batch_size: int, sequence_length: int) -> Me
 
 
 def _is_whole(row: Measurement) -> bool:
-    degrees = (row.tensor_parallel_degree, row.context_parallel_degree, row.expert_parallel_degree)
+    degrees = (
+        row.tensor_parallel_degree,
+        row.context_parallel_degree,
+        row.expert_parallel_degree,
+    )
     return degrees == (1, 1, 1)
 
 
 def _seconds(layer: LayerProfile, row: Measurement) -> float:
     """Equation (1)."""
-    parts = (row.forward_seconds, row.backward_input_seconds, row.backward_weight_seconds)
+    parts = (
+        row.forward_seconds,
+        row.backward_input_seconds,
+        row.backward_weight_seconds,
+    )
     if row.forward_seconds is None:
         raise MismatchError(
             f"layer {layer.name!r} is counted only: it has no seconds to balance by.",
@@ -96,10 +130,14 @@ def _seconds(layer: LayerProfile, row: Measurement) -> float:
     return sum(part or 0.0 for part in parts)
 
 
-def _bytes(layer: LayerProfile, row: Measurement, precision: Precision, choice: Choice) -> float:
+def _bytes(
+    layer: LayerProfile, row: Measurement, precision: Precision, choice: Choice
+) -> float:
     """Equation (2)."""
     trained = layer.parameters - layer.frozen_parameters
-    count = ParameterCount(trained, row.local_matrix_elements, row.local_factored_elements)
+    count = ParameterCount(
+        trained, row.local_matrix_elements, row.local_factored_elements
+    )
     kept = recipe(precision, choice.optimizer)
     ogp = kept.total_bytes(count) + layer.frozen_parameters * kept.parameter_bytes
     return ogp + choice.micro_batches * row.activation_bytes

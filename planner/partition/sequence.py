@@ -40,25 +40,41 @@ def cut(costs: Sequence[float], sizes: Sequence[int]) -> Partition:
     """The partition with parts of these sizes."""
     ends = list(accumulate(sizes))
     return Partition(
-        tuple(sizes), tuple(_total(costs[end - size : end]) for end, size in zip(ends, sizes, strict=True))
+        tuple(sizes),
+        tuple(
+            _total(costs[end - size : end])
+            for end, size in zip(ends, sizes, strict=True)
+        ),
     )
 
 
 def _total(costs: Sequence[float]) -> float:
-    return sum(costs) if all(isinstance(cost, int) for cost in costs) else math.fsum(costs)
+    return (
+        sum(costs) if all(isinstance(cost, int) for cost in costs) else math.fsum(costs)
+    )
 
 
 def check_costs(costs: Sequence[float], parts: int) -> None:
     """Raise `LayoutError` for costs or parts that no method can take."""
     if not costs:
-        raise LayoutError("there are no costs.", field="costs", mend="give the cost of every layer, e.g. 10,40,30.")
+        raise LayoutError(
+            "there are no costs.",
+            field="costs",
+            mend="give the cost of every layer, e.g. 10,40,30.",
+        )
     for index, cost in enumerate(costs):
         if not (math.isfinite(cost) and cost >= 0):
             raise LayoutError(
-                f"a cost must be finite and not negative, got {cost}.", field=f"costs[{index}]", mend="give 0 or more."
+                f"a cost must be finite and not negative, got {cost}.",
+                field=f"costs[{index}]",
+                mend="give 0 or more.",
             )
     if parts < 1:
-        raise LayoutError(f"there must be at least 1 part, got {parts}.", field="parts", mend="give 1 or more.")
+        raise LayoutError(
+            f"there must be at least 1 part, got {parts}.",
+            field="parts",
+            mend="give 1 or more.",
+        )
     if parts > len(costs):
         raise LayoutError(
             f"{len(costs)} layers cannot make {parts} parts: every part needs a layer.",

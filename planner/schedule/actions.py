@@ -108,7 +108,15 @@ class Schedule:
 
     def __hash__(self) -> int:
         # Equal schedules agree in these, and hashing every action would cost more than simulating them.
-        return hash((self.name, self.ranks, self.micro_batches, self.virtual_stages, self.sequence_chunks))
+        return hash(
+            (
+                self.name,
+                self.ranks,
+                self.micro_batches,
+                self.virtual_stages,
+                self.sequence_chunks,
+            )
+        )
 
     @property
     def stages(self) -> int:
@@ -130,18 +138,30 @@ class Schedule:
         return _stages_by_rank(self.ranks, self.stage_ranks, self.replica_ranks)[rank]
 
     @classmethod
-    def from_text(cls, rows: Sequence[Sequence[str]], *, name: str = "given", sequence_chunks: int = 1) -> Self:
+    def from_text(
+        cls,
+        rows: Sequence[Sequence[str]],
+        *,
+        name: str = "given",
+        sequence_chunks: int = 1,
+    ) -> Self:
         """The schedule of these actions, one row per rank; whoever has a stage's actions has the stage.
 
         Raises:
             ScheduleError: a text is no action, or the stages' numbers have a gap or do not begin.
         """
         actions = tuple(tuple(map(Action.parse, row)) for row in rows)
-        owners = {action.stage: rank for rank, row in enumerate(actions) for action in row}
-        missing = [stage for stage in range(max(owners, default=0) + 1) if stage not in owners]  # 0 when all is empty
+        owners = {
+            action.stage: rank for rank, row in enumerate(actions) for action in row
+        }
+        missing = [
+            stage for stage in range(max(owners, default=0) + 1) if stage not in owners
+        ]  # 0 when all is empty
         if missing:
             raise ScheduleError(
-                f"no rank runs stage {missing[0]}.", field="actions", mend="count stages from 0, without a gap."
+                f"no rank runs stage {missing[0]}.",
+                field="actions",
+                mend="count stages from 0, without a gap.",
             )
         units = 1 + max(action.micro_batch for row in actions for action in row)
         return cls(
@@ -156,7 +176,10 @@ class Schedule:
 
     def to_text(self) -> tuple[tuple[str, ...], ...]:
         """The actions as written in a plan, e.g. ``2F0``."""
-        return tuple(row.texts if isinstance(row, Written) else tuple(map(str, row)) for row in self.actions)
+        return tuple(
+            row.texts if isinstance(row, Written) else tuple(map(str, row))
+            for row in self.actions
+        )
 
 
 @lru_cache(maxsize=64)
@@ -165,7 +188,9 @@ def _stages_by_rank(
 ) -> tuple[tuple[int, ...], ...]:
     """Stages of every rank, lowest first."""
     owned: list[list[int]] = [[] for _ in range(ranks)]
-    for stage, owners in enumerate(zip(stage_ranks, replica_ranks or stage_ranks, strict=True)):
+    for stage, owners in enumerate(
+        zip(stage_ranks, replica_ranks or stage_ranks, strict=True)
+    ):
         for owner in sorted(set(owners)):
             owned[owner].append(stage)
     return tuple(map(tuple, owned))

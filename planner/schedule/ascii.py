@@ -32,17 +32,29 @@ def ascii(traces: Sequence[Timeline], width: int = 100) -> str:
         )
         margin = max(map(len, trace.rank_names), default=0)
         for name, events in zip(trace.rank_names, trace.ranks, strict=True):
-            lines.append(f"{name:>{margin}} |{_row(events, axis.start_seconds, width / axis.seconds, width)}|")
+            lines.append(
+                f"{name:>{margin}} |{_row(events, axis.start_seconds, width / axis.seconds, width)}|"
+            )
     return "\n".join(lines)
 
 
-def _row(events: Sequence[TimelineEvent], origin: float, columns_per_second: float, width: int) -> str:
+def _row(
+    events: Sequence[TimelineEvent],
+    origin: float,
+    columns_per_second: float,
+    width: int,
+) -> str:
     cells = ["."] * width
     for event in events:
         if event.kind in BESIDE_COMPUTE:
             continue
-        first = min(round((event.start_seconds - origin) * columns_per_second), width - 1)
-        last = max(first + 1, min(round((event.end_seconds - origin) * columns_per_second), width))
+        first = min(
+            round((event.start_seconds - origin) * columns_per_second), width - 1
+        )
+        last = max(
+            first + 1,
+            min(round((event.end_seconds - origin) * columns_per_second), width),
+        )
         if last - first == 1 and cells[first] != ".":
             continue
         cells[first:last] = _name(event).ljust(last - first, "-")[: last - first]

@@ -13,7 +13,11 @@ from planner.schedule.greedy import backward_first
 from planner.schedule.requirements import Requirement, requirements
 from planner.schedule.room import Room
 from planner.schedule.rows import Row
-from planner.schedule.warm_up import grouped_units, one_forward_one_backward, split_backwards
+from planner.schedule.warm_up import (
+    grouped_units,
+    one_forward_one_backward,
+    split_backwards,
+)
 
 LIMITED = "limited"
 """Name of the orders that are no canonical schedule."""
@@ -24,7 +28,9 @@ def is_canonical(schedule: Schedule) -> bool:
     return schedule.name != LIMITED
 
 
-def candidates(shape: Schedule, room: Room, *, is_split: bool = True) -> Iterator[Schedule]:
+def candidates(
+    shape: Schedule, room: Room, *, is_split: bool = True
+) -> Iterator[Schedule]:
     """Schedules of the shape's stages for which every rank has room, each kind in order.
 
     Args:
@@ -33,7 +39,9 @@ def candidates(shape: Schedule, room: Room, *, is_split: bool = True) -> Iterato
         is_split: backwards may be I and W; else all of them are B.
     """
     for schedule in (*_canonical(shape), *_limited(shape, room, is_split)):
-        is_possible = is_split or Requirement.SPLIT_BACKWARD not in requirements(schedule)
+        is_possible = is_split or Requirement.SPLIT_BACKWARD not in requirements(
+            schedule
+        )
         if is_possible and _runs_in_order(schedule) and room.holds(schedule):
             yield schedule
 
@@ -51,8 +59,16 @@ def _canonical(shape: Schedule) -> Iterator[Schedule]:
             )
         except LayoutError:
             continue
-        is_special = schedule.replica_ranks or schedule.joint_pairs or schedule.recompute_stop is not None
-        if schedule.stage_ranks == shape.stage_ranks and not is_special and not find(name).is_asynchronous:
+        is_special = (
+            schedule.replica_ranks
+            or schedule.joint_pairs
+            or schedule.recompute_stop is not None
+        )
+        if (
+            schedule.stage_ranks == shape.stage_ranks
+            and not is_special
+            and not find(name).is_asynchronous
+        ):
             yield schedule
 
 
@@ -63,11 +79,22 @@ def _limited(shape: Schedule, room: Room, is_split: bool) -> Iterator[Schedule]:
         return
     units = [room.most_units(shape, rank) for rank in range(shape.ranks)]
     if shape.virtual_stages > 1:
-        rows = backward_first(shape.stage_ranks, shape.micro_batches, limit=min(units) // shape.sequence_chunks)
-        yield replace(shape, name=LIMITED, actions=tuple(_in_chunks(row, shape.sequence_chunks) for row in rows))
+        rows = backward_first(
+            shape.stage_ranks,
+            shape.micro_batches,
+            limit=min(units) // shape.sequence_chunks,
+        )
+        yield replace(
+            shape,
+            name=LIMITED,
+            actions=tuple(_in_chunks(row, shape.sequence_chunks) for row in rows),
+        )
         return
     for per_rank in (1, 2):
-        cut = tuple(_cut(shape, rank, per_rank, units[: rank + 1], is_split) for rank in range(shape.ranks))
+        cut = tuple(
+            _cut(shape, rank, per_rank, units[: rank + 1], is_split)
+            for rank in range(shape.ranks)
+        )
         yield replace(shape, name=LIMITED, actions=cut)
 
 
@@ -76,11 +103,17 @@ def _in_chunks(actions: Iterable[Action], chunks: int) -> tuple[Action, ...]:
     return tuple(
         action._replace(micro_batch=action.micro_batch * chunks + chunk)
         for action in actions
-        for chunk in (range(chunks) if action.kind is ActionKind.FORWARD else reversed(range(chunks)))
+        for chunk in (
+            range(chunks)
+            if action.kind is ActionKind.FORWARD
+            else reversed(range(chunks))
+        )
     )
 
 
-def _cut(shape: Schedule, rank: int, per_rank: int, units: Sequence[int], is_split: bool) -> Row:
+def _cut(
+    shape: Schedule, rank: int, per_rank: int, units: Sequence[int], is_split: bool
+) -> Row:
     """Warm-up and delay of weight gradients, which together with one more are what is held.
 
     Args:
@@ -90,11 +123,19 @@ def _cut(shape: Schedule, rank: int, per_rank: int, units: Sequence[int], is_spl
         units: that this rank and those before it have room for; none runs further ahead than the one before it.
         is_split: I and W; else B.
     """
-    numbers = Shape(shape.ranks, shape.micro_batches, sequence_chunks=shape.sequence_chunks)
+    numbers = Shape(
+        shape.ranks, shape.micro_batches, sequence_chunks=shape.sequence_chunks
+    )
     forwards, backwards = grouped_units(numbers, rank, (shape.micro_batches,))
-    ahead = min(min(units) - 1, per_rank * (shape.ranks - 1 - rank) + shape.sequence_chunks - 1)
+    ahead = min(
+        min(units) - 1, per_rank * (shape.ranks - 1 - rank) + shape.sequence_chunks - 1
+    )
     row = one_forward_one_backward(forwards, backwards, ahead)
-    return split_backwards(row, min(per_rank * rank, units[-1] - 1 - ahead)) if is_split else row
+    return (
+        split_backwards(row, min(per_rank * rank, units[-1] - 1 - ahead))
+        if is_split
+        else row
+    )
 
 
 def _runs_in_order(schedule: Schedule) -> bool:

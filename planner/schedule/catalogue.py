@@ -68,7 +68,8 @@ def names(*, runnable_only: bool = False, fixed_only: bool = False) -> tuple[str
     return tuple(
         entry.name
         for entry in ENTRIES
-        if (entry.runnable or not runnable_only) and not (entry.needs_durations and fixed_only)
+        if (entry.runnable or not runnable_only)
+        and not (entry.needs_durations and fixed_only)
     )
 
 
@@ -80,7 +81,11 @@ def find(name: str) -> ScheduleEntry:
     """
     found = _by_folded_name().get(_fold(name))
     if found is None:
-        raise UnknownNameError(f"no schedule {name!r}.", field="schedule", mend=f"use one of {', '.join(names())}.")
+        raise UnknownNameError(
+            f"no schedule {name!r}.",
+            field="schedule",
+            mend=f"use one of {', '.join(names())}.",
+        )
     return found
 
 
@@ -114,7 +119,9 @@ def build(
             durations; the message shows them.
     """
     entry = find(name)
-    virtual_stages = entry.least_virtual_stages if virtual_stages is None else virtual_stages
+    virtual_stages = (
+        entry.least_virtual_stages if virtual_stages is None else virtual_stages
+    )
     shape = Shape(ranks, micro_batches, virtual_stages, sequence_chunks, recompute)
     _check_sizes(shape)
     return _built((entry.name, shape))
@@ -133,7 +140,11 @@ def _check_sizes(shape: Shape) -> None:
     for field in ("ranks", "micro_batches", "virtual_stages", "sequence_chunks"):
         value = getattr(shape, field)
         if value < 1:
-            raise LayoutError(f"{field} must be at least 1, got {value}.", field=field, mend="give 1 or more.")
+            raise LayoutError(
+                f"{field} must be at least 1, got {value}.",
+                field=field,
+                mend="give 1 or more.",
+            )
     units = shape.units
     if units > LARGEST_SCHEDULE_UNITS:
         raise LayoutError(
@@ -146,7 +157,9 @@ def _check_sizes(shape: Shape) -> None:
 
 @lru_cache(maxsize=1)
 def _by_folded_name() -> dict[str, ScheduleEntry]:
-    return {_fold(name): entry for entry in ENTRIES for name in (entry.name, *entry.aliases)}
+    return {
+        _fold(name): entry for entry in ENTRIES for name in (entry.name, *entry.aliases)
+    }
 
 
 def _fold(name: str) -> str:

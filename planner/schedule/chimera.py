@@ -45,10 +45,17 @@ def rank_actions(shape: Shape, rank: int) -> tuple[Action, ...]:
     )
 
 
-def _slots(ranks: int, stage: int, first: int) -> list[tuple[int, int, ActionKind, int, int]]:
+def _slots(
+    ranks: int, stage: int, first: int
+) -> list[tuple[int, int, ActionKind, int, int]]:
     """(slot, stage, kind, first micro-batch of the way, micro-batch of the unit) of one way of a unit."""
-    forwards = [(stage + 2 * m, stage, ActionKind.FORWARD, first, m) for m in range(ranks // 2)]
-    backwards = [(2 * ranks + 2 * m - 1 - stage, stage, ActionKind.BACKWARD, first, m) for m in range(ranks // 2)]
+    forwards = [
+        (stage + 2 * m, stage, ActionKind.FORWARD, first, m) for m in range(ranks // 2)
+    ]
+    backwards = [
+        (2 * ranks + 2 * m - 1 - stage, stage, ActionKind.BACKWARD, first, m)
+        for m in range(ranks // 2)
+    ]
     return forwards + backwards
 
 

@@ -75,14 +75,30 @@ class CriticalPath:
         chunks = len(self.forward) // (len(self.transfer_forward) + 1)
         transfers = (0, *self.transfer_forward, *self.transfer_backward)
         return (
-            sum(count * seconds for count, seconds in zip(counts, durations.of_actions(chunks), strict=True) if count)
-            + sum(count * seconds for count, seconds in zip(transfers, durations.of_transfers(), strict=True) if count)
+            sum(
+                count * seconds
+                for count, seconds in zip(
+                    counts, durations.of_actions(chunks), strict=True
+                )
+                if count
+            )
+            + sum(
+                count * seconds
+                for count, seconds in zip(
+                    transfers, durations.of_transfers(), strict=True
+                )
+                if count
+            )
             + (tails[self.rank] if tails else 0)
         )
 
 
 def critical_path(
-    schedule: Schedule, durations: Durations, tails: Sequence[float] = (), *, rank: int | None = None
+    schedule: Schedule,
+    durations: Durations,
+    tails: Sequence[float] = (),
+    *,
+    rank: int | None = None,
 ) -> CriticalPath:
     """The longest path of a schedule.
 
@@ -101,12 +117,18 @@ def critical_path(
     graph = graph_of(schedule)
     _, ends = graph.earliest(durations)
     tails = tails or (0,) * schedule.ranks
-    finish = [ends[actions[-1]] + tail for actions, tail in zip(graph.rank_actions, tails, strict=True)]
+    finish = [
+        ends[actions[-1]] + tail
+        for actions, tail in zip(graph.rank_actions, tails, strict=True)
+    ]
     last = max(range(schedule.ranks), key=finish.__getitem__) if rank is None else rank
     works, transfers = _count(graph, durations, ends, graph.rank_actions[last][-1])
     stages = schedule.stages
     per_work = stages * schedule.sequence_chunks
-    counts = {name: tuple(works[at * per_work : (at + 1) * per_work]) for at, name in enumerate(_WORKS)}
+    counts = {
+        name: tuple(works[at * per_work : (at + 1) * per_work])
+        for at, name in enumerate(_WORKS)
+    }
     return CriticalPath(
         length=finish[last],
         rank=last,
@@ -116,7 +138,9 @@ def critical_path(
     )
 
 
-def _count(graph: Graph, durations: Durations, ends: Sequence[float], last: int) -> tuple[list[int], list[int]]:
+def _count(
+    graph: Graph, durations: Durations, ends: Sequence[float], last: int
+) -> tuple[list[int], list[int]]:
     """Walk back from an action along what each one really waited for; how often each work and transfer is met."""
     seconds = durations.of_transfers()
     works, transfers = [0] * (WORKS * graph.stages * graph.chunks), [0] * len(seconds)
@@ -125,7 +149,10 @@ def _count(graph: Graph, durations: Durations, ends: Sequence[float], last: int)
         works[graph.work[action]] += 1
         producer, transfer = graph.producer[action], graph.transfer[action]
         # The producer on a tie: at the start of a rank's list it leads on to the stages before, for a stronger cut.
-        if producer != NOTHING and ends[producer] + seconds[transfer] >= ends[graph.before[action]]:
+        if (
+            producer != NOTHING
+            and ends[producer] + seconds[transfer] >= ends[graph.before[action]]
+        ):
             transfers[transfer] += 1
             action = producer
         else:
@@ -136,5 +163,7 @@ def _count(graph: Graph, durations: Durations, ends: Sequence[float], last: int)
 def _check_tails(schedule: Schedule, tails: Sequence[float]) -> None:
     if tails and len(tails) != schedule.ranks:
         raise LayoutError(
-            f"tails has {len(tails)} values for {schedule.ranks} ranks.", field="tails", mend="give one per rank."
+            f"tails has {len(tails)} values for {schedule.ranks} ranks.",
+            field="tails",
+            mend="give one per rank.",
         )

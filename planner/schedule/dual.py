@@ -31,16 +31,24 @@ class _Writer:
 
     def __init__(self, ways: tuple[Way, Way]) -> None:
         self._ways = ways
-        self._next = {(way, is_forward): ways[way].first for way in (0, 1) for is_forward in (True, False)}
+        self._next = {
+            (way, is_forward): ways[way].first
+            for way in (0, 1)
+            for is_forward in (True, False)
+        }
         self._put_off: deque[Action] = deque()
 
     def forward(self, way: int) -> Iterator[Written]:
         """The next forward."""
         yield self._take(way, ActionKind.FORWARD), False
 
-    def backward(self, way: int, *, split: bool = False, paired: bool = False) -> Iterator[Written]:
+    def backward(
+        self, way: int, *, split: bool = False, paired: bool = False
+    ) -> Iterator[Written]:
         """The next backward; split, its weight gradient is put off."""
-        action = self._take(way, ActionKind.BACKWARD_INPUT if split else ActionKind.BACKWARD)
+        action = self._take(
+            way, ActionKind.BACKWARD_INPUT if split else ActionKind.BACKWARD
+        )
         if split:
             self._put_off.append(action._replace(kind=ActionKind.BACKWARD_WEIGHT))
         yield action, paired
@@ -61,7 +69,9 @@ class _Writer:
         return Action(self._ways[way].stage, kind, micro_batch)
 
 
-def eight_phases(ways: tuple[Way, Way], ranks: int, rank: int, micro_batches: int) -> Iterator[Written]:
+def eight_phases(
+    ways: tuple[Way, Way], ranks: int, rank: int, micro_batches: int
+) -> Iterator[Written]:
     """Actions of one rank.
 
     Args:

@@ -14,7 +14,13 @@ from __future__ import annotations
 
 from planner.schedule.actions import Action
 from planner.schedule.dual import Way, Written, eight_phases
-from planner.schedule.entry import ScheduleEntry, Shape, needs_even, needs_micro_batches, opposite_ranks
+from planner.schedule.entry import (
+    ScheduleEntry,
+    Shape,
+    needs_even,
+    needs_micro_batches,
+    opposite_ranks,
+)
 
 
 def check(shape: Shape) -> None:

@@ -14,7 +14,12 @@ from __future__ import annotations
 
 from planner.schedule.actions import Action
 from planner.schedule.dual import Way, Written, eight_phases
-from planner.schedule.entry import ScheduleEntry, Shape, needs_micro_batches, v_placement
+from planner.schedule.entry import (
+    ScheduleEntry,
+    Shape,
+    needs_micro_batches,
+    v_placement,
+)
 
 
 def check(shape: Shape) -> None:

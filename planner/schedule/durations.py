@@ -83,14 +83,18 @@ class Durations:
 
     def recompute_of(self, stage: int, unit: int) -> float:
         """Time of recomputing this unit of this stage."""
-        return self.recompute[stage * self.sequence_chunks + unit % self.sequence_chunks]
+        return self.recompute[
+            stage * self.sequence_chunks + unit % self.sequence_chunks
+        ]
 
     def of_actions(self, chunks: int = 1) -> list[float]:
         """Times by ``(work * stages + stage) * chunks + chunk``, the works in the order of `planner.schedule.needs`.
 
         Times given per stage hold for each of its chunks.
         """
-        forward, backward_input, weight, recompute, overlap = (self._spread(name, chunks) for name in OF_ACTIONS)
+        forward, backward_input, weight, recompute, overlap = (
+            self._spread(name, chunks) for name in OF_ACTIONS
+        )
         plain = _add(backward_input, weight)
         works = (
             forward,
@@ -120,7 +124,9 @@ class Durations:
         if given == length:
             return
         raise LayoutError(
-            f"{name} has {given} values for {self.stages} stages.", field=name, mend=f"give {length} values."
+            f"{name} has {given} values for {self.stages} stages.",
+            field=name,
+            mend=f"give {length} values.",
         )
 
     def _check_chunks(self) -> None:
@@ -133,7 +139,9 @@ class Durations:
 
     def _check_overlap(self) -> None:
         backwards = _add(self.backward_input, self.backward_weight)
-        for index, (saved, *both) in enumerate(zip(self.overlap, self.forward, backwards, strict=True)):
+        for index, (saved, *both) in enumerate(
+            zip(self.overlap, self.forward, backwards, strict=True)
+        ):
             if saved > min(both):
                 raise LayoutError(
                     f"a pair cannot save {saved}, more than its shorter action lasts ({min(both)}).",

@@ -23,7 +23,9 @@ class Shape:
     @property
     def units(self) -> int:
         """Forwards of all stages together."""
-        return self.ranks * self.micro_batches * self.virtual_stages * self.sequence_chunks
+        return (
+            self.ranks * self.micro_batches * self.virtual_stages * self.sequence_chunks
+        )
 
 
 def loop_placement(shape: Shape) -> tuple[int, ...]:
@@ -42,7 +44,11 @@ def v_placement(shape: Shape) -> tuple[int, ...]:
 def wave_placement(shape: Shape) -> tuple[int, ...]:
     """Down and up in turn, one way per virtual stage: a V, a W, ... (Liu et al. 2023, Hanayo)."""
     down = tuple(range(shape.ranks))
-    return tuple(rank for way in range(shape.virtual_stages) for rank in (down[::-1] if way % 2 else down))
+    return tuple(
+        rank
+        for way in range(shape.virtual_stages)
+        for rank in (down[::-1] if way % 2 else down)
+    )
 
 
 def no_copies(shape: Shape) -> tuple[int, ...]:
@@ -151,20 +157,38 @@ class ScheduleEntry:
             virtual_stages=shape.virtual_stages,
             sequence_chunks=shape.sequence_chunks,
             stage_ranks=self.stage_ranks(shape),
-            actions=tuple(self.rank_actions(shape, rank) for rank in range(shape.ranks)),
+            actions=tuple(
+                self.rank_actions(shape, rank) for rank in range(shape.ranks)
+            ),
             replica_ranks=self.replica_ranks(shape),
-            paired=frozenset(action for rank in range(shape.ranks) for action in self.paired(shape, rank)),
+            paired=frozenset(
+                action
+                for rank in range(shape.ranks)
+                for action in self.paired(shape, rank)
+            ),
             joint_pairs=self.joint_pairs,
             recompute_stop=self.recompute_stop(shape),
         )
 
     def _with_recompute(self, shape: Shape) -> Shape:
         if not shape.recompute:
-            return replace(shape, recompute=self.recompute_modes[0]) if self.recompute_modes else shape
+            return (
+                replace(shape, recompute=self.recompute_modes[0])
+                if self.recompute_modes
+                else shape
+            )
         if shape.recompute in self.recompute_modes:
             return shape
-        known = f"use one of {', '.join(self.recompute_modes)}." if self.recompute_modes else "leave it out."
-        raise LayoutError(f"{self.name} does not recompute {shape.recompute!r}.", field="recompute", mend=known)
+        known = (
+            f"use one of {', '.join(self.recompute_modes)}."
+            if self.recompute_modes
+            else "leave it out."
+        )
+        raise LayoutError(
+            f"{self.name} does not recompute {shape.recompute!r}.",
+            field="recompute",
+            mend=known,
+        )
 
     def _check_virtual_stages(self, given: int) -> None:
         if self.takes_virtual_stages(given):

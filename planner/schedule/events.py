@@ -60,7 +60,11 @@ class TimelineEvent:
         action = self.action
         if action is None:
             return ()
-        return divmod(action.micro_batch, self.sequence_chunks) if self.sequence_chunks > 1 else (action.micro_batch,)
+        return (
+            divmod(action.micro_batch, self.sequence_chunks)
+            if self.sequence_chunks > 1
+            else (action.micro_batch,)
+        )
 
     @property
     def short(self) -> str:
@@ -90,17 +94,26 @@ class Timeline:
 
     def __post_init__(self) -> None:
         if not self.rank_names:
-            object.__setattr__(self, "rank_names", tuple(f"rank {rank}" for rank in range(len(self.ranks))))
+            object.__setattr__(
+                self,
+                "rank_names",
+                tuple(f"rank {rank}" for rank in range(len(self.ranks))),
+            )
 
     @property
     def start_seconds(self) -> float:
         """The step's start, or the first event when a rank's clock runs ahead."""
-        return min((0.0, *(event.start_seconds for events in self.ranks for event in events)))
+        return min(
+            (0.0, *(event.start_seconds for events in self.ranks for event in events))
+        )
 
     @property
     def end_seconds(self) -> float:
         """End of the last event."""
-        return max((event.end_seconds for events in self.ranks for event in events), default=0.0)
+        return max(
+            (event.end_seconds for events in self.ranks for event in events),
+            default=0.0,
+        )
 
     @property
     def step_seconds(self) -> float:
@@ -112,7 +125,9 @@ class Timeline:
         """Part of all ranks' time in which they do nothing; transfers and waits do not count as work."""
         if not self.step_seconds:
             return 0.0
-        return 1 - sum(map(_busy_seconds, self.ranks)) / (len(self.ranks) * self.step_seconds)
+        return 1 - sum(map(_busy_seconds, self.ranks)) / (
+            len(self.ranks) * self.step_seconds
+        )
 
 
 def from_simulation(
@@ -139,7 +154,9 @@ def from_simulation(
         row += _phases(after[rank] if after else (), simulation.end_seconds[rank])
         rows.append(tuple(replace(bar, sequence_chunks=chunks) for bar in row))
     unit = "units" if held is None else "bytes"
-    return Timeline(title, tuple(rows), memory=memory_curves(simulation, held), memory_unit=unit)
+    return Timeline(
+        title, tuple(rows), memory=memory_curves(simulation, held), memory_unit=unit
+    )
 
 
 def from_measured(run: MeasuredRun, title: str = "measured") -> Timeline:
@@ -149,17 +166,38 @@ def from_measured(run: MeasuredRun, title: str = "measured") -> Timeline:
         DocumentError: the run recorded no actions.
     """
     if not run.actions:
-        raise DocumentError("the run recorded no actions.", field="actions", mend="measure again with `planner run`.")
+        raise DocumentError(
+            "the run recorded no actions.",
+            field="actions",
+            mend="measure again with `planner run`.",
+        )
     by_rank = attrgetter("rank")
-    rows = {rank: tuple(actions) for rank, actions in groupby(sorted(run.actions, key=by_rank), key=by_rank)}
-    waits = {rank: tuple(map(_wait, waited)) for rank, waited in groupby(sorted(run.waits, key=by_rank), key=by_rank)}
-    bars = tuple(_measured_row(actions, waits.get(rank, ())) for rank, actions in rows.items())
+    rows = {
+        rank: tuple(actions)
+        for rank, actions in groupby(sorted(run.actions, key=by_rank), key=by_rank)
+    }
+    waits = {
+        rank: tuple(map(_wait, waited))
+        for rank, waited in groupby(sorted(run.waits, key=by_rank), key=by_rank)
+    }
+    bars = tuple(
+        _measured_row(actions, waits.get(rank, ())) for rank, actions in rows.items()
+    )
     names = tuple(f"rank {rank}" for rank in rows)
-    return Timeline(title, bars, names, memory=tuple(curve_of(_unit_changes(row)) for row in bars))
+    return Timeline(
+        title, bars, names, memory=tuple(curve_of(_unit_changes(row)) for row in bars)
+    )
 
 
-def _measured_row(actions: Iterable[MeasuredAction], waits: Iterable[TimelineEvent]) -> tuple[TimelineEvent, ...]:
-    row = [TimelineEvent(each.action, _kind_of(each.action), each.start_seconds, each.end_seconds) for each in actions]
+def _measured_row(
+    actions: Iterable[MeasuredAction], waits: Iterable[TimelineEvent]
+) -> tuple[TimelineEvent, ...]:
+    row = [
+        TimelineEvent(
+            each.action, _kind_of(each.action), each.start_seconds, each.end_seconds
+        )
+        for each in actions
+    ]
     return tuple(sorted((*row, *waits), key=attrgetter("start_seconds", "end_seconds")))
 
 
@@ -168,7 +206,9 @@ def _wait(waited: MeasuredAction) -> TimelineEvent:
     if waited.action != SENDS:
         action = Action.parse(waited.action)
         label += f" for stage {action.stage + (-1 if action.kind is ActionKind.FORWARD else 1)}"
-    return TimelineEvent(label, EventKind.WAIT, waited.start_seconds, waited.end_seconds)
+    return TimelineEvent(
+        label, EventKind.WAIT, waited.start_seconds, waited.end_seconds
+    )
 
 
 def _unit_changes(events: Iterable[TimelineEvent]) -> Iterator[tuple[float, float]]:
@@ -191,14 +231,18 @@ def _bars(simulation: Simulation, event: Event) -> Iterator[TimelineEvent]:
     action, start, end = event.action, event.start_seconds, event.end_seconds
     is_inside = simulation.schedule.recompute_stop is None
     if is_inside and action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT):
-        recomputed = start + simulation.durations.recompute_of(action.stage, action.micro_batch)
+        recomputed = start + simulation.durations.recompute_of(
+            action.stage, action.micro_batch
+        )
         if recomputed > start:
             yield TimelineEvent(str(action), EventKind.RECOMPUTE, start, recomputed)
         start = recomputed
     yield TimelineEvent(str(action), EventKind(action.kind.value), start, end)
 
 
-def _early_recomputes(simulation: Simulation, events: Sequence[Event]) -> Iterator[TimelineEvent]:
+def _early_recomputes(
+    simulation: Simulation, events: Sequence[Event]
+) -> Iterator[TimelineEvent]:
     """Recomputations that run ahead of their backward, right after the action before it."""
     stop = simulation.schedule.recompute_stop or 0
     for before, event in pairwise(events):
@@ -206,12 +250,16 @@ def _early_recomputes(simulation: Simulation, events: Sequence[Event]) -> Iterat
         seconds = simulation.durations.recompute[action.stage]
         if action.kind is ActionKind.BACKWARD and action.micro_batch < stop and seconds:
             start = before.end_seconds
-            yield TimelineEvent(str(action), EventKind.RECOMPUTE, start, start + seconds)
+            yield TimelineEvent(
+                str(action), EventKind.RECOMPUTE, start, start + seconds
+            )
 
 
 def _transfer(sent: Transfer) -> TimelineEvent:
     label = f"{sent.producer} to stage {sent.target_stage}"
-    return TimelineEvent(label, EventKind.TRANSFER, sent.start_seconds, sent.end_seconds)
+    return TimelineEvent(
+        label, EventKind.TRANSFER, sent.start_seconds, sent.end_seconds
+    )
 
 
 def _phases(phases: Phases, start: float) -> Iterator[TimelineEvent]:

@@ -60,14 +60,20 @@ class Graph:
             if graph is self and known is durations:
                 return times
         lengths, transfers = durations.of_actions(self.chunks), durations.of_transfers()
-        times = self._by_levels(lengths, transfers) or self._one_by_one(lengths, transfers)
+        times = self._by_levels(lengths, transfers) or self._one_by_one(
+            lengths, transfers
+        )
         _latest[:] = [(self, durations, times)]
         return times
 
-    def _by_levels(self, lengths: Sequence[float], transfers: Sequence[float]) -> Times | None:
+    def _by_levels(
+        self, lengths: Sequence[float], transfers: Sequence[float]
+    ) -> Times | None:
         return self.levels.earliest(lengths, transfers) if self.levels else None
 
-    def _one_by_one(self, lengths: Sequence[float], transfers: Sequence[float]) -> Times:
+    def _one_by_one(
+        self, lengths: Sequence[float], transfers: Sequence[float]
+    ) -> Times:
         starts: list[float] = [0] * (len(self.work) + 1)
         ends: list[float] = [0] * (len(self.work) + 1)
         waits = zip(self.before, self.producer, self.transfer, self.work, strict=True)
@@ -122,15 +128,23 @@ def make_graph(schedule: Schedule, *, by_levels: bool | None = None) -> Graph:
         if by_levels is None:
             by_levels = width(needs.first, schedule.stages) >= LEAST_WIDTH
         levels = in_step(producers, needs.first) if by_levels else []
-        order = levels or [np.array(in_turn(producers.tolist(), needs.first.tolist()), dtype=np.int64)]
+        order = levels or [
+            np.array(in_turn(producers.tolist(), needs.first.tolist()), dtype=np.int64)
+        ]
         return _graph(schedule, needs, producers, np.concatenate(order), levels)
 
 
-_kept = Kept[Schedule, Graph](make_graph, size_of=lambda schedule: schedule.stages * schedule.units)
+_kept = Kept[Schedule, Graph](
+    make_graph, size_of=lambda schedule: schedule.stages * schedule.units
+)
 
 
 def _graph(
-    schedule: Schedule, needs: Needs, producers: Numbers, order: Numbers, levels: Sequence[Numbers] = ()
+    schedule: Schedule,
+    needs: Needs,
+    producers: Numbers,
+    order: Numbers,
+    levels: Sequence[Numbers] = (),
 ) -> Graph:
     """Number the nodes in an order in which each stands after everything that it waits for."""
     if len(order) < len(producers):
@@ -141,9 +155,13 @@ def _graph(
     before[needs.first[:-1]] = NOTHING
     ranks = np.repeat(np.arange(schedule.ranks), np.diff(needs.first))[order]
     per_work = schedule.stages * schedule.sequence_chunks
-    nodes = Nodes(number[producers[order]], needs.works[order], needs.transfers[order], per_work)
+    nodes = Nodes(
+        number[producers[order]], needs.works[order], needs.transfers[order], per_work
+    )
     is_action = needs.is_action(schedule)
-    own = [slice(*bounds) for bounds in zip(needs.first[:-1], needs.first[1:], strict=True)]
+    own = [
+        slice(*bounds) for bounds in zip(needs.first[:-1], needs.first[1:], strict=True)
+    ]
 
     def column(values: Numbers) -> Sequence[int]:
         """A list is read faster, an array takes a tenth of its memory."""
@@ -169,7 +187,10 @@ def _dead_lock(schedule: Schedule, needs: Needs, order: Numbers) -> ScheduleErro
     is_action = needs.is_action(schedule)
     stuck_node = int(np.flatnonzero(~reached & (needs.inputs != NOTHING))[0])
     kinds, stage, unit = read_output(int(needs.inputs[stuck_node]), schedule)
-    rank, owner = int(np.searchsorted(needs.first, stuck_node, side="right")) - 1, schedule.owner(stage, unit)
+    rank, owner = (
+        int(np.searchsorted(needs.first, stuck_node, side="right")) - 1,
+        schedule.owner(stage, unit),
+    )
 
     def next_of(rank: int) -> Action:
         """The first action of a rank that cannot run."""
@@ -177,7 +198,11 @@ def _dead_lock(schedule: Schedule, needs: Needs, order: Numbers) -> ScheduleErro
         return schedule.actions[rank][int((reached & is_action)[mine].sum())]
 
     stuck, behind = next_of(rank), next_of(owner)
-    wanted = next(action for action in schedule.actions[owner] if action in [(stage, kind, unit) for kind in kinds])
+    wanted = next(
+        action
+        for action in schedule.actions[owner]
+        if action in [(stage, kind, unit) for kind in kinds]
+    )
     return wrong(
         f"dead-lock: {stuck} on rank {rank} waits for {wanted}, which never comes: "
         f"it stands on rank {owner} behind {behind}.",

@@ -25,7 +25,13 @@ class _Rank:
 class _Run:
     """One simulation, in which each rank decides when it is free."""
 
-    def __init__(self, stage_ranks: Sequence[int], micro_batches: int, limit: int, times: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        stage_ranks: Sequence[int],
+        micro_batches: int,
+        limit: int,
+        times: tuple[int, int],
+    ) -> None:
         self._owners, self._limit, self._times = stage_ranks, limit, times
         self._ranks = [_Rank() for _ in range(max(stage_ranks) + 1)]
         self._ends: list[tuple[int, int, Action]] = []
@@ -80,7 +86,11 @@ class _Run:
 
 
 def backward_first(
-    stage_ranks: Sequence[int], micro_batches: int, *, limit: int, times: tuple[int, int] = (1, 2)
+    stage_ranks: Sequence[int],
+    micro_batches: int,
+    *,
+    limit: int,
+    times: tuple[int, int] = (1, 2),
 ) -> tuple[tuple[Action, ...], ...]:
     """Orders in which backwards go first, then forwards that are furthest down.
 

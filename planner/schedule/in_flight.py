@@ -21,7 +21,10 @@ _LARGEST_NUMBER = 2**62
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
     """Per rank: most units held at once."""
-    return tuple(max(map(sum, crests(schedule, rank)), default=0) for rank in range(schedule.ranks))
+    return tuple(
+        max(map(sum, crests(schedule, rank)), default=0)
+        for rank in range(schedule.ranks)
+    )
 
 
 def in_flight_per_stage(schedule: Schedule) -> tuple[int, ...]:
@@ -41,7 +44,10 @@ def most_held(actions: Sequence[Action]) -> dict[int, int]:
     changes = _CHANGES[row.kinds]
     moment = int(changes.cumsum().argmax()) + 1
     stages = row.stages[:moment]
-    held, run = np.bincount(stages, weights=changes[:moment]), np.flatnonzero(np.bincount(stages))
+    held, run = (
+        np.bincount(stages, weights=changes[:moment]),
+        np.flatnonzero(np.bincount(stages)),
+    )
     return dict(zip(run.tolist(), held[run].astype(np.int64).tolist(), strict=True))
 
 
@@ -60,7 +66,9 @@ def in_flight_vectors(schedule: Schedule) -> tuple[tuple[tuple[int, ...], ...], 
 
 def _all_crests(schedule: Schedule) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """`crests` of every rank."""
-    every = (_distinct(_crests(schedule, rank)).tolist() for rank in range(schedule.ranks))
+    every = (
+        _distinct(_crests(schedule, rank)).tolist() for rank in range(schedule.ranks)
+    )
     return tuple(tuple(sorted(set(map(tuple, each)))) for each in every)
 
 
@@ -69,19 +77,25 @@ def _distinct(rows: Numbers) -> Numbers:
     digits = int(rows.max(initial=0)) + 1
     if not len(rows) or digits ** rows.shape[1] >= _LARGEST_NUMBER:
         return rows
-    _, places = np.unique(rows @ (digits ** np.arange(rows.shape[1])), return_index=True)
+    _, places = np.unique(
+        rows @ (digits ** np.arange(rows.shape[1])), return_index=True
+    )
     distinct: Numbers = rows[places]
     return distinct
 
 
 def _all_vectors(schedule: Schedule) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """`in_flight_vectors` of every rank."""
-    return tuple(_maximal(set(crests(schedule, rank))) for rank in range(schedule.ranks))
+    return tuple(
+        _maximal(set(crests(schedule, rank))) for rank in range(schedule.ranks)
+    )
 
 
 _kept = Kept(_all_crests, size_of=lambda schedule: schedule.stages * schedule.units)
 """Predictions of many stage maps ask for those of one schedule."""
-_kept_vectors = Kept(_all_vectors, size_of=lambda schedule: schedule.stages * schedule.units)
+_kept_vectors = Kept(
+    _all_vectors, size_of=lambda schedule: schedule.stages * schedule.units
+)
 
 
 def _crests(schedule: Schedule, rank: int) -> Numbers:
@@ -100,4 +114,6 @@ def _crests(schedule: Schedule, rank: int) -> Numbers:
 def _maximal(vectors: set[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
     """Vectors that no other one reaches in every place."""
     rows = np.array(sorted(vectors), dtype=np.int64)
-    return tuple(tuple(row.tolist()) for row in rows if (rows >= row).all(axis=1).sum() == 1)
+    return tuple(
+        tuple(row.tolist()) for row in rows if (rows >= row).all(axis=1).sum() == 1
+    )

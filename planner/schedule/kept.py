@@ -23,7 +23,13 @@ class Kept(Generic[Key, Value]):
         most: size of all results that are kept; the latest is kept whatever its size.
     """
 
-    def __init__(self, make: Callable[[Key], Value], *, size_of: Callable[[Key], int], most: int = KEPT_UNITS) -> None:
+    def __init__(
+        self,
+        make: Callable[[Key], Value],
+        *,
+        size_of: Callable[[Key], int],
+        most: int = KEPT_UNITS,
+    ) -> None:
         self._make, self._size_of, self._most = make, size_of, most
         self._known: OrderedDict[Key, Value] = OrderedDict()
         self._size = 0

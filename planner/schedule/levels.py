@@ -112,14 +112,21 @@ class Levels:
         """
         shape = len(levels), int(ranks.max()) + 1
         size = shape[0] * shape[1]
-        places = np.repeat(np.arange(shape[0]), list(map(len, levels))) * shape[1] + ranks
+        places = (
+            np.repeat(np.arange(shape[0]), list(map(len, levels))) * shape[1] + ranks
+        )
         producers = np.full(size, size)
         producers[places] = np.append(places, size)[nodes.producers]
         works = np.full(size, JOIN * nodes.per_work, dtype=np.int32)
         works[places] = nodes.works
         transfers = np.zeros(size, dtype=np.int32)
         transfers[places] = nodes.transfers
-        return cls(places, producers.reshape(shape), works.reshape(shape), transfers.reshape(shape))
+        return cls(
+            places,
+            producers.reshape(shape),
+            works.reshape(shape),
+            transfers.reshape(shape),
+        )
 
     def earliest(
         self, of_actions: Sequence[float], of_transfers: Sequence[float]
@@ -139,7 +146,9 @@ class Levels:
         ready = np.empty_like(before)
         take, add, maximum = ends.take, np.add, np.maximum
         rows = ends[:-1].reshape(table.shape)
-        for producers, wait, length, row in zip(self.producers, waits, table, rows, strict=True):
+        for producers, wait, length, row in zip(
+            self.producers, waits, table, rows, strict=True
+        ):
             take(producers, 0, ready, "clip")
             add(ready, wait, ready)
             maximum(ready, before, out=ready)

@@ -19,7 +19,9 @@ from planner.schedule.warm_up import grouped_units, one_forward_one_backward
 def rank_actions(shape: Shape, rank: int) -> Row:
     """All forwards chunk by chunk, then all backwards in reverse, micro-batches too."""
     forwards, _ = grouped_units(shape, rank, (shape.micro_batches,))
-    return one_forward_one_backward(forwards, forwards.reversed(), warm_up=len(forwards))
+    return one_forward_one_backward(
+        forwards, forwards.reversed(), warm_up=len(forwards)
+    )
 
 
 LOOPED_BFS = ScheduleEntry(

@@ -47,9 +47,14 @@ class HeldBytes:
                     field=name,
                     mend=f"give {len(self.activation)} values, or none.",
                 )
-            if any(part > whole for part, whole in zip(values, self.activation, strict=bool(values))):
+            if any(
+                part > whole
+                for part, whole in zip(values, self.activation, strict=bool(values))
+            ):
                 raise LayoutError(
-                    "a part is larger than the stage's activations.", field=name, mend="give no more than activation."
+                    "a part is larger than the stage's activations.",
+                    field=name,
+                    mend="give no more than activation.",
                 )
 
 
@@ -58,7 +63,9 @@ def units_held(schedule: Schedule) -> HeldBytes:
     return HeldBytes((1,) * schedule.stages)
 
 
-def memory_curves(simulation: Simulation, held: HeldBytes | None = None) -> tuple[Curve, ...]:
+def memory_curves(
+    simulation: Simulation, held: HeldBytes | None = None
+) -> tuple[Curve, ...]:
     """Per rank: what it holds over time; None counts units (the curve's top is then `Simulation.peak_in_flight`).
 
     Raises:
@@ -71,12 +78,17 @@ def memory_curves(simulation: Simulation, held: HeldBytes | None = None) -> tupl
             field="activation",
             mend=f"give {simulation.schedule.stages} values, one per stage.",
         )
-    return tuple(_curve(simulation, held, rank) for rank in range(simulation.schedule.ranks))
+    return tuple(
+        _curve(simulation, held, rank) for rank in range(simulation.schedule.ranks)
+    )
 
 
 def peak_bytes(simulation: Simulation, held: HeldBytes) -> tuple[float, ...]:
     """Per rank: most bytes held at once."""
-    return tuple(max((each for _, each in curve), default=0) for curve in memory_curves(simulation, held))
+    return tuple(
+        max((each for _, each in curve), default=0)
+        for curve in memory_curves(simulation, held)
+    )
 
 
 def _curve(simulation: Simulation, held: HeldBytes, rank: int) -> Curve:
@@ -84,19 +96,29 @@ def _curve(simulation: Simulation, held: HeldBytes, rank: int) -> Curve:
     return curve_of(
         change
         for place, event in enumerate(events)
-        for change in _changes(simulation, held, event, events[place - 1].end_seconds if place else 0)
+        for change in _changes(
+            simulation, held, event, events[place - 1].end_seconds if place else 0
+        )
     )
 
 
 def curve_of(changes: Iterable[tuple[float, float]]) -> Curve:
     """The curve of (seconds, how much more is held), given in any order; what changes at one moment counts together."""
-    moments = groupby(sorted(change for change in changes if change[1]), key=itemgetter(0))
-    steps = [(seconds, sum(change for _, change in group)) for seconds, group in moments]
+    moments = groupby(
+        sorted(change for change in changes if change[1]), key=itemgetter(0)
+    )
+    steps = [
+        (seconds, sum(change for _, change in group)) for seconds, group in moments
+    ]
     totals = accumulate(change for _, change in steps)
-    return tuple((seconds, total) for (seconds, _), total in zip(steps, totals, strict=True))
+    return tuple(
+        (seconds, total) for (seconds, _), total in zip(steps, totals, strict=True)
+    )
 
 
-def _changes(simulation: Simulation, held: HeldBytes, event: Event, free: float) -> Iterator[tuple[float, float]]:
+def _changes(
+    simulation: Simulation, held: HeldBytes, event: Event, free: float
+) -> Iterator[tuple[float, float]]:
     """(seconds, bytes more) of one action; `free` is when its rank could start on it."""
     stage, kind = event.action.stage, event.action.kind
     whole = held.activation[stage]
@@ -109,7 +131,10 @@ def _changes(simulation: Simulation, held: HeldBytes, event: Event, free: float)
     else:
         recomputes_early = simulation.schedule.recompute_stop is not None
         yield (free if recomputes_early else event.start_seconds), whole - stored
-        yield event.end_seconds, after_input - whole if kind is ActionKind.BACKWARD_INPUT else -whole
+        yield (
+            event.end_seconds,
+            after_input - whole if kind is ActionKind.BACKWARD_INPUT else -whole,
+        )
 
 
 def _stored(schedule: Schedule, held: HeldBytes, action: Action) -> float:

@@ -54,7 +54,9 @@ class Needs:
         plain = _plain(schedule, columns)
         if schedule.recompute_stop is None and not schedule.paired:
             return plain
-        rows = [_SpecialRow(schedule, plain, first) for first in plain.first[:-1].tolist()]
+        rows = [
+            _SpecialRow(schedule, plain, first) for first in plain.first[:-1].tolist()
+        ]
         for row, actions in zip(rows, schedule.actions, strict=True):
             for place, action in enumerate(actions):
                 row.add(place, action)
@@ -77,7 +79,9 @@ def _plain(schedule: Schedule, columns: Columns) -> Needs:
     """One node for every action."""
     stages, units, chunks = schedule.stages, schedule.units, schedule.sequence_chunks
     all_stages = np.arange(stages)
-    crosses = np.diff(np.array(schedule.stage_ranks)) != 0  # stages of one rank hand over without a transfer
+    crosses = (
+        np.diff(np.array(schedule.stage_ranks)) != 0
+    )  # stages of one rank hand over without a transfer
     outputs = np.full((4, stages), 2 * stages * units)
     inputs = np.full((4, stages), NOTHING)
     transfers = np.full((4, stages), NO_TRANSFER)
@@ -124,25 +128,42 @@ class _SpecialRow:
             self._pair(at, action)
         elif stop is not None and action.kind is ActionKind.BACKWARD:
             if action.micro_batch < stop:
-                self._append(NOTHING, self._work(RECOMPUTE, action), NO_TRANSFER, self._no_output)
+                self._append(
+                    NOTHING, self._work(RECOMPUTE, action), NO_TRANSFER, self._no_output
+                )
             self._copy(at, self._work(PLAIN_BACKWARD, action))
         else:
             self._copy(at, int(self._plain.works[at]))
 
     def _pair(self, at: int, action: Action) -> None:
-        work = self._work(PAIRED_FORWARD if action.kind is ActionKind.FORWARD else PAIRED_BACKWARD, action)
+        work = self._work(
+            PAIRED_FORWARD if action.kind is ActionKind.FORWARD else PAIRED_BACKWARD,
+            action,
+        )
         if not self._schedule.joint_pairs:
             self._copy(at, work)
             return
         join, made, plain = self._work(JOIN, action), self.made, self._plain
-        first = made.works.pop(), made.outputs.pop(), made.inputs.pop(), made.transfers.pop()
-        self._append(int(plain.inputs[at]), join, int(plain.transfers[at]), self._no_output)
+        first = (
+            made.works.pop(),
+            made.outputs.pop(),
+            made.inputs.pop(),
+            made.transfers.pop(),
+        )
+        self._append(
+            int(plain.inputs[at]), join, int(plain.transfers[at]), self._no_output
+        )
         self._append(first[2], first[0], first[3], self._no_output)
         self._append(NOTHING, work, NO_TRANSFER, int(plain.outputs[at]))
         self._append(NOTHING, join, NO_TRANSFER, first[1])
 
     def _copy(self, at: int, work: int) -> None:
-        self._append(int(self._plain.inputs[at]), work, int(self._plain.transfers[at]), int(self._plain.outputs[at]))
+        self._append(
+            int(self._plain.inputs[at]),
+            work,
+            int(self._plain.transfers[at]),
+            int(self._plain.outputs[at]),
+        )
 
     def _append(self, needed: int, work: int, transfer: int, output: int) -> None:
         self.made.inputs.append(needed)
@@ -152,7 +173,9 @@ class _SpecialRow:
 
     def _work(self, work: int, action: Action) -> int:
         chunks = self._schedule.sequence_chunks
-        return (work * self._schedule.stages + action.stage) * chunks + action.micro_batch % chunks
+        return (
+            work * self._schedule.stages + action.stage
+        ) * chunks + action.micro_batch % chunks
 
 
 def producers_of(needs: Needs) -> Numbers:
@@ -162,7 +185,9 @@ def producers_of(needs: Needs) -> Numbers:
     return np.where(needs.inputs == NOTHING, NOTHING, maker[needs.inputs])
 
 
-def read_output(output: int, schedule: Schedule) -> tuple[tuple[ActionKind, ...], int, int]:
+def read_output(
+    output: int, schedule: Schedule
+) -> tuple[tuple[ActionKind, ...], int, int]:
     """The kinds of action that make an output, its stage and its unit."""
     is_gradient, index = divmod(output, schedule.stages * schedule.units)
     kinds: Sequence[ActionKind] = (ActionKind.FORWARD,)

@@ -56,17 +56,32 @@ class Lengths:
     """What a unit runs: `SPLIT` or `WHOLE`."""
 
     @classmethod
-    def of(cls, shape: Schedule, durations: Durations, kinds: tuple[ActionKind, ...] = SPLIT) -> Lengths:
+    def of(
+        cls,
+        shape: Schedule,
+        durations: Durations,
+        kinds: tuple[ActionKind, ...] = SPLIT,
+    ) -> Lengths:
         """In the unit of the durations."""
-        return cls(shape, durations.of_actions(shape.sequence_chunks), durations.of_transfers(), kinds)
+        return cls(
+            shape,
+            durations.of_actions(shape.sequence_chunks),
+            durations.of_transfers(),
+            kinds,
+        )
 
     def action(self, action: Action) -> float:
         """Of one action."""
-        return self.unit(action.stage, action.kind, action.micro_batch % self.shape.sequence_chunks)
+        return self.unit(
+            action.stage, action.kind, action.micro_batch % self.shape.sequence_chunks
+        )
 
     def unit(self, stage: int, kind: ActionKind, chunk: int = 0) -> float:
         """Of one stage and sequence chunk."""
-        return self.actions[(_WORKS[kind] * self.shape.stages + stage) * self.shape.sequence_chunks + chunk]
+        return self.actions[
+            (_WORKS[kind] * self.shape.stages + stage) * self.shape.sequence_chunks
+            + chunk
+        ]
 
     def forward_transfer(self, boundary: int) -> float:
         """Of an output to the next stage; nothing where that is on the same rank."""
@@ -78,13 +93,19 @@ class Lengths:
 
     def _transfer(self, boundary: int, first: int) -> float:
         owners = self.shape.stage_ranks
-        return 0 if owners[boundary] == owners[boundary + 1] else self.transfers[first + boundary]
+        return (
+            0
+            if owners[boundary] == owners[boundary + 1]
+            else self.transfers[first + boundary]
+        )
 
     def work(self, rank: int, kinds: Sequence[ActionKind]) -> float:
         """All actions of these kinds of a rank."""
         chunks = range(self.shape.sequence_chunks)
         stages = self.shape.stages_of(rank)
-        return self.shape.micro_batches * sum(self.unit(s, kind, c) for s in stages for kind in kinds for c in chunks)
+        return self.shape.micro_batches * sum(
+            self.unit(s, kind, c) for s in stages for kind in kinds for c in chunks
+        )
 
     def down(self, first: int, last: int) -> float:
         """From the start of a unit's F on one stage until it may start on a later one."""
@@ -98,21 +119,34 @@ class Lengths:
     def _downs(self) -> list[float]:
         """Until a unit's F may start on every stage."""
         boundaries = range(self.shape.stages - 1)
-        return list(accumulate((self.unit(k, SPLIT[0]) + self.forward_transfer(k) for k in boundaries), initial=0))
+        return list(
+            accumulate(
+                (self.unit(k, SPLIT[0]) + self.forward_transfer(k) for k in boundaries),
+                initial=0,
+            )
+        )
 
     @cached_property
     def _ups(self) -> list[float]:
         """From every stage's gradient until the first one's."""
         boundaries = range(self.shape.stages - 1)
         return list(
-            accumulate((self.backward_transfer(k) + self.unit(k, self.kinds[1]) for k in boundaries), initial=0)
+            accumulate(
+                (
+                    self.backward_transfer(k) + self.unit(k, self.kinds[1])
+                    for k in boundaries
+                ),
+                initial=0,
+            )
         )
 
     def held(self, stage: int) -> float:
         """A unit of a stage, from F until it is released, at least."""
         last = self.shape.stages - 1
         turn = self.unit(last, SPLIT[0]) + self.unit(last, self.kinds[1])
-        return self.down(stage, last) + turn + self.up(stage, last) + self.released(stage)
+        return (
+            self.down(stage, last) + turn + self.up(stage, last) + self.released(stage)
+        )
 
     def released(self, stage: int) -> float:
         """What is left of a unit when its gradient has been handed on: W, where backwards are split."""
@@ -138,15 +172,25 @@ class OrderBound:
     def value(self) -> float:
         """No order takes less, in the unit of the lengths."""
         ranks = range(self.lengths.shape.ranks)
-        return max(self._end(rank) + (self.tails[rank] if self.tails else 0) for rank in ranks)
+        return max(
+            self._end(rank) + (self.tails[rank] if self.tails else 0) for rank in ranks
+        )
 
     def _end(self, rank: int) -> float:
         """The latest of all equations for a rank's last action."""
         lengths, lows = self.lengths, self._lows
         low = lows[rank]
-        ends = [self._idle(rank) + lengths.work(rank, lengths.kinds), lengths.held(low), self._turned_over(rank)]
+        ends = [
+            self._idle(rank) + lengths.work(rank, lengths.kinds),
+            lengths.held(low),
+            self._turned_over(rank),
+        ]
         for other in range(rank + 1, lengths.shape.ranks):
-            way = lengths.down(low, lows[other]) + lengths.up(low, lows[other]) + lengths.released(low)
+            way = (
+                lengths.down(low, lows[other])
+                + lengths.up(low, lows[other])
+                + lengths.released(low)
+            )
             ends.append(self._until_gradients[other] + way)
         return max(ends) + (lengths.down(0, low) if self.has_barrier else 0)
 
@@ -160,16 +204,24 @@ class OrderBound:
     def _until_gradients(self) -> list[float]:
         """Per rank: from its first F until its last gradient."""
         kinds = self.lengths.kinds[:2]
-        return [self._idle(rank) + self.lengths.work(rank, kinds) for rank in range(self.lengths.shape.ranks)]
+        return [
+            self._idle(rank) + self.lengths.work(rank, kinds)
+            for rank in range(self.lengths.shape.ranks)
+        ]
 
     def _turned_over(self, rank: int) -> float:
         """Equation (P4), from the rank's first F on."""
         lengths, shape = self.lengths, self.lengths.shape
         if is_plain(shape):
-            return -(-shape.micro_batches // max(1, self.room.most_units(shape, rank))) * lengths.held(rank)
+            return -(
+                -shape.micro_batches // max(1, self.room.most_units(shape, rank))
+            ) * lengths.held(rank)
         if shape.sequence_chunks > 1:
             return 0
-        held = sum(self.room.sizes[stage] * lengths.held(stage) for stage in shape.stages_of(rank))
+        held = sum(
+            self.room.sizes[stage] * lengths.held(stage)
+            for stage in shape.stages_of(rank)
+        )
         return shape.micro_batches * held // max(1, self.room.capacities[rank])
 
     def _idle(self, rank: int) -> float:
@@ -181,7 +233,11 @@ class OrderBound:
         # The gradient of the stage behind is back when its own backward has ended and the transfer has.
         wait = lengths.down(rank, last) + lengths.unit(last, SPLIT[0])
         if rank < last:
-            wait += lengths.unit(last, lengths.kinds[1]) + lengths.up(rank + 1, last) + lengths.backward_transfer(rank)
+            wait += (
+                lengths.unit(last, lengths.kinds[1])
+                + lengths.up(rank + 1, last)
+                + lengths.backward_transfer(rank)
+            )
         return max(0, wait - self.room.most_units(shape, rank) * forward)
 
 

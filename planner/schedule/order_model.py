@@ -68,8 +68,14 @@ class Found:
 
 def _tick(durations: Durations, tails: Sequence[float], horizon: float) -> Fraction:
     """Length of a tick: exact where that keeps numbers small enough."""
-    times = [value for name in (*OF_ACTIONS, *OF_TRANSFERS) for value in getattr(durations, name)]
-    tick = Fraction(1, lcm(*(Fraction(str(value)).denominator for value in (*times, *tails))))
+    times = [
+        value
+        for name in (*OF_ACTIONS, *OF_TRANSFERS)
+        for value in getattr(durations, name)
+    ]
+    tick = Fraction(
+        1, lcm(*(Fraction(str(value)).denominator for value in (*times, *tails)))
+    )
     exact_horizon = Fraction(str(horizon))
     return tick if exact_horizon / tick <= MOST_TICKS else exact_horizon / ROUNDED_TICKS
 
@@ -83,7 +89,9 @@ class OrderModel:
         below: only orders that take less matter; None: those that are no worse than the start.
     """
 
-    def __init__(self, problem: OrderProblem, start: Simulation, below: float | None = None) -> None:
+    def __init__(
+        self, problem: OrderProblem, start: Simulation, below: float | None = None
+    ) -> None:
         from ortools.sat.python import cp_model
 
         shape, durations = problem.shape, problem.durations
@@ -95,8 +103,15 @@ class OrderModel:
         self._tails = tuple(map(self._ticks, problem.tails or (0,) * shape.ranks))
         self._releasing, self._passing = problem.kinds[-1], problem.kinds[1]
         self._model = cp_model.CpModel()
-        self._most = max(0, self._ticks(problem.of(start)) + 1 if below is None else self._before(below))
-        self._horizon = self._most if problem.objective is Objective.MAKESPAN else self._latest()
+        self._most = max(
+            0,
+            self._ticks(problem.of(start)) + 1
+            if below is None
+            else self._before(below),
+        )
+        self._horizon = (
+            self._most if problem.objective is Objective.MAKESPAN else self._latest()
+        )
         self._starts = {
             Action(stage, kind, unit): self._model.new_int_var(0, self._horizon, "")
             for stage in range(shape.stages)
@@ -120,7 +135,10 @@ class OrderModel:
         """An order of least span may end late, but never leaves all ranks and links idle."""
         shape, lengths = self._shape, self._lengths
         moves = sum(lengths.transfers) * shape.units
-        return int(moves + sum(lengths.work(rank, lengths.kinds) for rank in range(shape.ranks)))
+        return int(
+            moves
+            + sum(lengths.work(rank, lengths.kinds) for rank in range(shape.ranks))
+        )
 
     def _length(self, action: Action) -> int:
         return int(self._lengths.action(action))
@@ -153,11 +171,19 @@ class OrderModel:
         last = self._shape.stages - 1
         if kind is ActionKind.FORWARD:
             if stage:
-                self._after(here, Action(stage - 1, kind, unit), self._lengths.forward_transfer(stage - 1))
+                self._after(
+                    here,
+                    Action(stage - 1, kind, unit),
+                    self._lengths.forward_transfer(stage - 1),
+                )
         elif kind is not self._passing:
             self._after(here, here._replace(kind=self._passing))
         elif stage < last:
-            self._after(here, Action(stage + 1, kind, unit), self._lengths.backward_transfer(stage))
+            self._after(
+                here,
+                Action(stage + 1, kind, unit),
+                self._lengths.backward_transfer(stage),
+            )
         else:
             self._after(here, here._replace(kind=ActionKind.FORWARD))
 
@@ -197,18 +223,25 @@ class OrderModel:
         """Equations (7) and (8)."""
         has_barrier = self._problem.objective is Objective.MAKESPAN
         least = self._model.new_int_var(0, self._most, "least")
-        finals = range(self._shape.units - self._shape.sequence_chunks, self._shape.units)
+        finals = range(
+            self._shape.units - self._shape.sequence_chunks, self._shape.units
+        )
         for stage, rank in enumerate(self._shape.stage_ranks):
             for unit in finals:
                 end = self._end(Action(stage, self._releasing, unit))
-                self._model.add(least + (0 if has_barrier else self._first(rank)) >= end + self._tails[rank])
+                self._model.add(
+                    least + (0 if has_barrier else self._first(rank))
+                    >= end + self._tails[rank]
+                )
         bound = OrderBound(self._lengths, self._problem.room, self._tails, has_barrier)
         self._model.add(least >= int(bound.value()))
         self._model.minimize(least)
 
     def _first(self, rank: int) -> cp_model.IntVar:
         """Start of the rank: no other action of it can be earlier."""
-        return self._starts[Action(self._shape.stages_of(rank)[0], ActionKind.FORWARD, 0)]
+        return self._starts[
+            Action(self._shape.stages_of(rank)[0], ActionKind.FORWARD, 0)
+        ]
 
     def _hint(self, start: Simulation) -> None:
         for event in (each for row in start.events for each in row):
@@ -226,16 +259,24 @@ class OrderModel:
         from ortools.sat.python import cp_model
 
         solver = cp_model.CpSolver()
-        solver.parameters.num_workers = 1  # several workers race: the same problem could give another order
+        solver.parameters.num_workers = (
+            1  # several workers race: the same problem could give another order
+        )
         solver.parameters.random_seed = 0
         solver.parameters.catch_sigint_signal = False  # Ctrl-C is the caller's
         solver.parameters.max_time_in_seconds = effort.seconds
         solver.parameters.max_deterministic_time = effort.deterministic
         clock = _clock_of_solutions()
         status = solver.solve(self._model, clock)
-        bound = self._most + 1 if status == cp_model.INFEASIBLE else max(0, round(solver.best_objective_bound))
+        bound = (
+            self._most + 1
+            if status == cp_model.INFEASIBLE
+            else max(0, round(solver.best_objective_bound))
+        )
         return Found(
-            schedule=self._schedule(solver) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None,
+            schedule=self._schedule(solver)
+            if status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+            else None,
             lower_bound=float(bound * self._tick),
             seconds=solver.wall_time,
             solution_seconds=clock.last_seconds,

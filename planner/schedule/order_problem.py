@@ -31,8 +31,17 @@ class Objective(StrEnum):
             tails: per rank, time after its last action (gradient reduction, optimizer); empty: none.
         """
         ends = simulation.end_seconds
-        starts = (0.0,) * len(ends) if self is Objective.MAKESPAN else simulation.begin_seconds
-        return max(end + tail - start for end, tail, start in zip(ends, tails or (0,) * len(ends), starts, strict=True))
+        starts = (
+            (0.0,) * len(ends)
+            if self is Objective.MAKESPAN
+            else simulation.begin_seconds
+        )
+        return max(
+            end + tail - start
+            for end, tail, start in zip(
+                ends, tails or (0,) * len(ends), starts, strict=True
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +70,17 @@ class OrderProblem:
             ("tails", len(self.tails) or self.shape.ranks, self.shape.ranks),
         ):
             if given != wanted:
-                raise LayoutError(f"{field} has {given} values, not {wanted}.", field=field, mend=f"give {wanted}.")
+                raise LayoutError(
+                    f"{field} has {given} values, not {wanted}.",
+                    field=field,
+                    mend=f"give {wanted}.",
+                )
         if any(self.durations.overlap):
-            raise LayoutError("an order pairs no actions, so nothing overlaps.", field="overlap", mend="leave it out.")
+            raise LayoutError(
+                "an order pairs no actions, so nothing overlaps.",
+                field="overlap",
+                mend="leave it out.",
+            )
 
     @property
     def kinds(self) -> tuple[ActionKind, ...]:
@@ -82,9 +99,16 @@ class OrderProblem:
     def bound(self) -> float:
         """No order takes less: equations (P1) to (P3) of `planner.schedule.order_bound`."""
         lengths = Lengths.of(self.shape, self.durations, self.kinds)
-        return OrderBound(lengths, self.room, self.tails, self.objective is Objective.MAKESPAN).value()
+        return OrderBound(
+            lengths, self.room, self.tails, self.objective is Objective.MAKESPAN
+        ).value()
 
     def known(self) -> list[Simulation]:
         """Orders that need no search, the best first, those of the catalogue before others; empty: none fits."""
-        found = [simulate(each, self.durations) for each in candidates(self.shape, self.room, is_split=self.is_split)]
-        return sorted(found, key=lambda each: (self.of(each), not is_canonical(each.schedule)))
+        found = [
+            simulate(each, self.durations)
+            for each in candidates(self.shape, self.room, is_split=self.is_split)
+        ]
+        return sorted(
+            found, key=lambda each: (self.of(each), not is_canonical(each.schedule))
+        )

@@ -24,7 +24,9 @@ def paired(shape: Shape, rank: int) -> tuple[Action, ...]:
     """Every forward right after a backward."""
     neighbours = pairwise(rank_actions(shape, rank))
     return tuple(
-        late for early, late in neighbours if (early.kind, late.kind) == (ActionKind.BACKWARD, ActionKind.FORWARD)
+        late
+        for early, late in neighbours
+        if (early.kind, late.kind) == (ActionKind.BACKWARD, ActionKind.FORWARD)
     )
 
 

@@ -21,7 +21,9 @@ _STYLE = """
 """
 
 
-def html(traces: Sequence[Timeline], title: str = "Timeline of one training step") -> str:
+def html(
+    traces: Sequence[Timeline], title: str = "Timeline of one training step"
+) -> str:
     """A page with a table of step time and bubble, and the picture of all timelines; it loads nothing.
 
     Raises:

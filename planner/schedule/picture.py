@@ -53,7 +53,12 @@ class _Scale:
     width: float
 
     def x(self, seconds: float) -> float:
-        return LEFT + (seconds - self.axis.start_seconds) * (self.width - LEFT - RIGHT) / self.axis.seconds
+        return (
+            LEFT
+            + (seconds - self.axis.start_seconds)
+            * (self.width - LEFT - RIGHT)
+            / self.axis.seconds
+        )
 
 
 def svg(traces: Sequence[Timeline], width: int = 1200) -> str:
@@ -78,7 +83,14 @@ def svg(traces: Sequence[Timeline], width: int = 1200) -> str:
     legend, legend_height = _legend(traces, width, y + AXIS_HEIGHT)
     height = y + AXIS_HEIGHT + legend_height + BOTTOM
     return "\n".join(
-        [*_head(width, height, traces), *_axis(scale, TOP + TITLE_HEIGHT, y), *panels, *legend, "</svg>", ""]
+        [
+            *_head(width, height, traces),
+            *_axis(scale, TOP + TITLE_HEIGHT, y),
+            *panels,
+            *legend,
+            "</svg>",
+            "",
+        ]
     )
 
 
@@ -113,13 +125,36 @@ def _row_height(trace: Timeline) -> float:
 
 
 def _panel(trace: Timeline, scale: _Scale, top: float) -> Iterator[str]:
-    yield _text(LEFT, top + 18, trace.title, fill="#111827", more=' font-size="14" font-weight="600"')
+    yield _text(
+        LEFT,
+        top + 18,
+        trace.title,
+        fill="#111827",
+        more=' font-size="14" font-weight="600"',
+    )
     summary = f"{format_seconds(trace.step_seconds)} per step, bubble {trace.bubble_fraction:.1%}"
-    yield _text(scale.width - RIGHT, top + 18, summary, anchor="end", fill="#374151", more=' font-size="12"')
-    for row, (name, events) in enumerate(zip(trace.rank_names, trace.ranks, strict=True)):
+    yield _text(
+        scale.width - RIGHT,
+        top + 18,
+        summary,
+        anchor="end",
+        fill="#374151",
+        more=' font-size="12"',
+    )
+    for row, (name, events) in enumerate(
+        zip(trace.rank_names, trace.ranks, strict=True)
+    ):
         y = top + TITLE_HEIGHT + row * _row_height(trace)
-        yield _text(LEFT - 8, y + BAR_HEIGHT / 2 + 4, name, anchor="end", fill="#374151")
-        yield _rect(scale.x(trace.start_seconds), scale.x(trace.end_seconds), y, BAR_HEIGHT, 'fill="url(#idle)"')
+        yield _text(
+            LEFT - 8, y + BAR_HEIGHT / 2 + 4, name, anchor="end", fill="#374151"
+        )
+        yield _rect(
+            scale.x(trace.start_seconds),
+            scale.x(trace.end_seconds),
+            y,
+            BAR_HEIGHT,
+            'fill="url(#idle)"',
+        )
         yield from _bars(events, scale, y)
         if trace.memory:
             yield from _memory(trace, row, scale, y + BAR_HEIGHT + STRIP_HEIGHT + 2)
@@ -127,7 +162,10 @@ def _panel(trace: Timeline, scale: _Scale, top: float) -> Iterator[str]:
 
 def _memory(trace: Timeline, row: int, scale: _Scale, top: float) -> Iterator[str]:
     """What a rank holds over time, as steps on one scale for all ranks of the timeline."""
-    curve, most = trace.memory[row], max((held for each in trace.memory for _, held in each), default=0)
+    curve, most = (
+        trace.memory[row],
+        max((held for each in trace.memory for _, held in each), default=0),
+    )
     if not most:
         return
     bottom = top + MEMORY_HEIGHT
@@ -138,7 +176,14 @@ def _memory(trace: Timeline, row: int, scale: _Scale, top: float) -> Iterator[st
     peak = format_held(max((held for _, held in curve), default=0), trace.memory_unit)
     words = f"{trace.rank_names[row]} holds at most {peak} {trace.memory_unit if trace.memory_unit == 'units' else ''}"
     yield f'<path class="memory" d="{path}" fill="{MEMORY_FILL}"><title>{escape(words.strip())}</title></path>'
-    yield _text(LEFT - 8, bottom - 4, f"peak {peak}", anchor="end", fill="#6b7280", more=' font-size="10"')
+    yield _text(
+        LEFT - 8,
+        bottom - 4,
+        f"peak {peak}",
+        anchor="end",
+        fill="#6b7280",
+        more=' font-size="10"',
+    )
 
 
 def _bars(events: Sequence[TimelineEvent], scale: _Scale, y: float) -> Iterator[str]:
@@ -146,32 +191,50 @@ def _bars(events: Sequence[TimelineEvent], scale: _Scale, y: float) -> Iterator[
     for event in events:
         left, right = scale.x(event.start_seconds), scale.x(event.end_seconds)
         is_beside = event.kind in BESIDE_COMPUTE
-        top, height = (y + BAR_HEIGHT + 2, STRIP_HEIGHT) if is_beside else (y, BAR_HEIGHT)
+        top, height = (
+            (y + BAR_HEIGHT + 2, STRIP_HEIGHT) if is_beside else (y, BAR_HEIGHT)
+        )
         look = f'fill="{_fill(event, stages)}" stroke="#ffffff" stroke-width="{0.6 if right - left > 3 else 0}"'
         yield _rect(left, right, top, height, look, title=_hover(event))
         if event.kind not in (*BESIDE_COMPUTE, EventKind.RECOMPUTE):
             yield from _number(event, stages, left, right, y)
 
 
-def _number(event: TimelineEvent, stages: Sequence[int], left: float, right: float, y: float) -> Iterator[str]:
+def _number(
+    event: TimelineEvent, stages: Sequence[int], left: float, right: float, y: float
+) -> Iterator[str]:
     text = event.short
     if (len(text) - text.count(".") / 2) * DIGIT_WIDTH + 2 > right - left:
         return
     fill = STYLES[event.kind].text if _lightness(event, stages) < 0.25 else "#111827"
     middle = (left + right) / 2
-    yield _text(middle, y + BAR_HEIGHT / 2 + 4, text, anchor="middle", fill=fill, more=' pointer-events="none"')
+    yield _text(
+        middle,
+        y + BAR_HEIGHT / 2 + 4,
+        text,
+        anchor="middle",
+        fill=fill,
+        more=' pointer-events="none"',
+    )
 
 
 def _fill(event: TimelineEvent, stages: Sequence[int]) -> str:
     """The kind's colour, mixed with white for the later stages of the rank."""
     fill, white = STYLES[event.kind].fill, _lightness(event, stages)
-    mixed = (round(int(fill[at : at + 2], 16) * (1 - white) + 255 * white) for at in (1, 3, 5))
+    mixed = (
+        round(int(fill[at : at + 2], 16) * (1 - white) + 255 * white)
+        for at in (1, 3, 5)
+    )
     return "#" + "".join(f"{channel:02x}" for channel in mixed)
 
 
 def _lightness(event: TimelineEvent, stages: Sequence[int]) -> float:
     action = event.action
-    return 0.4 * stages.index(action.stage) / (len(stages) - 1) if action and len(stages) > 1 else 0.0
+    return (
+        0.4 * stages.index(action.stage) / (len(stages) - 1)
+        if action and len(stages) > 1
+        else 0.0
+    )
 
 
 def _hover(event: TimelineEvent) -> str:
@@ -179,7 +242,9 @@ def _hover(event: TimelineEvent) -> str:
     what = STYLES[event.kind].words
     if action is not None:
         parts = zip(("micro-batch", "sequence chunk"), event.place, strict=False)
-        what += f" of stage {action.stage}, " + ", ".join(f"{part} {number}" for part, number in parts)
+        what += f" of stage {action.stage}, " + ", ".join(
+            f"{part} {number}" for part, number in parts
+        )
     lasting = format_seconds(event.end_seconds - event.start_seconds)
     return (
         f"{event.label}: {what}\n"
@@ -187,10 +252,18 @@ def _hover(event: TimelineEvent) -> str:
     )
 
 
-def _legend(traces: Sequence[Timeline], width: float, top: float) -> tuple[list[str], float]:
+def _legend(
+    traces: Sequence[Timeline], width: float, top: float
+) -> tuple[list[str], float]:
     """Swatches of the kinds that occur, and their height; they wrap when the picture is narrow."""
-    present = {event.kind for trace in traces for events in trace.ranks for event in events}
-    entries = [(f'fill="{style.fill}"', style.words) for kind, style in STYLES.items() if kind in present]
+    present = {
+        event.kind for trace in traces for events in trace.ranks for event in events
+    }
+    entries = [
+        (f'fill="{style.fill}"', style.words)
+        for kind, style in STYLES.items()
+        if kind in present
+    ]
     parts, x, y = [], float(LEFT), top + 8
     entries.append(('fill="url(#idle)" stroke="#dcdcd6"', "bubble"))
     if any(trace.memory for trace in traces):
@@ -200,15 +273,22 @@ def _legend(traces: Sequence[Timeline], width: float, top: float) -> tuple[list[
         needed = 18 + len(words) * LETTER_WIDTH + 16
         if x > LEFT and x + needed > width:
             x, y = float(LEFT), y + LEGEND_HEIGHT
-        parts += [_rect(x, x + 12, y, 12, look), _text(x + 18, y + 10, words, fill="#374151")]
+        parts += [
+            _rect(x, x + 12, y, 12, look),
+            _text(x + 18, y + 10, words, fill="#374151"),
+        ]
         x += needed
     return parts, y - top + LEGEND_HEIGHT
 
 
-def _rect(left: float, right: float, y: float, height: float, look: str, title: str = "") -> str:
+def _rect(
+    left: float, right: float, y: float, height: float, look: str, title: str = ""
+) -> str:
     box = f'<rect x="{left:.2f}" y="{y:g}" width="{max(right - left, 0):.2f}" height="{height:g}" {look}'
     return f"{box}><title>{escape(title)}</title></rect>" if title else f"{box}/>"
 
 
-def _text(x: float, y: float, text: str, *, fill: str, anchor: str = "start", more: str = "") -> str:
+def _text(
+    x: float, y: float, text: str, *, fill: str, anchor: str = "start", more: str = ""
+) -> str:
     return f'<text x="{x:.2f}" y="{y:g}" text-anchor="{anchor}" fill="{fill}"{more}>{escape(text)}</text>'

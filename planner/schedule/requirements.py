@@ -38,7 +38,11 @@ def requirements(schedule: Schedule) -> frozenset[Requirement]:
 def _found(schedule: Schedule) -> Iterator[Requirement]:
     if schedule.stages > schedule.ranks:
         yield Requirement.VIRTUAL_STAGES
-    if any(action.kind is ActionKind.BACKWARD_INPUT for row in schedule.actions for action in row):
+    if any(
+        action.kind is ActionKind.BACKWARD_INPUT
+        for row in schedule.actions
+        for action in row
+    ):
         yield Requirement.SPLIT_BACKWARD
     if schedule.sequence_chunks > 1:
         yield Requirement.SEQUENCE_CHUNKS
@@ -54,4 +58,8 @@ def _last_forwards(schedule: Schedule) -> Iterator[Iterator[int]]:
     """Per rank: units of the last stage in the order of their forwards."""
     last = schedule.stages - 1
     for row in schedule.actions:
-        yield (unit for stage, kind, unit in row if stage == last and kind is ActionKind.FORWARD)
+        yield (
+            unit
+            for stage, kind, unit in row
+            if stage == last and kind is ActionKind.FORWARD
+        )

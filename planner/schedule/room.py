@@ -27,7 +27,9 @@ class Room:
         for stage, size in enumerate(self.sizes):
             if size < 0:
                 raise LayoutError(
-                    f"a size is not negative, got {size}.", field=f"sizes[{stage}]", mend="give 0 or more."
+                    f"a size is not negative, got {size}.",
+                    field=f"sizes[{stage}]",
+                    mend="give 0 or more.",
                 )
 
     @classmethod
@@ -38,17 +40,24 @@ class Room:
 
     def holds(self, schedule: Schedule) -> bool:
         """No rank ever holds more than it has room for."""
-        return all(self._largest(schedule, rank) <= most for rank, most in enumerate(self.capacities))
+        return all(
+            self._largest(schedule, rank) <= most
+            for rank, most in enumerate(self.capacities)
+        )
 
     def _largest(self, schedule: Schedule, rank: int) -> int:
         sizes = [self.sizes[stage] for stage in schedule.stages_of(rank)]
         return max(
-            sum(count * size for count, size in zip(held, sizes, strict=True)) for held in crests(schedule, rank)
+            sum(count * size for count, size in zip(held, sizes, strict=True))
+            for held in crests(schedule, rank)
         )
 
     def most_units(self, shape: Schedule, rank: int) -> int:
         """Units of every one of its stages for which a rank has room at once; with one stage: all that it may hold."""
-        size, room = sum(self.sizes[stage] for stage in shape.stages_of(rank)), self.capacities[rank]
+        size, room = (
+            sum(self.sizes[stage] for stage in shape.stages_of(rank)),
+            self.capacities[rank],
+        )
         if size == 0:
             return shape.units if room >= 0 else 0
         return max(0, min(shape.units, room // size))
@@ -56,4 +65,7 @@ class Room:
     def is_enough(self, shape: Schedule) -> bool:
         """Is there an order at all? When its first backward runs, a rank holds a whole micro-batch of all its stages;
         and micro-batches that run one by one need no more."""
-        return all(self.most_units(shape, rank) >= shape.sequence_chunks for rank in range(shape.ranks))
+        return all(
+            self.most_units(shape, rank) >= shape.sequence_chunks
+            for rank in range(shape.ranks)
+        )

@@ -17,12 +17,19 @@ from numpy.typing import NDArray
 from planner.schedule.actions import Action, ActionKind, Written
 
 Numbers = NDArray[np.int64]
-KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
+KINDS = (
+    ActionKind.FORWARD,
+    ActionKind.BACKWARD,
+    ActionKind.BACKWARD_INPUT,
+    ActionKind.BACKWARD_WEIGHT,
+)
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = range(len(KINDS))
 """Places in `KINDS`."""
 _PLACE_OF_LETTER = np.zeros(128, dtype=np.int64)
 _PLACE_OF_LETTER[[ord(kind.value) for kind in KINDS]] = range(len(KINDS))
-_new_action: Callable[[tuple[int, ActionKind, int]], Action] = partial(tuple.__new__, Action)
+_new_action: Callable[[tuple[int, ActionKind, int]], Action] = partial(
+    tuple.__new__, Action
+)
 """A named tuple's own constructor takes three times as long."""
 
 
@@ -62,7 +69,11 @@ class Row(Written):
         size = sum(len(places) for places, _, _ in parts)
         stages, kinds, units = (np.empty(size, dtype=np.int64) for _ in range(3))
         for places, kinds_there, part in parts:
-            stages[places], kinds[places], units[places] = part.stages, kinds_there, part.micro_batches
+            stages[places], kinds[places], units[places] = (
+                part.stages,
+                kinds_there,
+                part.micro_batches,
+            )
         return cls(stages, kinds, units)
 
     @classmethod
@@ -71,20 +82,32 @@ class Row(Written):
         if isinstance(actions, Row):
             return actions
         stages, letters, units = tuple(zip(*actions, strict=True)) or ((), (), ())
-        kinds = _PLACE_OF_LETTER[np.frombuffer("".join(letters).encode("ascii"), dtype=np.uint8)]
-        return cls(np.array(stages, dtype=np.int64), kinds, np.array(units, dtype=np.int64))
+        kinds = _PLACE_OF_LETTER[
+            np.frombuffer("".join(letters).encode("ascii"), dtype=np.uint8)
+        ]
+        return cls(
+            np.array(stages, dtype=np.int64), kinds, np.array(units, dtype=np.int64)
+        )
 
     @cached_property
     def actions(self) -> tuple[Action, ...]:
         """All of them."""
         kinds = map(KINDS.__getitem__, self.kinds.tolist())
-        return tuple(map(_new_action, zip(self.stages.tolist(), kinds, self.units.tolist(), strict=True)))
+        return tuple(
+            map(
+                _new_action,
+                zip(self.stages.tolist(), kinds, self.units.tolist(), strict=True),
+            )
+        )
 
     @property
     def texts(self) -> tuple[str, ...]:
         """As every action is written: a row has few stages, and each of its units several times."""
         whats = self.stages * len(KINDS) + self.kinds
-        of_what = {what: f"{what // len(KINDS)}{KINDS[what % len(KINDS)]}" for what in np.unique(whats).tolist()}
+        of_what = {
+            what: f"{what // len(KINDS)}{KINDS[what % len(KINDS)]}"
+            for what in np.unique(whats).tolist()
+        }
         of_unit = list(map(str, range(int(self.units.max(initial=-1)) + 1)))
         pairs = zip(whats.tolist(), self.units.tolist(), strict=True)
         return tuple([of_what[what] + of_unit[unit] for what, unit in pairs])
@@ -108,7 +131,11 @@ class Row(Written):
     def __eq__(self, other: object) -> bool:
         """The same actions, whether as a row or as a tuple."""
         if isinstance(other, Row):
-            pairs = ((self.stages, other.stages), (self.kinds, other.kinds), (self.units, other.units))
+            pairs = (
+                (self.stages, other.stages),
+                (self.kinds, other.kinds),
+                (self.units, other.units),
+            )
             return self is other or all(np.array_equal(*pair) for pair in pairs)
         return self.actions == other
 

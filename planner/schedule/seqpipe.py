@@ -21,7 +21,9 @@ from planner.schedule.sequence import equal_groups, sequence_actions
 def rank_actions(shape: Shape, rank: int) -> Row:
     """Micro-batches in groups of the ranks."""
     groups = equal_groups(shape.micro_batches, shape.ranks)
-    return sequence_actions(shape, rank, groups, ahead_per_rank=1 if shape.virtual_stages == 1 else 2)
+    return sequence_actions(
+        shape, rank, groups, ahead_per_rank=1 if shape.virtual_stages == 1 else 2
+    )
 
 
 SEQPIPE = ScheduleEntry(

@@ -24,7 +24,9 @@ def equal_groups(micro_batches: int, size: int) -> tuple[int, ...]:
     return tuple(each + (index < more) for index in range(groups))
 
 
-def sequence_actions(shape: Shape, rank: int, groups: Sequence[int], ahead_per_rank: int) -> Row:
+def sequence_actions(
+    shape: Shape, rank: int, groups: Sequence[int], ahead_per_rank: int
+) -> Row:
     """1F1B over sequence chunks, micro-batches in groups, inside a group virtual stage by virtual stage.
 
     Args:
@@ -37,5 +39,7 @@ def sequence_actions(shape: Shape, rank: int, groups: Sequence[int], ahead_per_r
     chunks, virtual = shape.sequence_chunks, shape.virtual_stages
     behind = shape.ranks - 1 - rank
     return one_forward_one_backward(
-        forwards, backwards, behind * ahead_per_rank + (virtual - 1) * groups[0] * chunks + chunks - 1
+        forwards,
+        backwards,
+        behind * ahead_per_rank + (virtual - 1) * groups[0] * chunks + chunks - 1,
     )

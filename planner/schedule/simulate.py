@@ -53,14 +53,17 @@ class Simulation:
         return self._by_action(self.times[1])
 
     def _by_action(self, times: Sequence[float]) -> tuple[tuple[float, ...], ...]:
-        return tuple(tuple([times[node] for node in nodes]) for nodes in self.graph.rank_actions)
+        return tuple(
+            tuple([times[node] for node in nodes]) for nodes in self.graph.rank_actions
+        )
 
     @cached_property
     def busy_seconds(self) -> tuple[float, ...]:
         """Per rank: time spent in actions, recompute included."""
         works, lengths = self.graph.work, self.durations.of_actions(self.graph.chunks)
         return tuple(
-            sum([lengths[works[node]] for node in nodes]) + _recomputing(self.schedule, self.durations, rank)
+            sum([lengths[works[node]] for node in nodes])
+            + _recomputing(self.schedule, self.durations, rank)
             for rank, nodes in enumerate(self.graph.rank_actions)
         )
 
@@ -70,7 +73,10 @@ class Simulation:
         return tuple(
             tuple(map(Event, actions, starts, ends))
             for actions, starts, ends in zip(
-                self.schedule.actions, self.start_seconds, self.finish_seconds, strict=True
+                self.schedule.actions,
+                self.start_seconds,
+                self.finish_seconds,
+                strict=True,
             )
         )
 
@@ -97,7 +103,10 @@ class Simulation:
 
         It is the cost of Qi et al. 2023: consecutive steps then tile like parallelograms.
         """
-        return max(end - begin for begin, end in zip(self.begin_seconds, self.end_seconds, strict=True))
+        return max(
+            end - begin
+            for begin, end in zip(self.begin_seconds, self.end_seconds, strict=True)
+        )
 
     @property
     def bubble_fraction(self) -> float:
@@ -114,14 +123,20 @@ class Simulation:
     @property
     def transfers(self) -> tuple[tuple[Transfer, ...], ...]:
         """Per rank: what it sends, in order, as far as it takes time."""
-        return tuple(tuple(transfers_of(self, rank)) for rank in range(self.schedule.ranks))
+        return tuple(
+            tuple(transfers_of(self, rank)) for rank in range(self.schedule.ranks)
+        )
 
     def longest_chain(self, rank: int) -> list[int]:
         """One longest chain of nodes up to a rank's last action, from there back to the first."""
         node = self.graph.rank_actions[rank][-1]
         if self.transfer_mode is TransferMode.OVERLAPPED:
-            return _longest_overlapped(self.graph, self.times[1], self.durations.of_transfers(), node)
-        return _longest_chain(self.graph, Flow.of(self.graph, self.durations, self.transfer_mode), node)
+            return _longest_overlapped(
+                self.graph, self.times[1], self.durations.of_transfers(), node
+            )
+        return _longest_chain(
+            self.graph, Flow.of(self.graph, self.durations, self.transfer_mode), node
+        )
 
     @property
     def critical_actions(self) -> tuple[Action, ...]:
@@ -130,19 +145,28 @@ class Simulation:
         last = max(range(self.schedule.ranks), key=self.end_seconds.__getitem__)
         named = {
             node: action
-            for nodes, actions in zip(graph.rank_actions, self.schedule.actions, strict=True)
+            for nodes, actions in zip(
+                graph.rank_actions, self.schedule.actions, strict=True
+            )
             for node, action in zip(nodes, actions, strict=True)
         }
-        return tuple(named[node] for node in reversed(self.longest_chain(last)) if node in named)
+        return tuple(
+            named[node] for node in reversed(self.longest_chain(last)) if node in named
+        )
 
 
-def _longest_overlapped(graph: Graph, ends: Sequence[float], transfers: Sequence[float], node: int) -> list[int]:
+def _longest_overlapped(
+    graph: Graph, ends: Sequence[float], transfers: Sequence[float], node: int
+) -> list[int]:
     """The same where transfers delay nothing but what waits for them: without asking for every node's flow."""
     chain = []
     while node != NOTHING:
         chain.append(node)
         producer, before = graph.producer[node], graph.before[node]
-        waits = producer != NOTHING and ends[producer] + transfers[graph.transfer[node]] >= ends[before]
+        waits = (
+            producer != NOTHING
+            and ends[producer] + transfers[graph.transfer[node]] >= ends[before]
+        )
         node = producer if waits else before
     return chain
 
@@ -163,7 +187,10 @@ def _longest_chain(graph: Graph, flow: Flow, node: int) -> list[int]:
 
 
 def simulate(
-    schedule: Schedule, durations: Durations, *, transfer_mode: TransferMode = TransferMode.OVERLAPPED
+    schedule: Schedule,
+    durations: Durations,
+    *,
+    transfer_mode: TransferMode = TransferMode.OVERLAPPED,
 ) -> Simulation:
     """When every action runs, at the earliest; linear in the number of actions.
 
@@ -176,11 +203,15 @@ def simulate(
     if transfer_mode is TransferMode.OVERLAPPED:
         return Simulation(schedule, durations, graph, graph.earliest(durations))
     flow = Flow.of(graph, durations, transfer_mode)
-    return Simulation(schedule, durations, graph, (flow.starts, flow.ends), transfer_mode)
+    return Simulation(
+        schedule, durations, graph, (flow.starts, flow.ends), transfer_mode
+    )
 
 
 def _recomputing(schedule: Schedule, durations: Durations, rank: int) -> float:
     """Time that a rank spends on recomputation ahead of its backwards."""
     if schedule.recompute_stop is None:
         return 0
-    return schedule.recompute_stop * sum(durations.recompute[stage] for stage in schedule.stages_of(rank))
+    return schedule.recompute_stop * sum(
+        durations.recompute[stage] for stage in schedule.stages_of(rank)
+    )

@@ -79,8 +79,18 @@ def best_shape(
 ) -> Schedule:
     """The stages that `synthesize` orders, without any actions."""
     shape = Shape(ranks, micro_batches, virtual_stages, sequence_chunks)
-    owners = wave_placement(shape) if placement is Placement.WAVE else loop_placement(shape)
-    return Schedule(NAME, ranks, micro_batches, virtual_stages, sequence_chunks, owners, ((),) * ranks)
+    owners = (
+        wave_placement(shape) if placement is Placement.WAVE else loop_placement(shape)
+    )
+    return Schedule(
+        NAME,
+        ranks,
+        micro_batches,
+        virtual_stages,
+        sequence_chunks,
+        owners,
+        ((),) * ranks,
+    )
 
 
 def synthesize(
@@ -143,7 +153,13 @@ def best_known(problem: OrderProblem) -> Synthesis | None:
     )
 
 
-def best_order(problem: OrderProblem, known: Synthesis, effort: Effort, *, below: float | None = None) -> Synthesis:
+def best_order(
+    problem: OrderProblem,
+    known: Synthesis,
+    effort: Effort,
+    *,
+    below: float | None = None,
+) -> Synthesis:
     """The best order that CP-SAT finds, or the known one where that is no worse.
 
     Args:
@@ -158,7 +174,13 @@ def best_order(problem: OrderProblem, known: Synthesis, effort: Effort, *, below
         return known
     found = OrderModel(problem, known.simulation, below).solve(effort)
     best = min((known.simulation, *_simulated(found.schedule, problem)), key=problem.of)
-    made = _synthesis(problem, best, max(known.lower_bound, found.lower_bound), known.canonical, known.canonical_value)
+    made = _synthesis(
+        problem,
+        best,
+        max(known.lower_bound, found.lower_bound),
+        known.canonical,
+        known.canonical_value,
+    )
     is_new = best is not known.simulation
     return replace(
         made,
@@ -169,14 +191,28 @@ def best_order(problem: OrderProblem, known: Synthesis, effort: Effort, *, below
 
 
 def _synthesis(
-    problem: OrderProblem, best: Simulation, bound: float, canonical: str | None, canonical_value: float | None
+    problem: OrderProblem,
+    best: Simulation,
+    bound: float,
+    canonical: str | None,
+    canonical_value: float | None,
 ) -> Synthesis:
     schedule, value = replace(best.schedule, name=problem.shape.name), problem.of(best)
     simulation = replace(best, schedule=schedule)
-    return Synthesis(schedule, simulation, problem.objective, value, min(bound, value), canonical, canonical_value)
+    return Synthesis(
+        schedule,
+        simulation,
+        problem.objective,
+        value,
+        min(bound, value),
+        canonical,
+        canonical_value,
+    )
 
 
-def _simulated(schedule: Schedule | None, problem: OrderProblem) -> Iterable[Simulation]:
+def _simulated(
+    schedule: Schedule | None, problem: OrderProblem
+) -> Iterable[Simulation]:
     """The solver's order with the real durations; actions that last no tick may have come out in a wrong order."""
     if schedule is None:
         return

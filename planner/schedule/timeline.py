@@ -55,7 +55,10 @@ def chrome_trace(traces: Sequence[Timeline]) -> dict[str, Any]:
         (trace, f"{trace.title} {name}", rank, curve)
         for trace in traces
         for name, rank, curve in zip(
-            trace.rank_names, trace.ranks, trace.memory or ((),) * len(trace.ranks), strict=True
+            trace.rank_names,
+            trace.ranks,
+            trace.memory or ((),) * len(trace.ranks),
+            strict=True,
         )
     ]
     events: list[dict[str, Any]] = []
@@ -63,12 +66,18 @@ def chrome_trace(traces: Sequence[Timeline]) -> dict[str, Any]:
         placed = tuple(_placed(rank))
         events += _names(process, name, placed)
         events += (_complete(process, event, thread) for event, thread in placed)
-        events += (_counter(process, trace.memory_unit, seconds, held) for seconds, held in curve)
+        events += (
+            _counter(process, trace.memory_unit, seconds, held)
+            for seconds, held in curve
+        )
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def _microseconds(seconds: float) -> float:
-    return math.floor((seconds + _HALF_NANOSECOND) * 1e6 * TICKS_PER_MICROSECOND) / TICKS_PER_MICROSECOND
+    return (
+        math.floor((seconds + _HALF_NANOSECOND) * 1e6 * TICKS_PER_MICROSECOND)
+        / TICKS_PER_MICROSECOND
+    )
 
 
 def _placed(rank: Sequence[TimelineEvent]) -> Iterator[tuple[TimelineEvent, int]]:
@@ -79,18 +88,46 @@ def _placed(rank: Sequence[TimelineEvent]) -> Iterator[tuple[TimelineEvent, int]
             yield event, COMPUTE
             continue
         start = _microseconds(event.start_seconds)
-        lane = next((number for number, since in enumerate(free) if since <= start), len(free))
+        lane = next(
+            (number for number, since in enumerate(free) if since <= start), len(free)
+        )
         free[lane : lane + 1] = [_microseconds(event.end_seconds)]
         yield event, TRANSFERS + lane
 
 
-def _names(process: int, name: str, placed: Sequence[tuple[TimelineEvent, int]]) -> Iterator[dict[str, Any]]:
-    yield {"ph": "M", "name": "process_name", "pid": process, "tid": COMPUTE, "args": {"name": name}}
-    yield {"ph": "M", "name": "process_sort_index", "pid": process, "tid": COMPUTE, "args": {"sort_index": process}}
+def _names(
+    process: int, name: str, placed: Sequence[tuple[TimelineEvent, int]]
+) -> Iterator[dict[str, Any]]:
+    yield {
+        "ph": "M",
+        "name": "process_name",
+        "pid": process,
+        "tid": COMPUTE,
+        "args": {"name": name},
+    }
+    yield {
+        "ph": "M",
+        "name": "process_sort_index",
+        "pid": process,
+        "tid": COMPUTE,
+        "args": {"sort_index": process},
+    }
     waits = any(event.kind is EventKind.WAIT for event, _ in placed)
     for thread in sorted({COMPUTE, *(thread for _, thread in placed)}):
-        words = "compute" if thread == COMPUTE else "waits for tensors" if waits else "transfers"
-        yield {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": words}}
+        words = (
+            "compute"
+            if thread == COMPUTE
+            else "waits for tensors"
+            if waits
+            else "transfers"
+        )
+        yield {
+            "ph": "M",
+            "name": "thread_name",
+            "pid": process,
+            "tid": thread,
+            "args": {"name": words},
+        }
 
 
 def _complete(process: int, event: TimelineEvent, thread: int) -> dict[str, Any]:
@@ -104,9 +141,17 @@ def _complete(process: int, event: TimelineEvent, thread: int) -> dict[str, Any]
         "tid": thread,
         "ts": start,
         "dur": end - start,
-        "args": {"stage": action.stage, **dict(zip(_PLACES, event.place, strict=False))} if action else {},
+        "args": {"stage": action.stage, **dict(zip(_PLACES, event.place, strict=False))}
+        if action
+        else {},
     }
 
 
 def _counter(process: int, unit: str, seconds: float, held: float) -> dict[str, Any]:
-    return {"ph": "C", "name": "held", "pid": process, "ts": _microseconds(seconds), "args": {unit: held}}
+    return {
+        "ph": "C",
+        "name": "held",
+        "pid": process,
+        "ts": _microseconds(seconds),
+        "args": {unit: held},
+    }

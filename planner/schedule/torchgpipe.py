@@ -24,12 +24,18 @@ MODES = ("except_last", "always", "never")
 def rank_actions(shape: Shape, rank: int) -> Row:
     """All forwards, then all backwards, last in first out."""
     units = micro_batches_in_order(shape, rank)
-    return one_forward_one_backward(units, units.reversed(), warm_up=shape.micro_batches)
+    return one_forward_one_backward(
+        units, units.reversed(), warm_up=shape.micro_batches
+    )
 
 
 def recompute_stop(shape: Shape) -> int:
     """Micro-batches below this one recompute (torchgpipe's ``checkpoint_stop``)."""
-    return {"always": shape.micro_batches, "except_last": shape.micro_batches - 1, "never": 0}[shape.recompute]
+    return {
+        "always": shape.micro_batches,
+        "except_last": shape.micro_batches - 1,
+        "never": 0,
+    }[shape.recompute]
 
 
 TORCHGPIPE = ScheduleEntry(

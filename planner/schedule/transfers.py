@@ -67,7 +67,9 @@ class Flow:
         lengths, seconds = durations.of_actions(graph.chunks), durations.of_transfers()
         sends = _sends(graph)
         last_on_link: dict[tuple[int, int], int] = {}
-        for action, (before, producer, work) in enumerate(zip(graph.before, graph.producer, graph.work, strict=True)):
+        for action, (before, producer, work) in enumerate(
+            zip(graph.before, graph.producer, graph.work, strict=True)
+        ):
             start = max(made.free[before], made.arrivals[producer])
             end = start + lengths[work]
             transfer, link = sends.get(action, (0, (0, 0)))
@@ -79,7 +81,9 @@ class Flow:
                 last_on_link[link] = action
             made.starts[action], made.ends[action] = start, end
             made.arrivals[action] = leaves + seconds[transfer]
-            made.free[action] = made.arrivals[action] if mode is TransferMode.BLOCKING else end
+            made.free[action] = (
+                made.arrivals[action] if mode is TransferMode.BLOCKING else end
+            )
         return made
 
 
@@ -94,7 +98,9 @@ def _sends(graph: Graph) -> dict[int, tuple[int, tuple[int, int]]]:
     """By action that sends: index into `Durations.of_transfers`, and the link."""
     return {
         producer: (transfer, (graph.rank[producer], graph.rank[action]))
-        for action, (producer, transfer) in enumerate(zip(graph.producer, graph.transfer, strict=True))
+        for action, (producer, transfer) in enumerate(
+            zip(graph.producer, graph.transfer, strict=True)
+        )
         if transfer
     }
 
@@ -109,7 +115,11 @@ def transfers_of(simulation: Simulation, rank: int) -> Iterator[Transfer]:
         if target == rank:
             continue
         link = target if mode is TransferMode.QUEUED else rank
-        start = leaves if mode is TransferMode.OVERLAPPED else max(leaves, free.get(link, leaves))
+        start = (
+            leaves
+            if mode is TransferMode.OVERLAPPED
+            else max(leaves, free.get(link, leaves))
+        )
         free[link] = start + seconds
         yield Transfer(action, rank, target, target_stage, start, free[link])
 
@@ -131,7 +141,9 @@ def _destination(simulation: Simulation, action: Action) -> tuple[int, float]:
     """The stage that needs what this action made, and the seconds to it; 0 seconds when nobody does."""
     durations, stage = simulation.durations, action.stage
     if action.kind is ActionKind.FORWARD:
-        return stage + 1, durations.transfer_forward[stage] if stage + 1 < durations.stages else 0
+        return stage + 1, durations.transfer_forward[
+            stage
+        ] if stage + 1 < durations.stages else 0
     if action.kind is ActionKind.BACKWARD_WEIGHT or stage == 0:
         return stage, 0
     return stage - 1, durations.transfer_backward[stage - 1]

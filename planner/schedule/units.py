@@ -26,7 +26,10 @@ class Axis:
         """Round times on the axis, at most so many and one more, each with its text."""
         step = _round_up(self.seconds / most)
         size, unit = _unit(step)
-        for number in range(math.ceil(self.start_seconds / step), math.floor(self.end_seconds / step + 1e-9) + 1):
+        for number in range(
+            math.ceil(self.start_seconds / step),
+            math.floor(self.end_seconds / step + 1e-9) + 1,
+        ):
             yield number * step, f"{number * step / size:.12g} {unit}"
 
     @property
@@ -42,7 +45,9 @@ def common_axis(traces: Sequence[Timeline]) -> Axis:
         SpecError: there is no timeline.
     """
     if not traces:
-        raise SpecError("there is no timeline to show.", field="traces", mend="give at least one.")
+        raise SpecError(
+            "there is no timeline to show.", field="traces", mend="give at least one."
+        )
     start = min(trace.start_seconds for trace in traces)
     return Axis(start, (max(trace.end_seconds for trace in traces) - start) or 1.0)
 
@@ -63,10 +68,17 @@ def format_held(held: float, unit: str) -> str:
 
 def _unit(seconds: float) -> tuple[float, str]:
     """The largest unit in which the time is at least 1."""
-    return next((each for each in _UNITS if abs(seconds) >= each[0] * (1 - 1e-9)), _UNITS[0 if not seconds else -1])
+    return next(
+        (each for each in _UNITS if abs(seconds) >= each[0] * (1 - 1e-9)),
+        _UNITS[0 if not seconds else -1],
+    )
 
 
 def _round_up(seconds: float) -> float:
     """The next of 1, 2, 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(seconds))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= seconds * (1 - 1e-9))
+    return next(
+        factor * power
+        for factor in (1, 2, 5, 10)
+        if factor * power >= seconds * (1 - 1e-9)
+    )

@@ -42,7 +42,9 @@ def wrong(message: str, mend: str) -> ScheduleError:
 
 
 def _check_shape(schedule: Schedule) -> None:
-    if len(schedule.actions) != schedule.ranks or set(schedule.stage_ranks) != set(range(schedule.ranks)):
+    if len(schedule.actions) != schedule.ranks or set(schedule.stage_ranks) != set(
+        range(schedule.ranks)
+    ):
         raise wrong(
             f"{schedule.ranks} ranks, but lists of actions for {len(schedule.actions)} and stages on ranks "
             f"{sorted(set(schedule.stage_ranks))}.",
@@ -58,12 +60,21 @@ def _columns(schedule: Schedule) -> Columns:
         _check_each_place(schedule)
         raise
     stages, units = columns.stages, columns.units
-    in_range = (stages >= 0) & (stages < schedule.stages) & (units >= 0) & (units < schedule.units)
+    in_range = (
+        (stages >= 0)
+        & (stages < schedule.stages)
+        & (units >= 0)
+        & (units < schedule.units)
+    )
     owners = np.array(schedule.stage_ranks)
     if not in_range.all():
         _check_each_place(schedule)
     if schedule.replica_ranks:
-        owners = np.where(2 * units >= schedule.units, np.array(schedule.replica_ranks)[stages], owners[stages])
+        owners = np.where(
+            2 * units >= schedule.units,
+            np.array(schedule.replica_ranks)[stages],
+            owners[stages],
+        )
     else:
         owners = owners[stages]
     if not np.array_equal(owners, columns.ranks):
@@ -78,7 +89,9 @@ def _check_each_place(schedule: Schedule) -> None:
 
 
 def _check_place(schedule: Schedule, rank: int, action: Action) -> None:
-    if not (0 <= action.stage < schedule.stages and 0 <= action.micro_batch < schedule.units):
+    if not (
+        0 <= action.stage < schedule.stages and 0 <= action.micro_batch < schedule.units
+    ):
         raise wrong(
             f"{action} on rank {rank}, but there are {schedule.stages} stages and {schedule.units} micro-batches.",
             "count stages and micro-batches from 0.",
@@ -86,7 +99,8 @@ def _check_place(schedule: Schedule, rank: int, action: Action) -> None:
     owner = schedule.owner(action.stage, action.micro_batch)
     if owner != rank:
         raise wrong(
-            f"{action} stands on rank {rank}, but stage {action.stage} is on rank {owner}.", f"move it to rank {owner}."
+            f"{action} stands on rank {rank}, but stage {action.stage} is on rank {owner}.",
+            f"move it to rank {owner}.",
         )
 
 
@@ -94,7 +108,9 @@ def _places(schedule: Schedule, columns: Columns) -> Numbers:
     """Place of every action in its rank's list, from 1, by kind and ``stage * units + unit``; 0: it is nowhere."""
     size = schedule.stages * schedule.units
     places = np.zeros(len(KINDS) * size, dtype=np.int64)
-    places[columns.kinds * size + columns.stages * schedule.units + columns.units] = columns.places + 1
+    places[columns.kinds * size + columns.stages * schedule.units + columns.units] = (
+        columns.places + 1
+    )
     if np.count_nonzero(places) < len(columns.places):
         for rank, actions in enumerate(schedule.actions):
             _check_once(rank, actions)
@@ -105,7 +121,10 @@ def _check_once(rank: int, actions: Sequence[Action]) -> None:
     seen: set[Action] = set()
     for action in actions:
         if action in seen:
-            raise wrong(f"{action} and again {action} stand on rank {rank}.", "run every action once.")
+            raise wrong(
+                f"{action} and again {action} stand on rank {rank}.",
+                "run every action once.",
+            )
         seen.add(action)
 
 
@@ -125,22 +144,38 @@ def _describe_lack(present: tuple[int, ...], stage: int, unit: int) -> str:
     wanted = "FIW" if here["I"] or here["W"] else "FB"
     lacking = [f"{stage}{kind}{unit}" for kind in wanted if not here[kind]]
     existing = [f"{stage}{kind}{unit}" for kind in "FBIW" if here[kind]]
-    return f"{' and '.join(lacking)} is missing" + (f", though {existing[0]} is there." if existing else ".")
+    return f"{' and '.join(lacking)} is missing" + (
+        f", though {existing[0]} is there." if existing else "."
+    )
 
 
 def _check_order(schedule: Schedule, places: Numbers) -> None:
     """F before B or I, and I before W, of each stage and unit; places that are 0 stand for no action."""
     forwards, backwards, inputs, weights = places
-    for early, late, kinds in ((forwards, backwards, "FB"), (forwards, inputs, "FI"), (inputs, weights, "IW")):
+    for early, late, kinds in (
+        (forwards, backwards, "FB"),
+        (forwards, inputs, "FI"),
+        (inputs, weights, "IW"),
+    ):
         disordered = np.flatnonzero((late > 0) & (early > late))
         if len(disordered):
             stage, unit = divmod(int(disordered[0]), schedule.units)
-            raise _misplaced(schedule, f"{stage}{kinds[1]}{unit}", f"{stage}{kinds[0]}{unit}", stage, unit)
+            raise _misplaced(
+                schedule,
+                f"{stage}{kinds[1]}{unit}",
+                f"{stage}{kinds[0]}{unit}",
+                stage,
+                unit,
+            )
 
 
-def _misplaced(schedule: Schedule, late: str, early: str, stage: int, unit: int) -> ScheduleError:
+def _misplaced(
+    schedule: Schedule, late: str, early: str, stage: int, unit: int
+) -> ScheduleError:
     rank = schedule.owner(stage, unit)
-    return wrong(f"{late} stands before {early} on rank {rank}.", f"move {early} before {late}.")
+    return wrong(
+        f"{late} stands before {early} on rank {rank}.", f"move {early} before {late}."
+    )
 
 
 def _check_sequence(schedule: Schedule, places: Numbers) -> None:
@@ -156,6 +191,10 @@ def _check_sequence(schedule: Schedule, places: Numbers) -> None:
     index = row * chunks + chunk + 1
     stage, unit = divmod(index, schedule.units)
     if late_forwards[row, chunk]:
-        raise _misplaced(schedule, f"{stage}F{unit}", f"{stage}F{unit - 1}", stage, unit)
+        raise _misplaced(
+            schedule, f"{stage}F{unit}", f"{stage}F{unit - 1}", stage, unit
+        )
     behind, before = ("B" if backwards[at] else "I" for at in (index - 1, index))
-    raise _misplaced(schedule, f"{stage}{behind}{unit - 1}", f"{stage}{before}{unit}", stage, unit)
+    raise _misplaced(
+        schedule, f"{stage}{behind}{unit - 1}", f"{stage}{before}{unit}", stage, unit
+    )

@@ -16,7 +16,11 @@ from __future__ import annotations
 from planner.schedule.entry import ScheduleEntry, Shape, needs_micro_batches
 from planner.schedule.interleaved_1f1b import check_groups, group_size
 from planner.schedule.rows import Row
-from planner.schedule.warm_up import grouped_units, one_forward_one_backward, split_backwards
+from planner.schedule.warm_up import (
+    grouped_units,
+    one_forward_one_backward,
+    split_backwards,
+)
 
 
 def check(shape: Shape) -> None:
@@ -29,9 +33,13 @@ def check(shape: Shape) -> None:
 def rank_actions(shape: Shape, rank: int) -> Row:
     """1F1B, weight gradients put off by one for every rank before."""
     group = group_size(shape) if shape.virtual_stages > 1 else shape.micro_batches
-    forwards, backwards = grouped_units(shape, rank, (group,) * (shape.micro_batches // group))
+    forwards, backwards = grouped_units(
+        shape, rank, (group,) * (shape.micro_batches // group)
+    )
     warm_up = (shape.virtual_stages - 1) * group + shape.ranks - 1 - rank
-    return split_backwards(one_forward_one_backward(forwards, backwards, warm_up), delay=rank)
+    return split_backwards(
+        one_forward_one_backward(forwards, backwards, warm_up), delay=rank
+    )
 
 
 ZB_H1 = ScheduleEntry(

@@ -31,7 +31,11 @@ def rank_actions(shape: Shape, rank: int) -> Row:
     plain = one_forward_one_backward(units, units, warm_up=shape.ranks - 1 - rank)
     last = shape.micro_batches - 1
     late = np.array([last, *range(rank)] if rank else [], dtype=np.int64)
-    kinds = np.where((plain.kinds == BACKWARD) & np.isin(plain.units, late), BACKWARD_INPUT, plain.kinds)
+    kinds = np.where(
+        (plain.kinds == BACKWARD) & np.isin(plain.units, late),
+        BACKWARD_INPUT,
+        plain.kinds,
+    )
     kinds = np.append(kinds, np.full(len(late), BACKWARD_WEIGHT))
     return Row(np.full(len(kinds), rank), kinds, np.append(plain.units, late))
 

@@ -14,7 +14,11 @@ from __future__ import annotations
 
 from planner.schedule.entry import ScheduleEntry, Shape, needs_micro_batches
 from planner.schedule.rows import Row
-from planner.schedule.warm_up import micro_batches_in_order, one_forward_one_backward, split_backwards
+from planner.schedule.warm_up import (
+    micro_batches_in_order,
+    one_forward_one_backward,
+    split_backwards,
+)
 
 
 def check(shape: Shape) -> None:
@@ -25,7 +29,10 @@ def check(shape: Shape) -> None:
 def rank_actions(shape: Shape, rank: int) -> Row:
     """Eager 1F1B, weight gradients put off by two for every rank before."""
     units = micro_batches_in_order(shape, rank)
-    return split_backwards(one_forward_one_backward(units, units, 2 * (shape.ranks - 1 - rank)), delay=2 * rank)
+    return split_backwards(
+        one_forward_one_backward(units, units, 2 * (shape.ranks - 1 - rank)),
+        delay=2 * rank,
+    )
 
 
 ZB_H2 = ScheduleEntry(

@@ -21,12 +21,20 @@ from planner.schedule.rows import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Row
 def rank_actions(shape: Shape, rank: int) -> Row:
     """The order for enough micro-batches, without those that the step does not have."""
     enough = max(shape.micro_batches, 2 * shape.ranks - 1)
-    letters = np.frombuffer(_order(shape.ranks, rank, enough).encode("ascii"), dtype=np.uint8)
+    letters = np.frombuffer(
+        _order(shape.ranks, rank, enough).encode("ascii"), dtype=np.uint8
+    )
     stages, kinds, units = (np.empty(len(letters), dtype=np.int64) for _ in range(3))
     for stage, alphabet in ((rank, "FIW"), (2 * shape.ranks - 1 - rank, "fiw")):
-        for kind, letter in zip((FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT), alphabet, strict=True):
+        for kind, letter in zip(
+            (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT), alphabet, strict=True
+        ):
             places = np.flatnonzero(letters == ord(letter))
-            stages[places], kinds[places], units[places] = stage, kind, np.arange(len(places))
+            stages[places], kinds[places], units[places] = (
+                stage,
+                kind,
+                np.arange(len(places)),
+            )
     runs = units < shape.micro_batches
     return Row(stages[runs], kinds[runs], units[runs])
 

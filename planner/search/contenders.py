@@ -79,7 +79,9 @@ class Contest:
 class Field:
     """Makes contenders that share one request, deadline and progress."""
 
-    def __init__(self, request: PlanRequest, profile: ModelProfile, callbacks: Callbacks) -> None:
+    def __init__(
+        self, request: PlanRequest, profile: ModelProfile, callbacks: Callbacks
+    ) -> None:
         self.request, self.profile, self.callbacks = request, profile, callbacks
         self.started = time.monotonic()
         self.deadline = self.started + request.options.time_limit_seconds
@@ -99,7 +101,9 @@ class Field:
         asked = self.callbacks.should_stop is not None and self.callbacks.should_stop()
         return asked or time.monotonic() > self.deadline
 
-    def enter(self, part: Part, ceiling: int = NO_LIMIT, *, is_beaten: bool = False) -> Contender:
+    def enter(
+        self, part: Part, ceiling: int = NO_LIMIT, *, is_beaten: bool = False
+    ) -> Contender:
         """Bound the families of a part, or go on with it.
 
         Args:
@@ -117,9 +121,15 @@ class Field:
     def _begun(self, part: Part, ceiling: int, *, is_beaten: bool) -> Contender:
         work, bounds = self._workload(part), self._bounds
         least = {} if bounds is None else bounds.of_part(part)
-        near = {(split, ranks) for (split, _, ranks), ticks in least.items() if ticks.min() < ceiling}
+        near = {
+            (split, ranks)
+            for (split, _, ranks), ticks in least.items()
+            if ticks.min() < ceiling
+        }
         leaves_out = is_beaten and bounds is not None and bounds.is_known(part)
-        space = space_of(work, (lambda split, ranks: (split, ranks) in near) if leaves_out else None)
+        space = space_of(
+            work, (lambda split, ranks: (split, ranks) in near) if leaves_out else None
+        )
         silent = Callbacks(should_stop=self.callbacks.should_stop)
         state = begin(work, space, self.request.options, silent, ceiling)
         state.deadline = self.deadline
@@ -134,7 +144,10 @@ class Field:
         full = self._begun(one.part, one.state.limit_ticks, is_beaten=False)
         known = {(each.split, each.pipeline) for each in one.space.families}
         for each in full.state.bounds.values():
-            if isinstance(each.item, Family) and (each.item.split, each.item.pipeline) not in known:
+            if (
+                isinstance(each.item, Family)
+                and (each.item.split, each.item.pipeline) not in known
+            ):
                 missing = replace(each, order=(-1 - each.order[0],))
                 one.state.bounds[missing.order] = missing
         return replace(one, space=full.space, is_whole=True)
@@ -155,7 +168,11 @@ class Field:
     def spoken_of(self, one: Contender) -> Contender:
         """Whose layouts are told of where none fits: its own, or, if it has none, those of the largest that has."""
         others = (each for each in self.all if each.space.families)
-        return one if one.space.families else max(others, key=lambda each: each.part.devices, default=one)
+        return (
+            one
+            if one.space.families
+            else max(others, key=lambda each: each.part.devices, default=one)
+        )
 
     def settled_below(self, winner: Contender) -> bool:
         """Is nothing open on as many devices as the winner's, or fewer? More are forgotten."""
@@ -198,19 +215,26 @@ class Field:
         )
 
 
-def contest_of(field: Field, winner: Contender | None, bound_ticks: int, otherwise: Contender) -> Contest:
+def contest_of(
+    field: Field, winner: Contender | None, bound_ticks: int, otherwise: Contender
+) -> Contest:
     """The end: with the best plan, or without any."""
     report = report_of(field, winner, bound_ticks)
     field.tell_now(winner, report)
     for one in field.all:
         one.state.settle()
-    return Contest(field.with_all(winner) if winner else field.spoken_of(otherwise), report)
+    return Contest(
+        field.with_all(winner) if winner else field.spoken_of(otherwise), report
+    )
 
 
 def report_of(field: Field, winner: Contender | None, bound_ticks: int) -> SearchReport:
     """Counts of all parts together, and the bound on the winner's devices."""
     states = [one.state for one in field.all]
-    considered, solved = sum(state.considered for state in states), sum(state.solved for state in states)
+    considered, solved = (
+        sum(state.considered for state in states),
+        sum(state.solved for state in states),
+    )
     still_open = sum(one.count for state in states for one in state.left)
     ticks = ticks_of(winner) if winner else 0
     gap = (ticks - min(bound_ticks, ticks)) / ticks if ticks else 0.0
@@ -222,7 +246,8 @@ def report_of(field: Field, winner: Contender | None, bound_ticks: int) -> Searc
         seconds=round(time.monotonic() - field.started, 3),
         lower_bound_seconds=min(bound_ticks, ticks) * TICK_SECONDS if winner else 0.0,
         gap=gap,
-        optimal=gap <= _OPTIMAL_GAP and (winner is not None or not (still_open or field.is_over)),
+        optimal=gap <= _OPTIMAL_GAP
+        and (winner is not None or not (still_open or field.is_over)),
         clusters_considered=len(states),
     )
 

@@ -41,16 +41,26 @@ def dive_on_groups(state: State, like: Family | None = None) -> Family | None:
     """
     if not state.work.groups:
         return None
-    families = [one.item for one in sorted(state.heap) if isinstance(one.item, Family) and not one.item.is_dealt]
+    families = [
+        one.item
+        for one in sorted(state.heap)
+        if isinstance(one.item, Family) and not one.item.is_dealt
+    ]
     short = [each for each in families if each.pipeline <= _MOST_RANKS]
-    chosen = [each for each in short if like is None or _key(each) == _key(like)][:_LOOKED_AT]
+    chosen = [each for each in short if like is None or _key(each) == _key(like)][
+        :_LOOKED_AT
+    ]
     bounded = (one for each in chosen for one in _parts(state, each))
     winner = None
     least: dict[tuple[int, ...], tuple[int, Family]] = {}
     for bound, part in sorted(bounded, key=itemgetter(0)):
         least.setdefault(part.degrees, (bound, part))
     for bound, part in list(least.values())[:_TRIED]:
-        if state.seconds_left() > 0 and bound < state.limit_ticks and _found(state, part):
+        if (
+            state.seconds_left() > 0
+            and bound < state.limit_ticks
+            and _found(state, part)
+        ):
             winner = part
     return winner
 
@@ -74,8 +84,15 @@ def _found(state: State, part: Family) -> bool:
         totals, units = Totals.of(costs, modes), warm_ups(costs)
         if not may_fit(costs, totals, units):
             continue
-        bound = max(lower_bound(costs, totals, units), priced_bound(costs, modes, state.limit_ticks))
-        found = first_plan(costs, modes, bound, limit_ticks=state.limit_ticks) if bound < state.limit_ticks else None
+        bound = max(
+            lower_bound(costs, totals, units),
+            priced_bound(costs, modes, state.limit_ticks),
+        )
+        found = (
+            first_plan(costs, modes, bound, limit_ticks=state.limit_ticks)
+            if bound < state.limit_ticks
+            else None
+        )
         if found is not None:
             state.take(Candidate(costs, schedule_of(costs), *found))
             is_better = True

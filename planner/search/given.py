@@ -17,7 +17,9 @@ _OFFLOADS = ("activation_offload", "optimizer_offload")
 """Fixed only where there is a choice, so that plans of other clusters keep their ids."""
 
 
-def plan_layout(request: PlanRequest, profile: ModelProfile, layout: PredictionLayout) -> Plan | Infeasible:
+def plan_layout(
+    request: PlanRequest, profile: ModelProfile, layout: PredictionLayout
+) -> Plan | Infeasible:
     """The plan of this layout, with the stage map of `predict` and no claim that it is the best.
 
     The plan's request fixes every field of the layout as a constraint, and a given partition, so that its id tells
@@ -38,14 +40,20 @@ def plan_layout(request: PlanRequest, profile: ModelProfile, layout: PredictionL
     if not forecast.fits:
         return Infeasible(reasons=forecast.reasons)
     work = workload(profile, cluster, job)
-    left_out = () if is_offloading_known(work) or is_offloading(forecast.layout) else _OFFLOADS
+    left_out = (
+        () if is_offloading_known(work) or is_offloading(forecast.layout) else _OFFLOADS
+    )
     fixed: dict[str, Constraint] = {
-        field: forecast.layout.constrained(field) for field in CONSTRAINABLE if field not in left_out
+        field: forecast.layout.constrained(field)
+        for field in CONSTRAINABLE
+        if field not in left_out
     }
     division = layout.layers_per_stage or job.constraints.get(DIVISION)
     if division is not None:
         fixed[DIVISION] = division
-    given = request.model_copy(update={"job": job.model_copy(update={"constraints": fixed})})
+    given = request.model_copy(
+        update={"job": job.model_copy(update={"constraints": fixed})}
+    )
     return Plan(
         id=given.id,
         layout=forecast.layout,
@@ -63,6 +71,8 @@ def plan_layout(request: PlanRequest, profile: ModelProfile, layout: PredictionL
             optimal=False,
         ),
         explanation=("The layout was given; no other was compared.",),
-        actions=order_of(layout_costs(work, forecast.layout), forecast.actions).to_text(),
+        actions=order_of(
+            layout_costs(work, forecast.layout), forecast.actions
+        ).to_text(),
         request=given,
     )

@@ -38,7 +38,13 @@ from planner.search.dive import dive_on_groups, is_poor
 from planner.search.layouts.offloading import check_offload_constraints
 from planner.search.layouts.order_classes import raise_bounds
 from planner.search.layouts.orders import MOST_VIRTUAL_STAGES
-from planner.search.layouts.parts import Part, arrangements, check_prices, parts_of, whole
+from planner.search.layouts.parts import (
+    Part,
+    arrangements,
+    check_prices,
+    parts_of,
+    whole,
+)
 from planner.search.layouts.space import space_of
 from planner.search.result import Callbacks
 from planner.search.solve import advance, begin, dive, search
@@ -59,7 +65,9 @@ _CLIMBED = 10_000
 """Pieces of a part taken up for a plan to beat; most parts are proven sooner."""
 
 
-def contest(request: PlanRequest, profile: ModelProfile, callbacks: Callbacks) -> Contest:
+def contest(
+    request: PlanRequest, profile: ModelProfile, callbacks: Callbacks
+) -> Contest:
     """Search for the plan that is best by the job's objective.
 
     Raises:
@@ -83,7 +91,10 @@ def _fastest(field: Field) -> Contest:
         return _raced(field, parts)
     space = space_of(field.whole)
     state = search(field.whole, space, field.request.options, field.callbacks)
-    return Contest(Contender(whole(field.request.cluster), field.whole, space, state), state.report())
+    return Contest(
+        Contender(whole(field.request.cluster), field.whole, space, state),
+        state.report(),
+    )
 
 
 def _raced(field: Field, parts: Sequence[Part]) -> Contest:
@@ -99,7 +110,10 @@ def _raced(field: Field, parts: Sequence[Part]) -> Contest:
             dive_on_groups(entered[-1].state, like=found)
     least = {part.groups: part_ticks(entered[0].work, part.groups) for part in others}
     known = [one.part for one in entered]
-    waiting = sorted((part for part in others if part not in known), key=lambda part: least[part.groups])
+    waiting = sorted(
+        (part for part in others if part not in known),
+        key=lambda part: least[part.groups],
+    )
     until_dive = _SECOND_DIVE
     while waiting and not field.is_over:
         _hold_below(entered)
@@ -118,7 +132,10 @@ def _raced(field: Field, parts: Sequence[Part]) -> Contest:
     _hold_below(entered)
     left = [one.state.least_ticks for one in entered if not one.state.is_proven]
     return contest_of(
-        field, winner, min([*left, *(least[part.groups] for part in waiting)], default=NO_LIMIT), entered[0]
+        field,
+        winner,
+        min([*left, *(least[part.groups] for part in waiting)], default=NO_LIMIT),
+        entered[0],
     )
 
 
@@ -154,7 +171,9 @@ def _cheapest(field: Field) -> Contest:
             prices.hold_to(winner)
         if field.is_due:
             field.tell(winner, prices.bound_on(winner))
-    return contest_of(field, winner, prices.bound_on(winner), winner or field.enter(parts[-1]))
+    return contest_of(
+        field, winner, prices.bound_on(winner), winner or field.enter(parts[-1])
+    )
 
 
 class _Prices:
@@ -175,7 +194,10 @@ class _Prices:
         )
         self._heap = []
         for place, (part, ticks) in enumerate(least):
-            price, one = ticks * TICK_SECONDS * part.price_per_second, entered.get(id(part))
+            price, one = (
+                ticks * TICK_SECONDS * part.price_per_second,
+                entered.get(id(part)),
+            )
             if one is not None and one.state.heap:
                 price = min(price, one.least_price)
             if price < math.inf:
@@ -184,9 +206,18 @@ class _Prices:
 
     def hold_to(self, winner: Contender | None) -> None:
         """Bound again what may be cheaper than the winner: (K11) to (K16)."""
-        if winner is not None and winner.price < self._held_to * _CLEARLY_CHEAPER and not self._field.is_over:
+        if (
+            winner is not None
+            and winner.price < self._held_to * _CLEARLY_CHEAPER
+            and not self._field.is_over
+        ):
             self._held_to = winner.price
-            self._bounds.raised_to([winner.price / (part.price_per_second * TICK_SECONDS) for part in self._parts])
+            self._bounds.raised_to(
+                [
+                    winner.price / (part.price_per_second * TICK_SECONDS)
+                    for part in self._parts
+                ]
+            )
             for one in self._field.all:
                 raise_bounds(one.state, self._bounds.of_part(one.part))
             self._fill()
@@ -211,7 +242,10 @@ class _Prices:
     def climbed(self, winner: Contender | None) -> Contender | None:
         """A good plan soon: that of the part that was dived into, or of an even part beside it, where that is cheaper.
         It is what parts are held to that take long to search; their order is that of their bounds from here on."""
-        even = sorted((each for each in self._heap if self._most % each[1] == 0), key=lambda each: each[1])
+        even = sorted(
+            (each for each in self._heap if self._most % each[1] == 0),
+            key=lambda each: each[1],
+        )
         parts = [each[-1] for each in even if isinstance(each[-1], Part)]
         if winner is None:
             return None
@@ -245,12 +279,16 @@ class _Prices:
             if price >= (winner.price if winner else math.inf):
                 break
             if isinstance(item, Part):
-                item = self._field.enter(item, _ceiling(item, winner), is_beaten=winner is not None)
+                item = self._field.enter(
+                    item, _ceiling(item, winner), is_beaten=winner is not None
+                )
                 _hold_to([item], winner)
             if not item.state.is_open:
                 heapq.heappop(self._heap)
             elif item.least_price > price or item is not self._heap[0][-1]:
-                heapq.heapreplace(self._heap, (max(price, item.least_price), devices, place, item))
+                heapq.heapreplace(
+                    self._heap, (max(price, item.least_price), devices, place, item)
+                )
             else:
                 return item
         return None
@@ -259,13 +297,19 @@ class _Prices:
         """Ticks on the winner's devices that cost as little as the least bound of all parts."""
         if winner is None:
             return 0
-        left = [one.bound for one in self._field.all] + [each[0] for each in self._heap if isinstance(each[-1], Part)]
+        left = [one.bound for one in self._field.all] + [
+            each[0] for each in self._heap if isinstance(each[-1], Part)
+        ]
         return int(min(min(left, default=math.inf) / winner.rate, ticks_of(winner)))
 
 
 def _ceiling(part: Part, winner: Contender | None) -> int:
     """Ticks of a step on the part that is as expensive as the winner's."""
-    return math.ceil(winner.price / (part.price_per_second * TICK_SECONDS)) if winner else NO_LIMIT
+    return (
+        math.ceil(winner.price / (part.price_per_second * TICK_SECONDS))
+        if winner
+        else NO_LIMIT
+    )
 
 
 def _hold_to(field: Sequence[Contender], winner: Contender | None) -> None:
@@ -280,31 +324,56 @@ def _fewest(field: Field) -> Contest:
     assert seconds is not None
     ceiling = math.floor(seconds / TICK_SECONDS * (1 + _ROUNDING)) + 1
     every = parts_of(field.request.cluster)
-    fast_enough, most = _fast_enough(field.bound(every), every, ceiling), every[-1].devices
+    fast_enough, most = (
+        _fast_enough(field.bound(every), every, ceiling),
+        every[-1].devices,
+    )
     enough = _enough(field, fast_enough, ceiling)
-    by_devices = [parts for parts in fast_enough if parts[0].devices <= (enough or most)]
+    by_devices = [
+        parts for parts in fast_enough if parts[0].devices <= (enough or most)
+    ]
     for parts in by_devices:
         if field.is_over:
             break
-        winner = _first(field, [field.enter(part, ceiling, is_beaten=True) for part in parts])
+        winner = _first(
+            field, [field.enter(part, ceiling, is_beaten=True) for part in parts]
+        )
         if winner is not None:
-            return contest_of(field, winner, ticks_of(winner) if field.settled_below(winner) else 0, winner)
-    if enough is not None:  # the time was over before all with fewer devices were excluded
-        winner = _first(field, [field.enter(part, ceiling, is_beaten=True) for part in by_devices[-1]])
+            return contest_of(
+                field,
+                winner,
+                ticks_of(winner) if field.settled_below(winner) else 0,
+                winner,
+            )
+    if (
+        enough is not None
+    ):  # the time was over before all with fewer devices were excluded
+        winner = _first(
+            field,
+            [field.enter(part, ceiling, is_beaten=True) for part in by_devices[-1]],
+        )
         field.settled_below(winner or field.all[-1])
         return contest_of(field, winner, 0, field.all[-1])
-    largest = field.with_all(field.spoken_of(field.with_all(field.enter(every[-1], ceiling))))
+    largest = field.with_all(
+        field.spoken_of(field.with_all(field.enter(every[-1], ceiling)))
+    )
     ended = contest_of(field, None, 0, largest)
     return replace(ended, missed_seconds=_fastest_seconds(field, largest))
 
 
-def _fast_enough(bounds: PartBounds, every: Sequence[Part], ceiling: int) -> list[tuple[Part, ...]]:
+def _fast_enough(
+    bounds: PartBounds, every: Sequence[Part], ceiling: int
+) -> list[tuple[Part, ...]]:
     """Parts that may meet the deadline, by their devices."""
-    found = [part for part, ticks in zip(every, bounds.least, strict=True) if ticks < ceiling]
+    found = [
+        part for part, ticks in zip(every, bounds.least, strict=True) if ticks < ceiling
+    ]
     return [tuple(parts) for _, parts in groupby(found, key=lambda part: part.devices)]
 
 
-def _enough(field: Field, by_devices: Sequence[tuple[Part, ...]], ceiling: int) -> int | None:
+def _enough(
+    field: Field, by_devices: Sequence[tuple[Part, ...]], ceiling: int
+) -> int | None:
     """Few devices, a divisor of all, of a part that meets the deadline: by halving, as if more were faster.
 
     It is a plan to have before the proof that fewer do not, which takes long where there are many parts; None: there
@@ -313,7 +382,9 @@ def _enough(field: Field, by_devices: Sequence[tuple[Part, ...]], ceiling: int) 
     if len(by_devices) <= _FEW_PARTS or not _finds(field, by_devices[-1], ceiling):
         return None
     most = by_devices[-1][0].devices
-    places = [place for place, parts in enumerate(by_devices) if most % parts[0].devices == 0]
+    places = [
+        place for place, parts in enumerate(by_devices) if most % parts[0].devices == 0
+    ]
     low, high = 0, len(places) - 1
     while low < high:
         middle = (low + high) // 2
@@ -340,7 +411,12 @@ def _finds(field: Field, parts: Sequence[Part], ceiling: int) -> bool:
 
 def _fastest_seconds(field: Field, largest: Contender) -> float | None:
     """Step of the fastest plan on all devices, whatever the deadline; None: none fits, or the time was over."""
-    free = begin(largest.work, largest.space, field.request.options, Callbacks(None, field.callbacks.should_stop))
+    free = begin(
+        largest.work,
+        largest.space,
+        field.request.options,
+        Callbacks(None, field.callbacks.should_stop),
+    )
     free.deadline = field.deadline
     while free.is_open and free.seconds_left() > 0:
         advance(free)
@@ -354,9 +430,16 @@ def _first(field: Field, same: Sequence[Contender]) -> Contender | None:
         one = min(open_ones, key=lambda each: each.state.heap[0].bound_ticks)
         if not field.take_up(one):
             break
-        if one.state.best is not None and (winner is None or one.state.best.ticks < ticks_of(winner)):
+        if one.state.best is not None and (
+            winner is None or one.state.best.ticks < ticks_of(winner)
+        ):
             winner = one
             for each in same:
                 each.state.ceiling = one.state.best.ticks
-        field.tell(winner, min((each.state.least_ticks for each in same if each.state.heap), default=0))
+        field.tell(
+            winner,
+            min(
+                (each.state.least_ticks for each in same if each.state.heap), default=0
+            ),
+        )
     return winner

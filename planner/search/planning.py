@@ -34,7 +34,13 @@ from planner.search.answer.explain import (
 )
 from planner.search.answer.nearest import unfit
 from planner.search.answer.pareto import front
-from planner.search.answer.relaxations import BRIEF_WORK, FULL_WORK, freely_divided, relaxations, remedies
+from planner.search.answer.relaxations import (
+    BRIEF_WORK,
+    FULL_WORK,
+    freely_divided,
+    relaxations,
+    remedies,
+)
 from planner.search.answer.rivals import rivals
 from planner.search.answer.sensitivity import sensitivity
 from planner.search.answer.words import degrees_text
@@ -49,17 +55,34 @@ from planner.search.objectives import contest
 from planner.search.result import Callbacks, Found, Limits, improved
 from planner.search.stage_maps.dealt import Uniform, ranks_of
 from planner.search.stage_maps.dealt_on_groups import uniform
-from planner.search.stage_maps.dealt_recompute import PerLayer, check_per_layer, fewest_modes
+from planner.search.stage_maps.dealt_recompute import (
+    PerLayer,
+    check_per_layer,
+    fewest_modes,
+)
 from planner.search.stage_maps.division import given_sizes
 from planner.search.stage_maps.inside import LayoutSearch, solve_layout
 from planner.search.stage_maps.segments import allowed_modes, uniform_modes
-from planner.search.stage_maps.synthesized import Unordered, check_synthesis, given_order
+from planner.search.stage_maps.synthesized import (
+    Unordered,
+    check_synthesis,
+    given_order,
+)
 from planner.spec.calibration import Constants
 from planner.spec.cluster import Cluster
 from planner.spec.document import digest
 from planner.spec.job import DIVISION, Job
 from planner.spec.layout import Layout, PredictionLayout
-from planner.spec.plan import Forecast, Infeasible, Options, Plan, PlannedLayer, PlanRequest, RankMemory, Stage
+from planner.spec.plan import (
+    Forecast,
+    Infeasible,
+    Options,
+    Plan,
+    PlannedLayer,
+    PlanRequest,
+    RankMemory,
+    Stage,
+)
 from planner.spec.profile import ModelProfile
 from planner.spec.words import counted, gibibytes
 
@@ -67,7 +90,12 @@ _PREDICT_SECONDS = 60.0
 
 
 def make_request(
-    profile: ModelProfile, cluster: Cluster, job: Job, options: Options | None = None, *, model: str | None = None
+    profile: ModelProfile,
+    cluster: Cluster,
+    job: Job,
+    options: Options | None = None,
+    *,
+    model: str | None = None,
 ) -> PlanRequest:
     """The canonical request; its `id` is the id of the plan that answers it.
 
@@ -99,7 +127,9 @@ def _profile_id(profile: ModelProfile) -> str:
     return _latest[0][1]
 
 
-def plan(request: PlanRequest, profile: ModelProfile, *, callbacks: Callbacks | None = None) -> Plan | Infeasible:
+def plan(
+    request: PlanRequest, profile: ModelProfile, *, callbacks: Callbacks | None = None
+) -> Plan | Infeasible:
     """The best plan by the job's objective, proven; or why none fits.
 
     Raises:
@@ -115,10 +145,16 @@ def plan(request: PlanRequest, profile: ModelProfile, *, callbacks: Callbacks | 
     deadline = time.monotonic() + request.options.time_limit_seconds
     ended = contest(request, profile, callbacks)
     work, space = ended.winner.work, ended.winner.space
-    limits = Limits(FULL_WORK if request.options.explain == "full" else BRIEF_WORK, deadline, callbacks)
+    limits = Limits(
+        FULL_WORK if request.options.explain == "full" else BRIEF_WORK,
+        deadline,
+        callbacks,
+    )
     if not space.families:
         helps = remedies(work, (), limits)
-        return Infeasible(reasons=(*space.reasons, *map(remedy_text, helps)), relaxations=helps)
+        return Infeasible(
+            reasons=(*space.reasons, *map(remedy_text, helps)), relaxations=helps
+        )
     found = _found(ended, request.options.top, limits.for_alternatives())
     if ended.missed_seconds is not None:
         return _too_slow(request.job, ended)
@@ -128,7 +164,9 @@ def plan(request: PlanRequest, profile: ModelProfile, *, callbacks: Callbacks | 
     return _explained(answer, profile, found, limits.afterwards())
 
 
-def _explained(answer: Plan, profile: ModelProfile, found: Found, limits: Limits) -> Plan:
+def _explained(
+    answer: Plan, profile: ModelProfile, found: Found, limits: Limits
+) -> Plan:
     """The plan with what else was asked about it."""
     options, is_full = answer.request.options, answer.request.options.explain == "full"
     swayed = sensitivity(found.candidates, limits, is_full=is_full)
@@ -138,21 +176,45 @@ def _explained(answer: Plan, profile: ModelProfile, found: Found, limits: Limits
         more["relaxations"] = gained = relaxations(found.candidates[0], limits)
         sentences += relaxations_text(gained)
     else:
-        sentences += division_text(answer.request.job, freely_divided(found.candidates[0], limits))
+        sentences += division_text(
+            answer.request.job, freely_divided(found.candidates[0], limits)
+        )
     if options.pareto:
-        points, is_whole = front(profile, answer.request.cluster, answer.request.job, limits)
+        points, is_whole = front(
+            profile, answer.request.cluster, answer.request.job, limits
+        )
         more["pareto"] = points
-        sentences += () if is_whole else ("The Pareto front is not whole: the time limit ended its search.",)
-    return answer.model_copy(update={**more, "explanation": answer.explanation + sentences})
+        sentences += (
+            ()
+            if is_whole
+            else ("The Pareto front is not whole: the time limit ended its search.",)
+        )
+    return answer.model_copy(
+        update={**more, "explanation": answer.explanation + sentences}
+    )
 
 
 def _found(ended: Contest, top: int, limits: Limits) -> Found:
-    part, work, space, state = ended.winner.part, ended.winner.work, ended.winner.space, ended.winner.state
+    part, work, space, state = (
+        ended.winner.part,
+        ended.winner.work,
+        ended.winner.space,
+        ended.winner.state,
+    )
     if state.best is None:
         # Only a search that ended knows that nothing fits, and what misses by how much.
-        return Found(part, (), ended.report, tuple(unfit(work, space)) if ended.report.optimal else ())
-    candidates = sorted((state.best, *rivals(state, top, limits)), key=lambda one: one.ticks)
-    return Found(part, tuple(candidates), improved(ended.report, candidates[0].ticks), ())
+        return Found(
+            part,
+            (),
+            ended.report,
+            tuple(unfit(work, space)) if ended.report.optimal else (),
+        )
+    candidates = sorted(
+        (state.best, *rivals(state, top, limits)), key=lambda one: one.ticks
+    )
+    return Found(
+        part, tuple(candidates), improved(ended.report, candidates[0].ticks), ()
+    )
 
 
 def _answer(request: PlanRequest, work: Workload, found: Found) -> Plan:
@@ -168,13 +230,17 @@ def _answer(request: PlanRequest, work: Workload, found: Found) -> Plan:
         search=found.report,
         alternatives=alternatives(found, priced),
         explanation=explanation(best, priced[0], found),
-        cost_per_token=token_price(found.part.cluster, request.job, priced[0].step_seconds),
+        cost_per_token=token_price(
+            found.part.cluster, request.job, priced[0].step_seconds
+        ),
         actions=best.schedule.to_text(),
         request=request,
     )
 
 
-def stages_of(costs: LayoutCosts, stage_map: StageMap, schedule: Schedule) -> tuple[Stage, ...]:
+def stages_of(
+    costs: LayoutCosts, stage_map: StageMap, schedule: Schedule
+) -> tuple[Stage, ...]:
     """The stage map as it stands in a plan."""
     layers = costs.work.profile.layers
     return tuple(
@@ -182,12 +248,18 @@ def stages_of(costs: LayoutCosts, stage_map: StageMap, schedule: Schedule) -> tu
             index=index,
             pipeline_rank=rank,
             layers=tuple(
-                PlannedLayer(name=layers[layer].name, modules=layers[layer].modules, recompute=mode)
+                PlannedLayer(
+                    name=layers[layer].name,
+                    modules=layers[layer].modules,
+                    recompute=mode,
+                )
                 for layer, mode in stage
             ),
             ranks=stage_ranks(costs.layout, rank),
         )
-        for index, (stage, rank) in enumerate(zip(stage_map, schedule.stage_ranks, strict=True))
+        for index, (stage, rank) in enumerate(
+            zip(stage_map, schedule.stage_ranks, strict=True)
+        )
     )
 
 
@@ -205,7 +277,9 @@ def _too_slow(job: Job, ended: Contest) -> Infeasible:
     )
 
 
-def _infeasible(work: Workload, space: Space, found: Found, limits: Limits) -> Infeasible:
+def _infeasible(
+    work: Workload, space: Space, found: Found, limits: Limits
+) -> Infeasible:
     nearest = misses(found)
     helps = remedies(work, nearest, limits) if found.report.optimal else ()
     considered = max(space.count, found.report.layouts_considered)
@@ -218,7 +292,9 @@ def _infeasible(work: Workload, space: Space, found: Found, limits: Limits) -> I
         )
         if any(family.offloading != NOTHING for family in space.families):
             host = gibibytes(work.host_capacity_bytes or 0, is_room=True)
-            reason += f", or than the {host} that are a device's part of its node's memory"
+            reason += (
+                f", or than the {host} that are a device's part of its node's memory"
+            )
     advice = [
         f"nearest: pipeline rank {miss.pipeline_rank} of {degrees_text(miss.layout)}, micro-batch "
         f"{miss.layout.micro_batch_size}, needs {gibibytes(miss.needed_bytes)}"
@@ -227,12 +303,17 @@ def _infeasible(work: Workload, space: Space, found: Found, limits: Limits) -> I
         if found.report.optimal
     ]
     reasons = (reason, *advice, *map(remedy_text, helps))
-    return Infeasible(reasons=reasons, nearest=nearest, relaxations=helps, search=found.report)
+    return Infeasible(
+        reasons=reasons, nearest=nearest, relaxations=helps, search=found.report
+    )
 
 
 def _room_text(work: Workload) -> str:
     """``70.78 GiB of the 74.5 GiB of h100-sxm5-80gb``: of a workload on one kind of device."""
-    used, whole = (gibibytes(each, is_room=True) for each in (work.capacity_bytes, work.device.memory_bytes))
+    used, whole = (
+        gibibytes(each, is_room=True)
+        for each in (work.capacity_bytes, work.device.memory_bytes)
+    )
     return f"{used} of the {whole} of {work.device.id}"
 
 
@@ -271,10 +352,15 @@ def predict(
         SpecError: the documents do not belong together.
     """
     if layout.layers_per_stage:
-        job = job.model_copy(update={"constraints": {**job.constraints, DIVISION: layout.layers_per_stage}})
+        job = job.model_copy(
+            update={
+                "constraints": {**job.constraints, DIVISION: layout.layers_per_stage}
+            }
+        )
     work = workload(profile, cluster, job, framework=framework, constants=constants)
     plain = Layout.model_validate(
-        layout.model_dump(exclude={"layers_per_stage"}) | {"schedule": canonical_name(layout.schedule)}
+        layout.model_dump(exclude={"layers_per_stage"})
+        | {"schedule": canonical_name(layout.schedule)}
     )
     _check_virtual_stages(plain)
     _check_sequence_chunks(plain, job)
@@ -283,9 +369,13 @@ def predict(
     _check_stages(layout, costs)
     if plain.schedule == SYNTHESIZED:
         check_synthesis(costs)
-        unordered = Unordered(costs, Uniform.of(costs, uniform_modes(costs, plain.recompute)))
+        unordered = Unordered(
+            costs, Uniform.of(costs, uniform_modes(costs, plain.recompute))
+        )
         found = given_order(unordered)
-        return _forecast(costs, found.stage_map, found.schedule, actions=found.schedule.to_text())
+        return _forecast(
+            costs, found.stage_map, found.schedule, actions=found.schedule.to_text()
+        )
     _check_full_backwards(costs)
     return _forecast(costs, _stage_map(costs), schedule_of(costs))
 
@@ -316,9 +406,15 @@ def _check_sequence_chunks(layout: Layout, job: Job) -> None:
             field="layout.sequence_chunks",
             mend="give 1, or a schedule of sequence chunks, such as seqpipe.",
         )
-    ranks = layout.context_parallel_degree * (layout.tensor_parallel_degree if layout.sequence_parallel else 1)
-    if given > 1 and (job.sequence_length == 0 or job.sequence_length % (given * ranks)):
-        shared = f", of which each of {ranks} ranks has an equal part" if ranks > 1 else ""
+    ranks = layout.context_parallel_degree * (
+        layout.tensor_parallel_degree if layout.sequence_parallel else 1
+    )
+    if given > 1 and (
+        job.sequence_length == 0 or job.sequence_length % (given * ranks)
+    ):
+        shared = (
+            f", of which each of {ranks} ranks has an equal part" if ranks > 1 else ""
+        )
         raise LayoutError(
             f"a sequence of {job.sequence_length} tokens does not divide into {given} equal chunks{shared}.",
             field="layout.sequence_chunks",
@@ -328,7 +424,9 @@ def _check_sequence_chunks(layout: Layout, job: Job) -> None:
 
 def _check_full_backwards(costs: LayoutCosts) -> None:
     layout = costs.layout
-    if layout.activation_offload and Requirement.SPLIT_BACKWARD in requirements(schedule_of(costs)):
+    if layout.activation_offload and Requirement.SPLIT_BACKWARD in requirements(
+        schedule_of(costs)
+    ):
         raise LayoutError(
             f"activation_offload does not go with the schedule {layout.schedule!r}, which splits backwards: each half "
             "would want what was saved.",
@@ -385,7 +483,9 @@ def _fewest(costs: LayoutCosts) -> StageMap:
     check_per_layer(costs, schedule)
     layers = PerLayer.of(costs, allowed_modes(costs, (costs.layout.recompute,)))
     sizes = layers.dealt(ranks_of(costs))
-    return fewest_modes(costs, layers, sizes, schedule) or layers.fastest.stage_map(sizes)
+    return fewest_modes(costs, layers, sizes, schedule) or layers.fastest.stage_map(
+        sizes
+    )
 
 
 def _fastest(costs: LayoutCosts) -> StageMap:
@@ -393,14 +493,24 @@ def _fastest(costs: LayoutCosts) -> StageMap:
     modes = allowed_modes(costs, (costs.layout.recompute,))
     deadline = time.monotonic() + _PREDICT_SECONDS
     for must_fit in (True, False):
-        inside = solve_layout(costs, modes, seconds_left=lambda: deadline - time.monotonic(), must_fit=must_fit)
+        inside = solve_layout(
+            costs,
+            modes,
+            seconds_left=lambda: deadline - time.monotonic(),
+            must_fit=must_fit,
+        )
         if inside.stage_map is not None:
             return inside.stage_map
-    raise LayoutError("no stage map was found in time.", field="layout", mend="give layers_per_stage.")
+    raise LayoutError(
+        "no stage map was found in time.", field="layout", mend="give layers_per_stage."
+    )
 
 
 def _forecast(
-    costs: LayoutCosts, stage_map: StageMap, schedule: Schedule, actions: tuple[tuple[str, ...], ...] = ()
+    costs: LayoutCosts,
+    stage_map: StageMap,
+    schedule: Schedule,
+    actions: tuple[tuple[str, ...], ...] = (),
 ) -> Forecast:
     stages = choose(costs, stage_map)
     prediction = predict_step(costs, schedule, stages)

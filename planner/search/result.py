@@ -55,7 +55,9 @@ class Limits:
 
     def for_alternatives(self) -> Limits:
         """Until when alternatives are looked for."""
-        return replace(self, deadline=self.deadline + _ALTERNATIVES_SHARE * AFTERWARDS_SECONDS)
+        return replace(
+            self, deadline=self.deadline + _ALTERNATIVES_SHARE * AFTERWARDS_SECONDS
+        )
 
     def afterwards(self) -> Limits:
         """Until when all else is told of the plan and its alternatives."""
@@ -110,4 +112,8 @@ def improved(report: SearchReport, ticks: int) -> SearchReport:
     seconds = ticks * TICK_SECONDS
     bound = min(report.lower_bound_seconds, seconds)
     gap = (seconds - bound) / seconds if seconds else 0.0
-    return report if report.optimal else report.model_copy(update={"lower_bound_seconds": bound, "gap": gap})
+    return (
+        report
+        if report.optimal
+        else report.model_copy(update={"lower_bound_seconds": bound, "gap": gap})
+    )

@@ -28,9 +28,25 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
 
-from planner.cost import LayoutCosts, StageMap, Workload, choose, evaluate, layout_costs, schedule_of, stage_memory
+from planner.cost import (
+    LayoutCosts,
+    StageMap,
+    Workload,
+    choose,
+    evaluate,
+    layout_costs,
+    schedule_of,
+    stage_memory,
+)
 from planner.search.bounds.first_gradient import layout_first_gradients
-from planner.search.bounds.layout import BOUNDED, Totals, any_order_bound, lower_bound, may_fit, warm_ups
+from planner.search.bounds.layout import (
+    BOUNDED,
+    Totals,
+    any_order_bound,
+    lower_bound,
+    may_fit,
+    warm_ups,
+)
 from planner.search.bounds.least_work import LeastWork, by_layer
 from planner.search.bounds.loads import portions, priced_bound
 from planner.search.bounds.steady_state import holding, steady_ticks
@@ -49,12 +65,41 @@ from planner.search.stage_maps.dealt import (
     traits_of,
     wholly_held,
 )
-from planner.search.stage_maps.dealt_on_groups import RankUniform, least_on_ranks, uniform
+from planner.search.stage_maps.dealt_on_groups import (
+    RankUniform,
+    least_on_ranks,
+    uniform,
+)
 from planner.search.stage_maps.dealt_recompute import PerLayer, fewest_modes
-from planner.search.stage_maps.inside import NO_LIMIT, Inside, LayoutSearch, Outcome, first_plan, limits_of
-from planner.search.stage_maps.segments import LayerModes, allowed_modes, choices, uniform_modes
-from planner.search.stage_maps.synthesized import Unordered, first_bound, least_ticks, synthesized
-from planner.search.state import Alike, Dealt, DealtPerLayer, Group, Open, Searched, State
+from planner.search.stage_maps.inside import (
+    NO_LIMIT,
+    Inside,
+    LayoutSearch,
+    Outcome,
+    first_plan,
+    limits_of,
+)
+from planner.search.stage_maps.segments import (
+    LayerModes,
+    allowed_modes,
+    choices,
+    uniform_modes,
+)
+from planner.search.stage_maps.synthesized import (
+    Unordered,
+    first_bound,
+    least_ticks,
+    synthesized,
+)
+from planner.search.state import (
+    Alike,
+    Dealt,
+    DealtPerLayer,
+    Group,
+    Open,
+    Searched,
+    State,
+)
 from planner.spec.layout import Layout, RecomputeWord, ZeroStage
 from planner.spec.plan import Options
 
@@ -67,7 +112,9 @@ _TWINS = 0.01
 """Bounds of groups of ranks that differ by less are as good as the same to whoever looks for alternatives."""
 
 
-def search(work: Workload, space: Space, options: Options, callbacks: Callbacks) -> State:
+def search(
+    work: Workload, space: Space, options: Options, callbacks: Callbacks
+) -> State:
     """Find and prove the best plan of the space: equations (F1) to (F4). Where the search ended."""
     state = begin(work, space, options, callbacks)
     if state.seconds_left() > 0:
@@ -78,9 +125,21 @@ def search(work: Workload, space: Space, options: Options, callbacks: Callbacks)
     return state
 
 
-def begin(work: Workload, space: Space, options: Options, callbacks: Callbacks, ceiling: int = NO_LIMIT) -> State:
+def begin(
+    work: Workload,
+    space: Space,
+    options: Options,
+    callbacks: Callbacks,
+    ceiling: int = NO_LIMIT,
+) -> State:
     """A search that knows the bounds of its families; only plans of fewer ticks than the ceiling matter to it."""
-    state = State(work, space.count, time.monotonic() + options.time_limit_seconds, callbacks, ceiling=ceiling)
+    state = State(
+        work,
+        space.count,
+        time.monotonic() + options.time_limit_seconds,
+        callbacks,
+        ceiling=ceiling,
+    )
     for one in _families(work, space):
         state.push(one)
     return state
@@ -127,7 +186,9 @@ def _families(work: Workload, space: Space) -> Iterator[Open]:
         if key not in known:
             layers = layout_costs(work, family.layout(Zero(0), family.orders[0])).layers
             known[key] = LeastWork.of(by_layer(layers, family.sequence_chunks))
-        yield Open(known[key].step(family.pipeline, family.micro_batches), (place,), family)
+        yield Open(
+            known[key].step(family.pipeline, family.micro_batches), (place,), family
+        )
 
 
 def take_up(state: State, one: Open) -> Iterator[Open]:
@@ -157,7 +218,11 @@ def take_up(state: State, one: Open) -> Iterator[Open]:
 def _portions(state: State, one: Open, family: Family) -> Iterator[Open]:
     """Parts of a family on several node groups, bounded before they are priced."""
     for bound, part in portions(state.work, family, state.limit_ticks):
-        place = one.order if part.ways_before is None else (*one.order, -1 - part.ways_before)
+        place = (
+            one.order
+            if part.ways_before is None
+            else (*one.order, -1 - part.ways_before)
+        )
         yield Open(max(one.bound_ticks, bound), place, part)
 
 
@@ -165,18 +230,24 @@ def _dealt_family(state: State, one: Open, family: Family) -> Iterator[Open]:
     """A family of dealt stage maps on several node groups, bounded before it is priced, if it may fit."""
     least = family_ticks(state.work, family, partial(_least_held, family))
     if least < NO_LIMIT:
-        yield Open(max(one.bound_ticks, least), one.order, replace(family, ways_before=0))
+        yield Open(
+            max(one.bound_ticks, least), one.order, replace(family, ways_before=0)
+        )
 
 
 def _groups(state: State, one: Open, family: Family) -> Iterator[Open]:
     """Every way to share out states that is worth a look: equation (F5)."""
     stages: dict[ZeroStage, list[Open]] = {}
-    for way, (zero, rank_order), costs, modes, totals in worth_opening(state.work, family, state.wish):
+    for way, (zero, rank_order), costs, modes, totals in worth_opening(
+        state.work, family, state.wish
+    ):
         bound = max(one.bound_ticks, any_order_bound(costs, totals))
         if costs.columns and family.is_dealt:
             bound = max(bound, least_on_ranks(costs, modes))
         place = (one.order[0], way + (family.ways_before or 0))
-        found = Open(bound, place, Group(family, zero, rank_order, costs, modes, totals))
+        found = Open(
+            bound, place, Group(family, zero, rank_order, costs, modes, totals)
+        )
         stages.setdefault(zero.stage, []).append(found)
         yield found
     for groups in stages.values():
@@ -191,12 +262,19 @@ def _orders(state: State, one: Open, group: Group) -> Iterator[Open]:
         units = _least_held(group.family, group.family.orders)
         if not may_fit(group.costs, group.totals, units):
             return
-        one = replace(one, bound_ticks=max(one.bound_ticks, any_order_bound(group.costs, group.totals, units)))
+        one = replace(
+            one,
+            bound_ticks=max(
+                one.bound_ticks, any_order_bound(group.costs, group.totals, units)
+            ),
+        )
         if state.heap and state.heap[0].bound_ticks < one.bound_ticks:
             yield replace(one, item=replace(group, is_tight=True))
             return
     alike: dict[RecomputeWord, list[Order]] = {}
-    known: dict[RecomputeWord, tuple[tuple[LayerModes, ...], Totals]] = {"per-layer": (group.modes, group.totals)}
+    known: dict[RecomputeWord, tuple[tuple[LayerModes, ...], Totals]] = {
+        "per-layer": (group.modes, group.totals)
+    }
     for place, order in enumerate(group.family.orders):
         if order.is_dealt:
             alike.setdefault(order.recompute, []).append(order)
@@ -212,41 +290,60 @@ def _orders(state: State, one: Open, group: Group) -> Iterator[Open]:
             if costs.columns and bound < state.limit_ticks:
                 bound = max(bound, priced_bound(costs, modes, state.limit_ticks))
             yield Open(bound, (*one.order, place), Searched(costs, modes))
-    for place, (mode, orders) in enumerate(alike.items(), start=len(group.family.orders)):
+    for place, (mode, orders) in enumerate(
+        alike.items(), start=len(group.family.orders)
+    ):
         is_free = mode == "per-layer"
         if mode not in known:
             modes = uniform_modes(group.costs, mode)
             known[mode] = modes, Totals.of(group.costs, modes)
         (modes, totals), units = known[mode], _least_held(group.family, tuple(orders))
         if may_fit(group.costs, totals, units):
-            bound = max(one.bound_ticks, any_order_bound(group.costs, totals, units if is_free else None))
+            bound = max(
+                one.bound_ticks,
+                any_order_bound(group.costs, totals, units if is_free else None),
+            )
             words = [word for word in alike if word != "per-layer"]
-            layers = PerLayer.of(group.costs, modes, words) if is_free else uniform(group.costs, modes)
+            layers = (
+                PerLayer.of(group.costs, modes, words)
+                if is_free
+                else uniform(group.costs, modes)
+            )
             if isinstance(layers, RankUniform):
                 least = layers.repeated.least_ticks(units)
                 if least == NO_LIMIT:
                     continue
                 bound = max(bound, least, least_on_ranks(group.costs, modes))
-            yield Open(bound, (*one.order, place), Alike(group, totals, layers, tuple(orders)))
+            yield Open(
+                bound, (*one.order, place), Alike(group, totals, layers, tuple(orders))
+            )
 
 
 def _least_held(family: Family, orders: tuple[Order, ...]) -> tuple[float, ...]:
     """Micro-batches that every rank holds at least, whichever of these orders is taken."""
-    return _least_held_of(family.pipeline, family.micro_batches, family.sequence_chunks, orders)
+    return _least_held_of(
+        family.pipeline, family.micro_batches, family.sequence_chunks, orders
+    )
 
 
 @lru_cache(maxsize=4096)
-def _least_held_of(ranks: int, micro_batches: int, chunks: int, orders: tuple[Order, ...]) -> tuple[float, ...]:
+def _least_held_of(
+    ranks: int, micro_batches: int, chunks: int, orders: tuple[Order, ...]
+) -> tuple[float, ...]:
     least = [float(micro_batches)] * ranks
     for order in orders:
         if order.schedule == SYNTHESIZED:
             return (1.0,) * ranks
         if order.is_dealt:
-            held = wholly_held(order.schedule, ranks, micro_batches, order.virtual_stages, chunks)
+            held = wholly_held(
+                order.schedule, ranks, micro_batches, order.virtual_stages, chunks
+            )
         elif order.schedule == "gpipe":
             continue
         else:
-            held = tuple(float(min(micro_batches, ranks - rank)) for rank in range(ranks))
+            held = tuple(
+                float(min(micro_batches, ranks - rank)) for rank in range(ranks)
+            )
         least = list(map(min, least, held))
     return tuple(least)
 
@@ -265,20 +362,36 @@ def _alike(one: Open, alike: Alike) -> Iterator[Open]:
         if not may_fit(alike.group.costs, alike.totals, units):
             continue
         if isinstance(layers, PerLayer):
-            bound = max(one.bound_ticks, any_order_bound(alike.group.costs, alike.totals, units))
-            yield Open(bound, (*one.order, place), DealtPerLayer(alike.group.costs_of(order), layers))
+            bound = max(
+                one.bound_ticks, any_order_bound(alike.group.costs, alike.totals, units)
+            )
+            yield Open(
+                bound,
+                (*one.order, place),
+                DealtPerLayer(alike.group.costs_of(order), layers),
+            )
             continue
         if isinstance(layers, RankUniform):
             least = layers.repeated.least_ticks(units)
             if least < NO_LIMIT:
                 bound = max(one.bound_ticks, least)
-                yield Open(bound, (*one.order, place), Dealt(alike.group.costs_of(order), layers))
+                yield Open(
+                    bound,
+                    (*one.order, place),
+                    Dealt(alike.group.costs_of(order), layers),
+                )
             continue
         ranks, traits = stage_ranks(*numbers), traits_of(*numbers)
         sizes = layers.dealt(ranks)
         if layers.may_hold(sizes, traits):
-            bound = max(one.bound_ticks, layers.bound(sizes, ranks, ends_low=traits.ends_low))
-            yield Open(bound, (*one.order, place), Dealt(alike.group.costs_of(order), layers, sizes))
+            bound = max(
+                one.bound_ticks, layers.bound(sizes, ranks, ends_low=traits.ends_low)
+            )
+            yield Open(
+                bound,
+                (*one.order, place),
+                Dealt(alike.group.costs_of(order), layers, sizes),
+            )
 
 
 def _searched(state: State, one: Open, layout: Searched) -> Iterator[Open]:
@@ -286,21 +399,37 @@ def _searched(state: State, one: Open, layout: Searched) -> Iterator[Open]:
     search = LayoutSearch(layout.costs, layout.modes, limit_ticks=limit)
     search.start()
     if not (search.is_empty or layout.is_tight):
-        yield Open(max(one.bound_ticks, search.bound), one.order, replace(layout, is_tight=True, trials=0))
+        yield Open(
+            max(one.bound_ticks, search.bound),
+            one.order,
+            replace(layout, is_tight=True, trials=0),
+        )
         return
     if not (search.is_empty or layout.is_narrowed):
         search.narrow()
         if search.best:
             state.take(Candidate(layout.costs, schedule_of(layout.costs), *search.best))
-        if not search.is_empty and state.heap and state.heap[0].bound_ticks < search.bound < state.limit_ticks:
-            yield Open(max(one.bound_ticks, search.bound), one.order, replace(layout, is_narrowed=True))
+        if (
+            not search.is_empty
+            and state.heap
+            and state.heap[0].bound_ticks < search.bound < state.limit_ticks
+        ):
+            yield Open(
+                max(one.bound_ticks, search.bound),
+                one.order,
+                replace(layout, is_narrowed=True),
+            )
             return
     inside = search.finish(state.seconds_left)
     if inside.outcome is Outcome.NOT_BETTER and limit < state.limit_ticks:
         yield Open(limit, one.order, replace(layout, trials=layout.trials + 1))
         return
     if inside.stage_map and inside.step:
-        state.take(Candidate(layout.costs, schedule_of(layout.costs), inside.stage_map, inside.step))
+        state.take(
+            Candidate(
+                layout.costs, schedule_of(layout.costs), inside.stage_map, inside.step
+            )
+        )
     yield from _after(state, one, layout, inside)
 
 
@@ -323,7 +452,11 @@ def _dealt(state: State, one: Open, layout: Dealt) -> Iterator[Open]:
         sizes = layout.layers.dealt(ranks)
         if layout.layers.may_hold(sizes, traits):
             least = layout.layers.bound(sizes, ranks, ends_low=traits.ends_low)
-            yield replace(one, bound_ticks=max(one.bound_ticks, least), item=replace(layout, sizes=sizes))
+            yield replace(
+                one,
+                bound_ticks=max(one.bound_ticks, least),
+                item=replace(layout, sizes=sizes),
+            )
         return
     twin = costs.layout.model_copy(update=_NOTHING_OFFLOADED), layout.sizes
     if twin in state.fitting and _only_lengthens(costs) and twin[0] != costs.layout:
@@ -338,7 +471,11 @@ def _dealt(state: State, one: Open, layout: Dealt) -> Iterator[Open]:
         return
     if twin[0] == costs.layout:
         state.fitting.add(twin)
-    yield Open(max(one.bound_ticks, steady_ticks(own, stages)), one.order, replace(layout, is_steady=True))
+    yield Open(
+        max(one.bound_ticks, steady_ticks(own, stages)),
+        one.order,
+        replace(layout, is_steady=True),
+    )
 
 
 def _dealt_per_layer(state: State, one: Open, layout: DealtPerLayer) -> Iterator[Open]:
@@ -352,7 +489,9 @@ def _dealt_per_layer(state: State, one: Open, layout: DealtPerLayer) -> Iterator
         if least is not None and least < state.limit_ticks:
             least = layers.least_ticks(*numbers, layout_first_gradients(costs))
         if least is not None:
-            yield Open(max(one.bound_ticks, least), one.order, replace(layout, sizes=sizes))
+            yield Open(
+                max(one.bound_ticks, least), one.order, replace(layout, sizes=sizes)
+            )
         return
     if not layout.stage_map:
         stage_map = per_layer_stage_map(layout, state.limit_ticks)
@@ -361,7 +500,11 @@ def _dealt_per_layer(state: State, one: Open, layout: DealtPerLayer) -> Iterator
             state.close(one)
         else:
             least = steady_ticks(costs, choose(costs, stage_map))
-            yield Open(max(one.bound_ticks, least), one.order, replace(layout, stage_map=stage_map))
+            yield Open(
+                max(one.bound_ticks, least),
+                one.order,
+                replace(layout, stage_map=stage_map),
+            )
         return
     _take(state, one, per_layer_candidate(layout))
 
@@ -370,7 +513,9 @@ def _take(state: State, one: Open, found: Candidate) -> None:
     """The only plan of a layout. Its memory was told by a shorter schedule, (E12): looked at again where it wins."""
     state.solved += 1
     if found.ticks < state.limit_ticks:
-        rows = stage_memory(own := found.costs.of_replica, choose(own, found.stage_map), found.schedule)
+        rows = stage_memory(
+            own := found.costs.of_replica, choose(own, found.stage_map), found.schedule
+        )
         assert all(row.fits for row in rows), "what is shorter holds just as much"
     state.bounds[one.order] = replace(one, bound_ticks=found.ticks)
     state.take(found)
@@ -379,7 +524,9 @@ def _take(state: State, one: Open, found: Candidate) -> None:
 def _only_lengthens(costs: LayoutCosts) -> bool:
     """Offloading makes no step faster: equation (F7)."""
     framework = costs.work.framework
-    return not (costs.shared or framework.overlaps_reduction or framework.overlaps_gathers)
+    return not (
+        costs.shared or framework.overlaps_reduction or framework.overlaps_gathers
+    )
 
 
 def _unordered(state: State, one: Open, layout: Unordered) -> Iterator[Open]:
@@ -387,9 +534,16 @@ def _unordered(state: State, one: Open, layout: Unordered) -> Iterator[Open]:
     if not layout.is_tight:
         least = least_ticks(layout)
         if least is not None:
-            yield Open(max(one.bound_ticks, least), one.order, replace(layout, is_tight=True))
+            yield Open(
+                max(one.bound_ticks, least), one.order, replace(layout, is_tight=True)
+            )
         return
-    found = synthesized(layout, limit_ticks=state.limit_ticks, work=state.synthesis_work, seconds=state.seconds_left())
+    found = synthesized(
+        layout,
+        limit_ticks=state.limit_ticks,
+        work=state.synthesis_work,
+        seconds=state.seconds_left(),
+    )
     state.synthesis_work -= found.work
     if found.candidate is None:
         state.solved += 1
@@ -412,7 +566,9 @@ def per_layer_stage_map(layout: DealtPerLayer, limit_ticks: int) -> StageMap | N
     """The only stage map of a layout whose stages and recomputation follow from rules; None when it does not fit, when
     it surely does not beat the limit, or when all layers are in their fastest modes: that is another layout."""
     schedule = holding(layout.costs)
-    stage_map = fewest_modes(layout.costs, layout.layers, layout.sizes, schedule, limit_ticks=limit_ticks)
+    stage_map = fewest_modes(
+        layout.costs, layout.layers, layout.sizes, schedule, limit_ticks=limit_ticks
+    )
     return None if stage_map is None or layout.layers.is_twin(stage_map) else stage_map
 
 
@@ -424,7 +580,9 @@ def per_layer_candidate(layout: DealtPerLayer) -> Candidate:
 def _simulated(costs: LayoutCosts, stage_map: StageMap) -> Candidate:
     own = costs.of_replica
     schedule = layout_schedule(own)
-    return Candidate(costs, schedule, stage_map, evaluate(own, schedule, choose(own, stage_map)))
+    return Candidate(
+        costs, schedule, stage_map, evaluate(own, schedule, choose(own, stage_map))
+    )
 
 
 def single(work: Workload, layout: Layout, wish: tuple[str, ...]) -> Open:
@@ -433,7 +591,15 @@ def single(work: Workload, layout: Layout, wish: tuple[str, ...]) -> Open:
     costs = layout_costs(work, layout)
     if layout.schedule in BOUNDED:
         modes = choices(costs, wish)
-        return Open(lower_bound(costs, Totals.of(costs, modes), warm_ups(costs)), (), Searched(costs, modes))
+        return Open(
+            lower_bound(costs, Totals.of(costs, modes), warm_ups(costs)),
+            (),
+            Searched(costs, modes),
+        )
     if layout.recompute == "per-layer":
-        return Open(0, (), DealtPerLayer(costs, PerLayer.of(costs, allowed_modes(costs, wish))))
-    return Open(0, (), Dealt(costs, uniform(costs, uniform_modes(costs, layout.recompute))))
+        return Open(
+            0, (), DealtPerLayer(costs, PerLayer.of(costs, allowed_modes(costs, wish)))
+        )
+    return Open(
+        0, (), Dealt(costs, uniform(costs, uniform_modes(costs, layout.recompute)))
+    )

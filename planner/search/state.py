@@ -65,7 +65,11 @@ class Alike:
 
     def numbers(self, order: Order) -> tuple[str, int, int, int, int]:
         """Schedule, pipeline ranks, micro-batches, stages per rank and sequence chunks of one of them."""
-        counts = self.family.pipeline, self.group.costs.micro_batches, order.virtual_stages
+        counts = (
+            self.family.pipeline,
+            self.group.costs.micro_batches,
+            order.virtual_stages,
+        )
         return order.schedule, *counts, self.family.sequence_chunks
 
 
@@ -114,7 +118,9 @@ class Open:
     bound_ticks: int
     order: tuple[int, ...]
     """Place in the enumeration of the space."""
-    item: Family | Group | Alike | Searched | Dealt | DealtPerLayer | Unordered = field(compare=False)
+    item: Family | Group | Alike | Searched | Dealt | DealtPerLayer | Unordered = field(
+        compare=False
+    )
 
     @property
     def count(self) -> int:
@@ -180,13 +186,23 @@ class State:
     @property
     def left(self) -> list[Open]:
         """What may beat the limit."""
-        return [one for one in (*self.heap, *self.unproven) if one.bound_ticks < self.limit_ticks]
+        return [
+            one
+            for one in (*self.heap, *self.unproven)
+            if one.bound_ticks < self.limit_ticks
+        ]
 
     @property
     def least_ticks(self) -> int:
         """Least bound of what is left; without any, the limit."""
-        unproven = min((one.bound_ticks for one in self.unproven), default=self.limit_ticks)
-        return min(self.heap[0].bound_ticks if self.heap else self.limit_ticks, unproven, self.limit_ticks)
+        unproven = min(
+            (one.bound_ticks for one in self.unproven), default=self.limit_ticks
+        )
+        return min(
+            self.heap[0].bound_ticks if self.heap else self.limit_ticks,
+            unproven,
+            self.limit_ticks,
+        )
 
     def settle(self) -> None:
         """What is no better than the limit is closed."""
@@ -214,7 +230,9 @@ class State:
         if self.limit_ticks == NO_LIMIT:
             self.bounds.pop(one.order, None)
         else:
-            self.bounds[one.order] = replace(one, bound_ticks=max(one.bound_ticks, self.limit_ticks))
+            self.bounds[one.order] = replace(
+                one, bound_ticks=max(one.bound_ticks, self.limit_ticks)
+            )
 
     def push(self, one: Open) -> None:
         """Open a part of the space, again with a better bound or for the first time."""
@@ -226,7 +244,9 @@ class State:
         incumbent, bound = self.best.ticks if self.best else None, self.least_ticks
         gap = (incumbent - bound) / incumbent if incumbent else 0.0
         still_open = sum(one.count for one in self.left)
-        solved = solved_of(self.solved, is_proven=incumbent is not None and gap <= _OPTIMAL_GAP)
+        solved = solved_of(
+            self.solved, is_proven=incumbent is not None and gap <= _OPTIMAL_GAP
+        )
         return SearchReport(
             layouts_considered=self.considered,
             layouts_pruned=self.considered - solved - still_open,
@@ -234,7 +254,8 @@ class State:
             seconds=round(time.monotonic() - self.started, 3),
             lower_bound_seconds=bound * TICK_SECONDS if bound < NO_LIMIT else 0.0,
             gap=gap,
-            optimal=gap <= _OPTIMAL_GAP and (incumbent is not None or not (self.heap or self.unproven)),
+            optimal=gap <= _OPTIMAL_GAP
+            and (incumbent is not None or not (self.heap or self.unproven)),
         )
 
     def tell(self) -> None:

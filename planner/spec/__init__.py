@@ -10,11 +10,25 @@ from planner.spec.cluster import (
     NodeGroup,
     ScaleUp,
 )
-from planner.spec.document import Document, canonical_json, digest, parse, read, read_data
+from planner.spec.document import (
+    Document,
+    canonical_json,
+    digest,
+    parse,
+    read,
+    read_data,
+)
 from planner.spec.job import Job
 from planner.spec.layout import Layout, PredictionLayout
 from planner.spec.measured import MeasuredRun
-from planner.spec.plan import Forecast, Infeasible, Options, Plan, PlanRequest, Prediction
+from planner.spec.plan import (
+    Forecast,
+    Infeasible,
+    Options,
+    Plan,
+    PlanRequest,
+    Prediction,
+)
 from planner.spec.profile import LayerProfile, Measurement, ModelProfile
 
 SCHEMAS: dict[str, type[Document]] = {

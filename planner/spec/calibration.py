@@ -145,15 +145,25 @@ def constants_for(
     timed = [one for (name, _), one in table.items() if name == ANY and one.matmul_edge]
     if not (architecture and timed):
         return DEFAULT
-    names = KERNELS + (() if tells_intra_node else INTRA_NODE) + (() if tells_inter_node else INTER_NODE)
+    names = (
+        KERNELS
+        + (() if tells_intra_node else INTRA_NODE)
+        + (() if tells_inter_node else INTER_NODE)
+    )
     sources = [shared] if shared.matmul_edge else timed
-    return replace(DEFAULT, **{name: median(getattr(one, name) for one in sources) for name in names})
+    return replace(
+        DEFAULT,
+        **{name: median(getattr(one, name) for one in sources) for name in names},
+    )
 
 
 @cache
 def shipped() -> tuple[Calibration, ...]:
     """What comes with the package."""
-    return parse(files("planner.spec").joinpath("calibration.json").read_text(encoding="utf-8"), "calibration.json")
+    return parse(
+        files("planner.spec").joinpath("calibration.json").read_text(encoding="utf-8"),
+        "calibration.json",
+    )
 
 
 def load(path: Path) -> tuple[Calibration, ...]:
@@ -166,7 +176,9 @@ def load(path: Path) -> tuple[Calibration, ...]:
         return parse(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
         raise DocumentError(
-            f"cannot be read: {error}", field=str(path), mend="give a file of planner calibrate."
+            f"cannot be read: {error}",
+            field=str(path),
+            mend="give a file of planner calibrate.",
         ) from error
 
 
@@ -176,13 +188,21 @@ def parse(text: str, name: str) -> tuple[Calibration, ...]:
         return tuple(_calibration(one) for one in json.loads(text)["calibrations"])
     except (ValueError, KeyError, TypeError) as error:
         raise DocumentError(
-            f"holds no calibrations: {error!r}.", field=name, mend="write it with `planner calibrate -o`."
+            f"holds no calibrations: {error!r}.",
+            field=name,
+            mend="write it with `planner calibrate -o`.",
         ) from error
 
 
 def _calibration(row: dict[str, Any]) -> Calibration:
     constants = replace(DEFAULT, **row["constants"])
-    return Calibration(row["framework"], row["architecture"], constants, int(row["rows"]), row["source"])
+    return Calibration(
+        row["framework"],
+        row["architecture"],
+        constants,
+        int(row["rows"]),
+        row["source"],
+    )
 
 
 def dump(calibrations: tuple[Calibration, ...]) -> str:
@@ -196,7 +216,8 @@ def dump(calibrations: tuple[Calibration, ...]) -> str:
             "constants": {
                 key.name: value
                 for key in fields(Constants)
-                if (value := getattr(one.constants, key.name)) != getattr(DEFAULT, key.name)
+                if (value := getattr(one.constants, key.name))
+                != getattr(DEFAULT, key.name)
             },
         }
         for one in calibrations

@@ -10,7 +10,14 @@ from pydantic import Field
 from planner.spec.document import MOST_MEMORY_BYTES, Document
 
 PeakType = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
-OperationName = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "point_to_point"]
+OperationName = Literal[
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "point_to_point",
+]
 
 INTRA_NODE_LATENCY_SECONDS = 4e-6
 """One hop of a collective inside a node; NCCL over NVLink, order of magnitude."""
@@ -38,7 +45,9 @@ class DeviceSpec(Document):
     id: str = Field(min_length=1)
     name: str = ""
     memory_bytes: int = Field(gt=0, le=MOST_MEMORY_BYTES)
-    peak_flops_per_second: dict[PeakType, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    peak_flops_per_second: dict[PeakType, Annotated[float, Field(gt=0)]] = Field(
+        default_factory=dict
+    )
     """Peak of matrix products by data type; empty when only measured seconds are used. Jobs in fp32 run at the peak of
     fp32, as torch does by default; tf32 is for those who switch it on."""
     achievable_fraction: float = Field(default=0.8, gt=0, le=1)
@@ -137,7 +146,9 @@ class NodeGroup(Document):
     def share_of_node(self, devices: int) -> dict[str, int | None]:
         """Fields of some devices of a node: with the part of its host's memory that is theirs."""
         whole = self.host_memory_bytes
-        share = None if whole is None else max(1, whole * devices // self.devices_per_node)
+        share = (
+            None if whole is None else max(1, whole * devices // self.devices_per_node)
+        )
         return {"devices_per_node": devices, "host_memory_bytes": share}
 
     @property
@@ -165,7 +176,11 @@ class Cluster(Document):
         """Of all devices, in the user's currency; None: the price of some is not known."""
         prices = [group.device_price_per_hour for group in self.node_groups]
         devices = [group.nodes * group.devices_per_node for group in self.node_groups]
-        known = [each * price for each, price in zip(devices, prices, strict=True) if price is not None]
+        known = [
+            each * price
+            for each, price in zip(devices, prices, strict=True)
+            if price is not None
+        ]
         return sum(known) if len(known) == len(prices) else None
 
     def part(self, devices: Mapping[int, int]) -> Cluster:
@@ -178,11 +193,15 @@ class Cluster(Document):
         places = {node: place for place, node in enumerate(devices)}
         groups, first = [], 0
         for group in self.node_groups:
-            nodes = [node for node in range(first, first + group.nodes) if devices.get(node)]
+            nodes = [
+                node for node in range(first, first + group.nodes) if devices.get(node)
+            ]
             first += group.nodes
             used = [devices[node] for node in nodes]
             for count in sorted(set(used), reverse=True):
-                part = group.model_copy(update={"nodes": used.count(count), **group.share_of_node(count)})
+                part = group.model_copy(
+                    update={"nodes": used.count(count), **group.share_of_node(count)}
+                )
                 groups.append((min(places[node] for node in nodes), part))
         ordered = tuple(part for _, part in sorted(groups, key=lambda each: each[0]))
         return self.model_copy(update={"node_groups": ordered})

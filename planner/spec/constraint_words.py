@@ -46,9 +46,17 @@ def split(text: str, names: Sequence[str], where: str) -> tuple[str, str]:
     if name not in names:
         close = difflib.get_close_matches(name, names, n=1)
         mend = f"did you mean {close[0]!r}? Fields: " if close else "use one of "
-        raise UnknownNameError(f"no layout field {name!r}.", field=where, mend=mend + ", ".join(names) + ".")
+        raise UnknownNameError(
+            f"no layout field {name!r}.",
+            field=where,
+            mend=mend + ", ".join(names) + ".",
+        )
     if not equals or not value.strip():
-        raise DocumentError(f"{text!r} gives no value.", field=f"{where} {name}", mend=f"write {name}=VALUE.")
+        raise DocumentError(
+            f"{text!r} gives no value.",
+            field=f"{where} {name}",
+            mend=f"write {name}=VALUE.",
+        )
     return name, value.strip()
 
 
@@ -56,7 +64,9 @@ def _division(text: str) -> Any:
     """A rule as it is; else a list, of one stage too. Whether it can be is the job's to say."""
     if text[0].isalpha() or ".." in text:
         return text
-    return list(parse(PredictionLayout, {DIVISION: layers_of(text)}).layers_per_stage or ())
+    return list(
+        parse(PredictionLayout, {DIVISION: layers_of(text)}).layers_per_stage or ()
+    )
 
 
 def layers_of(text: str) -> list[Any]:
@@ -65,9 +75,14 @@ def layers_of(text: str) -> list[Any]:
 
 
 def _range(name: str, text: str, where: str) -> dict[str, int]:
-    ends = dict(zip(("min", "max"), (end.strip() for end in text.split("..", 1)), strict=True))
+    ends = dict(
+        zip(("min", "max"), (end.strip() for end in text.split("..", 1)), strict=True)
+    )
     values = {key: _value(name, end) for key, end in ends.items() if end}
-    if not values or any(isinstance(value, bool) or not isinstance(value, int) for value in values.values()):
+    if not values or any(
+        isinstance(value, bool) or not isinstance(value, int)
+        for value in values.values()
+    ):
         raise DocumentError(
             f"{text!r} is no range of whole numbers.",
             field=f"{where} {name}",

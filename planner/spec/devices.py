@@ -16,7 +16,14 @@ from importlib.resources import files
 from typing import Any, get_args
 
 from planner.errors import DocumentError, UnknownNameError
-from planner.spec.cluster import INTRA_NODE_LATENCY_SECONDS, DeviceSpec, Link, NodeGroup, PeakType, ScaleUp
+from planner.spec.cluster import (
+    INTRA_NODE_LATENCY_SECONDS,
+    DeviceSpec,
+    Link,
+    NodeGroup,
+    PeakType,
+    ScaleUp,
+)
 
 INTER_NODE_LATENCY_SECONDS = 1.2e-5
 """One hop of a collective between nodes over InfiniBand, order of magnitude."""
@@ -79,7 +86,11 @@ def find_entry(identifier: str, *, field: str = "device") -> CatalogueDevice:
     found = catalogue().get(identifier)
     if found is None:
         near = nearest_devices(identifier)
-        names = f"Did you mean {', '.join(near)}?" if near else f"Use one of {', '.join(catalogue())}."
+        names = (
+            f"Did you mean {', '.join(near)}?"
+            if near
+            else f"Use one of {', '.join(catalogue())}."
+        )
         raise UnknownNameError(
             f"no device {identifier!r} in the catalogue.",
             field=field,
@@ -91,8 +102,14 @@ def find_entry(identifier: str, *, field: str = "device") -> CatalogueDevice:
 def nearest_devices(identifier: str, most: int = 5) -> tuple[str, ...]:
     """Catalogue ids that the user may have meant: all words stand in id or name; then those that are spelt alike."""
     words = [word for word in re.split(r"[^a-z0-9]+", identifier.lower()) if word]
-    holding = [key for key, each in catalogue().items() if _holds(f"{key} {each.spec.name.lower()}", words)]
-    alike = difflib.get_close_matches(identifier.lower(), catalogue(), n=most, cutoff=0.45)
+    holding = [
+        key
+        for key, each in catalogue().items()
+        if _holds(f"{key} {each.spec.name.lower()}", words)
+    ]
+    alike = difflib.get_close_matches(
+        identifier.lower(), catalogue(), n=most, cutoff=0.45
+    )
     return tuple(dict.fromkeys([*holding, *alike]))[:most]
 
 
@@ -100,7 +117,9 @@ def _holds(text: str, words: list[str]) -> bool:
     return bool(words) and all(word in text for word in words)
 
 
-def links_of(group: NodeGroup, *, field: str = "node_groups[0]", is_alone: bool = True) -> tuple[Link, Link | None]:
+def links_of(
+    group: NodeGroup, *, field: str = "node_groups[0]", is_alone: bool = True
+) -> tuple[Link, Link | None]:
     """Links inside and between the domains of a group: the user's, else the device's.
 
     A domain is a node, except where scale-up links join several nodes: `domain_of`. One domain needs no second link,
@@ -110,11 +129,17 @@ def links_of(group: NodeGroup, *, field: str = "node_groups[0]", is_alone: bool 
         DocumentError: neither the group nor the device tells a link that the group needs.
     """
     device = _known(group.device)
-    intra = group.intra_node or (link_within(device, group.devices_per_node) if device else None)
-    inter = group.inter_node or (_link_between_domains(device, group, is_alone=is_alone) if device else None)
+    intra = group.intra_node or (
+        link_within(device, group.devices_per_node) if device else None
+    )
+    inter = group.inter_node or (
+        _link_between_domains(device, group, is_alone=is_alone) if device else None
+    )
     if intra is None and group.devices_per_node > 1:
         raise _missing_link(f"{field}.intra_node")
-    if inter is None and not (is_alone and group.nodes * group.devices_per_node <= domain_of(group)):
+    if inter is None and not (
+        is_alone and group.nodes * group.devices_per_node <= domain_of(group)
+    ):
         raise _missing_link(f"{field}.inter_node")
     return intra or Link(latency_seconds=0.0, bandwidth_bytes_per_second=1e12), inter
 
@@ -129,7 +154,9 @@ def _known(device: str | DeviceSpec) -> DeviceSpec | None:
 def link_within(device: DeviceSpec, devices: int) -> Link | None:
     """How so many devices of one node reach each other: by scale-up links if these join them all, else by the host."""
     if device.scale_up is not None and devices <= device.scale_up.domain_devices:
-        return _link(device.scale_up.bandwidth_bytes_per_second, device.scale_up.latency_seconds)
+        return _link(
+            device.scale_up.bandwidth_bytes_per_second, device.scale_up.latency_seconds
+        )
     return _link(device.host_bandwidth_bytes_per_second, INTRA_NODE_LATENCY_SECONDS)
 
 
@@ -149,7 +176,9 @@ def domain_of(group: NodeGroup) -> int:
     return one * max(1, nodes)
 
 
-def _link_between_domains(device: DeviceSpec, group: NodeGroup, *, is_alone: bool) -> Link | None:
+def _link_between_domains(
+    device: DeviceSpec, group: NodeGroup, *, is_alone: bool
+) -> Link | None:
     """The network; None where one domain holds the whole cluster."""
     if is_alone and group.nodes * group.devices_per_node <= domain_of(group):
         return None
@@ -157,7 +186,11 @@ def _link_between_domains(device: DeviceSpec, group: NodeGroup, *, is_alone: boo
 
 
 def _link(bandwidth: float | None, latency_seconds: float) -> Link | None:
-    return Link(latency_seconds=latency_seconds, bandwidth_bytes_per_second=bandwidth) if bandwidth else None
+    return (
+        Link(latency_seconds=latency_seconds, bandwidth_bytes_per_second=bandwidth)
+        if bandwidth
+        else None
+    )
 
 
 def _missing_link(field: str) -> DocumentError:
@@ -189,20 +222,27 @@ def _device(row: dict[str, str]) -> CatalogueDevice:
         devices_per_node=devices_per_node,
         scale_up_link=row["scale_up_name"] or "none",
         intra_node=intra_node,
-        inter_node=_link(spec.network_bandwidth_bytes_per_second, INTER_NODE_LATENCY_SECONDS),
+        inter_node=_link(
+            spec.network_bandwidth_bytes_per_second, INTER_NODE_LATENCY_SECONDS
+        ),
         confidence=row["confidence"],
     )
 
 
 def _spec(row: dict[str, str]) -> DeviceSpec:
-    peaks = {kind: _number(row[f"{kind}_flops_per_second"]) for kind in get_args(PeakType)}
+    peaks = {
+        kind: _number(row[f"{kind}_flops_per_second"]) for kind in get_args(PeakType)
+    }
     return DeviceSpec(
         id=row["id"],
         name=row["name"],
         memory_bytes=int(row["memory_bytes"]),
         peak_flops_per_second={kind: peak for kind, peak in peaks.items() if peak},
-        achievable_fraction=_number(row["achievable_fraction"]) or DEFAULT_ACHIEVABLE_FRACTION,
-        memory_bandwidth_bytes_per_second=_number(row["memory_bandwidth_bytes_per_second"]),
+        achievable_fraction=_number(row["achievable_fraction"])
+        or DEFAULT_ACHIEVABLE_FRACTION,
+        memory_bandwidth_bytes_per_second=_number(
+            row["memory_bandwidth_bytes_per_second"]
+        ),
         scale_up=_scale_up(row),
         host_bandwidth_bytes_per_second=_number(row["host_bytes_per_second"]),
         network_bandwidth_bytes_per_second=_number(row["network_bytes_per_second"]),
@@ -218,7 +258,9 @@ def _scale_up(row: dict[str, str]) -> ScaleUp | None:
         "topology": row["scale_up_topology"],
         "domain_devices": int(row["scale_up_domain_devices"]),
         "bandwidth_bytes_per_second": _number(row["scale_up_bytes_per_second"]),
-        "pair_bandwidth_bytes_per_second": _number(row["scale_up_pair_bytes_per_second"]),
+        "pair_bandwidth_bytes_per_second": _number(
+            row["scale_up_pair_bytes_per_second"]
+        ),
     }
     return ScaleUp.model_validate(fields)
 

@@ -31,7 +31,11 @@ class Document(BaseModel):
     """Base of every document: immutable, and an unknown field is an error."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True, use_attribute_docstrings=True
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        validate_default=True,
+        use_attribute_docstrings=True,
     )
 
     def canonical_json(self) -> str:
@@ -48,7 +52,13 @@ def canonical_json(value: Any) -> str:
 
 def plain_json(value: Any) -> str:
     """Canonical JSON of plain data."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+    return json.dumps(
+        value,
+        sort_keys=True,
+        separators=(",", ":"),
+        allow_nan=False,
+        ensure_ascii=False,
+    )
 
 
 def digest(value: Any) -> str:
@@ -89,9 +99,13 @@ def read_data(path: str | Path) -> Any:
             return tomllib.loads(text)
         return json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        form = {".toml": "TOML", ".yaml": "YAML", ".yml": "YAML"}.get(path.suffix, "JSON")
+        form = {".toml": "TOML", ".yaml": "YAML", ".yml": "YAML"}.get(
+            path.suffix, "JSON"
+        )
         raise DocumentError(
-            f"is not valid {form}: {error}.", field=str(path), mend=f"write the file as {form}, or restore it."
+            f"is not valid {form}: {error}.",
+            field=str(path),
+            mend=f"write the file as {form}, or restore it.",
         ) from None
 
 
@@ -103,9 +117,15 @@ def _read_text(path: Path) -> str:
             return sys.stdin.read()
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise DocumentError("there is no such file.", field=str(path), mend="check the path.") from None
+        raise DocumentError(
+            "there is no such file.", field=str(path), mend="check the path."
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise DocumentError(f"cannot be read: {error}.", field=str(path), mend="give a readable text file.") from None
+        raise DocumentError(
+            f"cannot be read: {error}.",
+            field=str(path),
+            mend="give a readable text file.",
+        ) from None
 
 
 def _parse_yaml(text: str) -> Any:
@@ -121,15 +141,21 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def problems_of(error: ValidationError, kind: type[BaseModel], data: Any, *, prefix: str = "") -> tuple[Problem, ...]:
+def problems_of(
+    error: ValidationError, kind: type[BaseModel], data: Any, *, prefix: str = ""
+) -> tuple[Problem, ...]:
     """One `Problem` per mistake that pydantic found in the data; `prefix` stands before every field."""
     return tuple(
-        replace(problem, field=": ".join(part for part in (prefix, problem.field) if part))
+        replace(
+            problem, field=": ".join(part for part in (prefix, problem.field) if part)
+        )
         for _, problem in located_problems(error, kind, data)
     )
 
 
-def located_problems(error: ValidationError, kind: type[BaseModel], data: Any) -> tuple[tuple[Location, Problem], ...]:
+def located_problems(
+    error: ValidationError, kind: type[BaseModel], data: Any
+) -> tuple[tuple[Location, Problem], ...]:
     """The same with where each mistake stands in the data.
 
     Of a union, only what is wrong with the branch that went furthest is told, and each thing once; of very many, the
@@ -138,8 +164,14 @@ def located_problems(error: ValidationError, kind: type[BaseModel], data: Any) -
     several: dict[Location, list[Any]] = {}
     for details in error.errors(include_url=False)[:MOST_MISTAKES]:
         several.setdefault(_real_location(details, data), []).append(details)
-    found = [(location, one) for location, each in several.items() for one in _problems_at(each, kind, location)]
-    above = {location[:depth] for location, _ in found for depth in range(len(location))}
+    found = [
+        (location, one)
+        for location, each in several.items()
+        for one in _problems_at(each, kind, location)
+    ]
+    above = {
+        location[:depth] for location, _ in found for depth in range(len(location))
+    }
     chosen: dict[tuple[Location, str], Problem] = {}
     for location, problem in found:
         if location not in above:
@@ -165,7 +197,9 @@ def _stands_in(part: int | str, data: list[Any] | dict[str, Any]) -> bool:
     return isinstance(part, int) and part < len(data)
 
 
-def _problems_at(several: Sequence[Any], kind: type[BaseModel], location: Location) -> Iterator[Problem]:
+def _problems_at(
+    several: Sequence[Any], kind: type[BaseModel], location: Location
+) -> Iterator[Problem]:
     """What is wrong with one value. Of a union: what a rule of ours says; else what it may be, in one sentence."""
     ruled = [details for details in several if details["type"] == "value_error"]
     words = [_TYPES.get(details["type"].split("_")[0], "") for details in several]
@@ -173,7 +207,9 @@ def _problems_at(several: Sequence[Any], kind: type[BaseModel], location: Locati
         *others, last = dict.fromkeys(words)
         wanted = f"{', '.join(others)}{' or ' * bool(others)}{last}"
         yield Problem(
-            path_of(location), f"is no value of this field, got {_short(several[0].get('input'))}.", f"give {wanted}."
+            path_of(location),
+            f"is no value of this field, got {_short(several[0].get('input'))}.",
+            f"give {wanted}.",
         )
         return
     for details in ruled or several:
@@ -198,7 +234,9 @@ def _problem(details: Any, kind: type[BaseModel], location: Location) -> Problem
     value = _short(details.get("input"))
     if details["type"] == "extra_forbidden":
         known = _fields_at(kind, location[:-1])
-        mend = f"remove it, or use one of: {', '.join(known)}." if known else "remove it."
+        mend = (
+            f"remove it, or use one of: {', '.join(known)}." if known else "remove it."
+        )
         return Problem(field, f"unknown field (value {value}).", mend)
     if details["type"] == "missing":
         return Problem(field, "the field is missing.", "add it.")
@@ -208,7 +246,12 @@ def _problem(details: Any, kind: type[BaseModel], location: Location) -> Problem
 
 def _mend(details: Any) -> str:
     context = details.get("ctx", {})
-    for key, words in (("ge", "at least"), ("gt", "more than"), ("le", "at most"), ("lt", "less than")):
+    for key, words in (
+        ("ge", "at least"),
+        ("gt", "more than"),
+        ("le", "at most"),
+        ("lt", "less than"),
+    ):
         if key in context:
             return f"give a number {words} {context[key]}."
     if "expected" in context:
@@ -224,7 +267,9 @@ def path_of(location: Location) -> str:
     """``("stages", 0, "index")`` -> ``stages[0].index``."""
     text = ""
     for part in location:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+        text += (
+            f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+        )
     return text
 
 
@@ -243,7 +288,10 @@ def _fields_at(kind: type[BaseModel], location: Location) -> list[str]:
         if part not in fields:
             return []
         current = _document_in(fields[part].annotation)
-    return sorted(field.alias or name for name, field in getattr(current, "model_fields", {}).items())
+    return sorted(
+        field.alias or name
+        for name, field in getattr(current, "model_fields", {}).items()
+    )
 
 
 def _document_in(annotation: Any) -> Any:

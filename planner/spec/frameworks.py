@@ -284,8 +284,18 @@ _ALL = (
         overlaps_gathers=True,
         stops_recompute=True,
     ),
-    Framework("deepspeed", "microsoft/DeepSpeed ZeRO", overlaps_reduction=True, overlaps_gathers=True),
-    Framework("litgpt", "Lightning-AI/litgpt with Fabric", fuses_norm=False, overlaps_reduction=True),
+    Framework(
+        "deepspeed",
+        "microsoft/DeepSpeed ZeRO",
+        overlaps_reduction=True,
+        overlaps_gathers=True,
+    ),
+    Framework(
+        "litgpt",
+        "Lightning-AI/litgpt with Fabric",
+        fuses_norm=False,
+        overlaps_reduction=True,
+    ),
     Framework(
         "torchtune",
         "pytorch/torchtune recipes: dtype: bf16, enable_activation_checkpointing: True, CEWithChunkedOutputLoss: bf16 "
@@ -343,5 +353,7 @@ def find_framework(name: str, *, field: str = "framework") -> Framework:
     found = FRAMEWORKS.get(name)
     if found is None:
         known = ", ".join(get_args(FrameworkName))
-        raise UnknownNameError(f"no framework {name!r}.", field=field, mend=f"use one of {known}.")
+        raise UnknownNameError(
+            f"no framework {name!r}.", field=field, mend=f"use one of {known}."
+        )
     return found

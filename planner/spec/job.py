@@ -10,7 +10,9 @@ from planner.spec.document import Document
 
 Precision = Literal["fp32", "fp16-mixed", "bf16-mixed", "bf16", "fp8"]
 Objective = Literal["step_time", "cost", "devices"]
-OptimizerName = Literal["sgd", "momentum", "adam", "adamw", "adafactor", "muon", "adam-8bit"]
+OptimizerName = Literal[
+    "sgd", "momentum", "adam", "adamw", "adafactor", "muon", "adam-8bit"
+]
 
 COMPUTE_TYPE: dict[str, str] = {
     "fp32": "fp32",
@@ -96,7 +98,8 @@ class Job(Document):
     deadline_seconds: float | None = Field(default=None, gt=0)
     """Of one step; for ``devices`` only."""
     constraints: dict[str, Constraint] = Field(
-        default_factory=dict, json_schema_extra={"properties": {DIVISION: _DIVISION_SCHEMA}}
+        default_factory=dict,
+        json_schema_extra={"properties": {DIVISION: _DIVISION_SCHEMA}},
     )
     """Any layout field fixed, bounded or listed, and how layers are divided into stages."""
 
@@ -113,7 +116,9 @@ class Job(Document):
     @model_validator(mode="after")
     def _deadline_has_a_use(self) -> Self:
         if self.objective == "devices" and self.deadline_seconds is None:
-            raise ValueError("deadline_seconds: the objective devices needs it; give the seconds that a step may take")
+            raise ValueError(
+                "deadline_seconds: the objective devices needs it; give the seconds that a step may take"
+            )
         if self.objective != "devices" and self.deadline_seconds is not None:
             raise ValueError(
                 f"deadline_seconds: only the objective devices has one, the job's is {self.objective}; "
@@ -125,9 +130,13 @@ class Job(Document):
     def _constraints_name_layout_fields(self) -> Self:
         for name, constraint in self.constraints.items():
             if name not in CONSTRAINTS:
-                raise ValueError(f"constraints: {name!r} is no layout field; use one of {', '.join(CONSTRAINTS)}")
+                raise ValueError(
+                    f"constraints: {name!r} is no layout field; use one of {', '.join(CONSTRAINTS)}"
+                )
             if isinstance(constraint, tuple) and not constraint:
-                raise ValueError(f"constraints: {name} lists no value; list at least one")
+                raise ValueError(
+                    f"constraints: {name} lists no value; list at least one"
+                )
         division = self.constraints.get(DIVISION)
         if division is not None and not _divides(division):
             given = list(division) if isinstance(division, tuple) else division
@@ -141,7 +150,10 @@ class Job(Document):
 def _divides(constraint: Constraint) -> bool:
     """Is this a rule, or layers of stages?"""
     if isinstance(constraint, tuple):
-        return all(isinstance(each, int) and not isinstance(each, bool) and each >= 1 for each in constraint)
+        return all(
+            isinstance(each, int) and not isinstance(each, bool) and each >= 1
+            for each in constraint
+        )
     return constraint in DIVISION_WORDS
 
 

@@ -56,7 +56,9 @@ class Layout(Document):
     @classmethod
     def _is_canonical(cls, degree: int | None, info: ValidationInfo) -> int | None:
         """One way to write it: a group of all ranks is no group of its own."""
-        whole = info.data.get("data_parallel_degree", 0) * info.data.get("context_parallel_degree", 0)
+        whole = info.data.get("data_parallel_degree", 0) * info.data.get(
+            "context_parallel_degree", 0
+        )
         return None if degree == whole and info.data.get("zero_stage") else degree
 
     @property
@@ -74,7 +76,9 @@ class Layout(Document):
     def constrained(self, field: str) -> bool | int | str:
         """A field's value as a job's constraint is held against it: of how many ranks share out ZeRO's states, the
         number itself."""
-        value: bool | int | str = self.zero_shards if field == "zero_shard_degree" else getattr(self, field)
+        value: bool | int | str = (
+            self.zero_shards if field == "zero_shard_degree" else getattr(self, field)
+        )
         return value
 
     @property
@@ -122,7 +126,11 @@ class Layout(Document):
 
     def _largest_share(self, global_batch_size: int, shares: tuple[int, ...]) -> int:
         wanted = global_batch_size / self.micro_batch_size
-        if len(shares) == self.data_parallel_degree and min(shares) >= 1 and sum(shares) == wanted:
+        if (
+            len(shares) == self.data_parallel_degree
+            and min(shares) >= 1
+            and sum(shares) == wanted
+        ):
             return max(shares)
         raise LayoutError(
             f"micro_batch_shares {list(shares)} are {len(shares)} shares of {sum(shares)} micro-batches; there are "
@@ -169,13 +177,25 @@ class Layout(Document):
         degree, replicas = self.zero_shard_degree, self.replicas
         if degree is None:
             return
-        given, whole = f"zero_shard_degree({degree})", f"data_parallel_degree * context_parallel_degree = {replicas}"
+        given, whole = (
+            f"zero_shard_degree({degree})",
+            f"data_parallel_degree * context_parallel_degree = {replicas}",
+        )
         if self.zero_stage == 0:
-            wrong, mend = f"{given} needs ZeRO, and zero_stage is 0.", "choose a zero_stage of 1 to 3, or leave it out."
+            wrong, mend = (
+                f"{given} needs ZeRO, and zero_stage is 0.",
+                "choose a zero_stage of 1 to 3, or leave it out.",
+            )
         elif degree == 1 and replicas > 1:
-            wrong, mend = f"{given} is a group of one rank, which shares nothing out.", "choose zero_stage 0."
+            wrong, mend = (
+                f"{given} is a group of one rank, which shares nothing out.",
+                "choose zero_stage 0.",
+            )
         elif replicas % degree:
-            wrong, mend = f"{given} does not divide {whole}.", f"choose a divisor of {replicas}."
+            wrong, mend = (
+                f"{given} does not divide {whole}.",
+                f"choose a divisor of {replicas}.",
+            )
         elif degree % self.expert_parallel_degree:
             wrong = f"{given} does not divide by expert_parallel_degree({self.expert_parallel_degree})."
             mend = "choose a multiple of the expert degree: a group that shares out the states holds all experts."
@@ -186,7 +206,9 @@ class Layout(Document):
     def check_offload(self) -> None:
         """Raise `LayoutError` where activations cannot go to the host: beside what handles saved tensors in its own
         way (recomputation, ZeRO 3's gathering, keys and values of sequence chunks), and where replicas differ."""
-        if (self.activation_offload or self.optimizer_offload) and self.has_uneven_shares:
+        if (
+            self.activation_offload or self.optimizer_offload
+        ) and self.has_uneven_shares:
             raise LayoutError(
                 "micro_batch_shares differ, and offloading is known for equal replicas only.",
                 field="layout.micro_batch_shares",

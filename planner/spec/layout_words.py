@@ -7,22 +7,45 @@ from itertools import groupby
 
 from planner.spec.layout import Layout
 
-DEGREES = {"data_parallel_degree": "data", "tensor_parallel_degree": "tensor", "pipeline_parallel_degree": "pipeline"}
-RARE_DEGREES = {"context_parallel_degree": "context", "expert_parallel_degree": "expert"}
-OFFLOADED = {"activation_offload": "activations on the host", "optimizer_offload": "optimizer states on the host"}
+DEGREES = {
+    "data_parallel_degree": "data",
+    "tensor_parallel_degree": "tensor",
+    "pipeline_parallel_degree": "pipeline",
+}
+RARE_DEGREES = {
+    "context_parallel_degree": "context",
+    "expert_parallel_degree": "expert",
+}
+OFFLOADED = {
+    "activation_offload": "activations on the host",
+    "optimizer_offload": "optimizer states on the host",
+}
 
 
 def layout_line(layout: Layout) -> str:
     """``data 4 x tensor 8 x pipeline 2, micro-batch 1, 1f1b, recompute none``; unused choices are left out."""
-    names = DEGREES | {name: word for name, word in RARE_DEGREES.items() if getattr(layout, name) > 1}
-    degrees = " x ".join(f"{word} {getattr(layout, name)}" for name, word in names.items())
-    words = [degrees, f"micro-batch {layout.micro_batch_size}", layout.schedule, f"recompute {layout.recompute}"]
+    names = DEGREES | {
+        name: word for name, word in RARE_DEGREES.items() if getattr(layout, name) > 1
+    }
+    degrees = " x ".join(
+        f"{word} {getattr(layout, name)}" for name, word in names.items()
+    )
+    words = [
+        degrees,
+        f"micro-batch {layout.micro_batch_size}",
+        layout.schedule,
+        f"recompute {layout.recompute}",
+    ]
     if layout.virtual_stages_per_rank > 1:
         words.append(f"{layout.virtual_stages_per_rank} stages per rank")
     if layout.sequence_chunks > 1:
         words.append(f"{layout.sequence_chunks} sequence chunks")
     if layout.zero_stage:
-        group = f" in groups of {layout.zero_shard_degree}" if layout.zero_shard_degree else ""
+        group = (
+            f" in groups of {layout.zero_shard_degree}"
+            if layout.zero_shard_degree
+            else ""
+        )
         words.append(f"ZeRO {layout.zero_stage}{group}")
     if layout.sequence_parallel:
         words.append("sequence parallel")
@@ -37,7 +60,9 @@ def layout_line(layout: Layout) -> str:
 def _sum(shares: Sequence[int]) -> str:
     """``(3, 3, 3, 1)`` -> ``3 x 3 + 1``."""
     runs = [(share, len(list(equal))) for share, equal in groupby(shares)]
-    return " + ".join(f"{count} x {share}" if count > 1 else str(share) for share, count in runs)
+    return " + ".join(
+        f"{count} x {share}" if count > 1 else str(share) for share, count in runs
+    )
 
 
 def spans(numbers: Sequence[int]) -> str:
@@ -48,5 +73,7 @@ def spans(numbers: Sequence[int]) -> str:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    shown = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs[:4])
+    shown = ",".join(
+        str(first) if first == last else f"{first}-{last}" for first, last in runs[:4]
+    )
     return shown if len(runs) <= 4 else f"{shown},... ({len(numbers)} ranks)"

@@ -97,7 +97,10 @@ class RankMemory(Document):
     @property
     def fits_host(self) -> bool:
         """As far as the host's memory is known."""
-        return self.host_capacity_bytes is None or self.host_bytes <= self.host_capacity_bytes
+        return (
+            self.host_capacity_bytes is None
+            or self.host_bytes <= self.host_capacity_bytes
+        )
 
 
 class Prediction(Document):
@@ -192,7 +195,11 @@ class Sensitivity(Document):
     """What an error of one measured or stated quantity means for the choice of the plan."""
 
     quantity: Literal[
-        "compute_seconds", "intra_node_bandwidth", "inter_node_bandwidth", "latency_seconds", "host_bandwidth"
+        "compute_seconds",
+        "intra_node_bandwidth",
+        "inter_node_bandwidth",
+        "latency_seconds",
+        "host_bandwidth",
     ]
     uncertainty: float = Field(ge=0)
     """Relative error to expect."""
@@ -287,12 +294,21 @@ class Plan(Document):
     @property
     def replicas_differ(self) -> bool:
         """Some data-parallel rank runs more micro-batches than another one, or has a stage on another node group."""
-        groups = (index for index, group in enumerate(self.request.cluster.node_groups) for _ in range(group.nodes))
+        groups = (
+            index
+            for index, group in enumerate(self.request.cluster.node_groups)
+            for _ in range(group.nodes)
+        )
         of_node = dict(enumerate(groups))
         places: dict[int, set[tuple[int, int | None]]] = {}
         for row in self.placement:
-            places.setdefault(row.data, set()).add((row.pipeline, of_node.get(row.node)))
-        return self.layout.has_uneven_shares or len(set(map(frozenset, places.values()))) > 1
+            places.setdefault(row.data, set()).add(
+                (row.pipeline, of_node.get(row.node))
+            )
+        return (
+            self.layout.has_uneven_shares
+            or len(set(map(frozenset, places.values()))) > 1
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, as written to plan.json."""

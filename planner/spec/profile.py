@@ -12,7 +12,9 @@ from planner.spec.document import MOST_BYTES, Document, plain_json
 
 DataType = Literal["fp32", "bf16", "fp16"]
 RecomputeMode = Literal["none", "selective", "full"]
-CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
+CollectiveName = Literal[
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"
+]
 
 BYTES_PER_ELEMENT: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -25,7 +27,15 @@ def _is_none(value: object) -> bool:
 class Operation(Document):
     """A kind of kernel inside a layer's forward, so that a device's efficiency on its shape can be priced."""
 
-    kind: Literal["matmul", "attention", "attention-1", "attention-3", "convolution", "memory", "softmax"]
+    kind: Literal[
+        "matmul",
+        "attention",
+        "attention-1",
+        "attention-3",
+        "convolution",
+        "memory",
+        "softmax",
+    ]
     """``attention``, fused; ``attention-1``, ``attention-3``: by the first and third FlashAttention;
     ``memory``, and ``softmax`` over attention scores: bound by bytes moved, their FLOPs do not count."""
     count: int = Field(ge=1)
@@ -43,7 +53,9 @@ class Operation(Document):
     is_linear: bool | None = Field(default=None, exclude_if=_is_none)
     """A matmul with the weight of a linear layer, which precision ``fp8`` may run in fp8; None: not told, and what has
     the bytes of one is taken for one."""
-    gradients: Literal["input", "weight", "none"] | None = Field(default=None, exclude_if=_is_none)
+    gradients: Literal["input", "weight", "none"] | None = Field(
+        default=None, exclude_if=_is_none
+    )
     """What the backward computes of it where parameters are frozen: of a product or convolution one of its two
     gradients alone; ``none``: nothing. None: all there is."""
 
@@ -125,20 +137,28 @@ class Measurement(Document):
     @model_validator(mode="after")
     def _measured_has_seconds(self) -> Self:
         if self.source == "measured":
-            seconds = (self.forward_seconds, self.backward_input_seconds, self.backward_weight_seconds)
+            seconds = (
+                self.forward_seconds,
+                self.backward_input_seconds,
+                self.backward_weight_seconds,
+            )
             if any(value is None for value in seconds):
                 raise ValueError(
                     "a measured row needs forward_seconds, backward_input_seconds and backward_weight_seconds"
                 )
             if self.recompute != "none" and self.recompute_seconds is None:
-                raise ValueError("a measured row that recomputes needs recompute_seconds")
+                raise ValueError(
+                    "a measured row that recomputes needs recompute_seconds"
+                )
         return self
 
     @model_validator(mode="after")
     def _frozen_are_held(self) -> Self:
         held, frozen = self.local_parameters, self.local_frozen_parameters
         if held is not None and frozen is not None and frozen > held:
-            raise ValueError(f"local_frozen_parameters({frozen}) are more than local_parameters({held})")
+            raise ValueError(
+                f"local_frozen_parameters({frozen}) are more than local_parameters({held})"
+            )
         if self.local_frozen_expert_parameters > self.local_expert_parameters:
             raise ValueError(
                 f"local_frozen_expert_parameters({self.local_frozen_expert_parameters}) are more than "
@@ -164,7 +184,9 @@ class LayerProfile(Document):
     @model_validator(mode="after")
     def _frozen_are_among_all(self) -> Self:
         if self.frozen_parameters > self.parameters:
-            raise ValueError(f"frozen_parameters({self.frozen_parameters}) are more than parameters({self.parameters})")
+            raise ValueError(
+                f"frozen_parameters({self.frozen_parameters}) are more than parameters({self.parameters})"
+            )
         return self
 
 
@@ -240,27 +262,46 @@ class ModelProfile(Document):
         for layer in self.layers:
             rows = layer.measurements
             if id(rows) not in texts:
-                texts[id(rows)] = plain_json([row.model_dump(mode="json", by_alias=True) for row in rows])
-        bare = tuple(layer.model_copy(update={"measurements": ()}) for layer in self.layers)
+                texts[id(rows)] = plain_json(
+                    [row.model_dump(mode="json", by_alias=True) for row in rows]
+                )
+        bare = tuple(
+            layer.model_copy(update={"measurements": ()}) for layer in self.layers
+        )
         # No text of the document itself can hold the unescaped quotes of the key.
-        first, *rest = super(ModelProfile, self.model_copy(update={"layers": bare})).canonical_json().split(_NO_ROWS)
+        first, *rest = (
+            super(ModelProfile, self.model_copy(update={"layers": bare}))
+            .canonical_json()
+            .split(_NO_ROWS)
+        )
         return first + "".join(
-            _ROWS + texts[id(layer.measurements)] + text for layer, text in zip(self.layers, rest, strict=True)
+            _ROWS + texts[id(layer.measurements)] + text
+            for layer, text in zip(self.layers, rest, strict=True)
         )
 
     @model_validator(mode="after")
     def _names_hold(self) -> Self:
         names = [layer.name for layer in self.layers]
-        repeated = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+        repeated = (
+            sorted({name for name in names if names.count(name) > 1})
+            if len(set(names)) < len(names)
+            else []
+        )
         if repeated:
-            raise ValueError(f"layers: the name {repeated[0]!r} stands twice; give every layer its own name")
+            raise ValueError(
+                f"layers: the name {repeated[0]!r} stands twice; give every layer its own name"
+            )
         order = {name: index for index, name in enumerate(names)}
         used = [name for edge in self.edges for name in (edge.from_, edge.to)]
         used += [name for shared in self.shared_parameters for name in shared.layers]
         unknown = [name for name in used if name not in order]
         if unknown:
-            raise ValueError(f"edges or shared_parameters name the layer {unknown[0]!r}, which is not in layers")
+            raise ValueError(
+                f"edges or shared_parameters name the layer {unknown[0]!r}, which is not in layers"
+            )
         for edge in self.edges:
             if order[edge.from_] >= order[edge.to]:
-                raise ValueError(f"edges: {edge.from_!r} must stand before {edge.to!r} in layers")
+                raise ValueError(
+                    f"edges: {edge.from_!r} must stand before {edge.to!r} in layers"
+                )
         return self

@@ -80,17 +80,23 @@ class OgpRecipe:
 
     def total_bytes(self, count: ParameterCount) -> int:
         """Left side of equation (1)."""
-        return count.elements * (self.parameter_bytes + self.gradient_bytes) + self.optimizer_bytes(count)
+        return count.elements * (
+            self.parameter_bytes + self.gradient_bytes
+        ) + self.optimizer_bytes(count)
 
     def _states(self, count: ParameterCount) -> int:
         if not count.elements:
             return 0
         if self.optimizer == "adam-8bit":
-            return 2 * (count.elements + SCALE_BYTES * -(-count.elements // QUANTIZED_BLOCK))
+            return 2 * (
+                count.elements + SCALE_BYTES * -(-count.elements // QUANTIZED_BLOCK)
+            )
         if self.optimizer == "adafactor":
             return self.state_bytes * _known(count.factored_elements, self.optimizer)
         if self.optimizer == "muon":
-            return self.state_bytes * (2 * count.elements - _known(count.matrix_elements, self.optimizer))
+            return self.state_bytes * (
+                2 * count.elements - _known(count.matrix_elements, self.optimizer)
+            )
         return self.state_bytes * STATES[self.optimizer] * count.elements
 
 
@@ -112,7 +118,9 @@ def recipe(precision: Precision, optimizer: OptimizerName) -> OgpRecipe:
 
 def _check(name: str, known: tuple[str, ...], *, field: str) -> None:
     if name not in known:
-        raise UnknownNameError(f"no {field} {name!r}.", field=field, mend=f"use one of {', '.join(known)}.")
+        raise UnknownNameError(
+            f"no {field} {name!r}.", field=field, mend=f"use one of {', '.join(known)}."
+        )
 
 
 def factored_elements(shape: tuple[int, ...]) -> int:

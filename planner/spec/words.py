@@ -23,4 +23,8 @@ def gibibytes(count: int, *, is_room: bool = False) -> str:
 
 def written(value: bool | int | str | None) -> str:
     """As YAML and JSON have it: ``false``, ``null``, ``4``; strings without quotes."""
-    return {True: "true", False: "false", None: "null"}[value] if isinstance(value, bool | None) else str(value)
+    return (
+        {True: "true", False: "false", None: "null"}[value]
+        if isinstance(value, bool | None)
+        else str(value)
+    )

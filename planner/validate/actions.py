@@ -13,7 +13,13 @@ from planner.errors import ScheduleError
 from planner.spec.plan import Plan
 from planner.validate.facts import Facts
 from planner.validate.findings import Findings
-from planner.validate.play import Action, Actions, StageTimes, end_nanoseconds, in_flight
+from planner.validate.play import (
+    Action,
+    Actions,
+    StageTimes,
+    end_nanoseconds,
+    in_flight,
+)
 from planner.validate.schedules import RULES, Shape, joint_pairs
 
 _WRITTEN = re.compile(r"(\d+)([FBIW])(\d+)", re.ASCII)
@@ -47,9 +53,16 @@ def check_actions(plan: Plan, facts: Facts, findings: Findings) -> None:
         actions = parse(plan.actions)
         if len(actions) == ranks:
             owners = [stage.pipeline_rank for stage in plan.stages]
-            _check_once(actions, owners, plan.micro_batches * plan.layout.sequence_chunks, findings)
+            _check_once(
+                actions,
+                owners,
+                plan.micro_batches * plan.layout.sequence_chunks,
+                findings,
+            )
             _check_order(actions, owners, plan.layout.sequence_chunks, findings)
-        findings.checked.append("every stage runs every micro-batch forward and backward once, on its rank, in order")
+        findings.checked.append(
+            "every stage runs every micro-batch forward and backward once, on its rank, in order"
+        )
         if len(findings.problems) > before:
             return
         pairs = joint_pairs(plan.layout.schedule, actions)
@@ -61,34 +74,62 @@ def check_actions(plan: Plan, facts: Facts, findings: Findings) -> None:
     _check_held(plan, actions, findings)
 
 
-def _check_once(actions: Actions, owners: Sequence[int], units: int, findings: Findings) -> None:
+def _check_once(
+    actions: Actions, owners: Sequence[int], units: int, findings: Findings
+) -> None:
     found = Counter(action for one in actions for action in one)
     for rank, one in enumerate(actions):
         for action in one:
             where, stage = f"actions[{rank}]", action.stage
             if stage < len(owners) and owners[stage] != rank:
-                findings.wrong(where, f"{action} stands on rank {rank}, its stage on rank {owners[stage]}.")
+                findings.wrong(
+                    where,
+                    f"{action} stands on rank {rank}, its stage on rank {owners[stage]}.",
+                )
             if stage >= len(owners) or action.micro_batch >= units:
-                findings.wrong(where, f"{action}, but {len(owners)} stages run {units} micro-batches.")
+                findings.wrong(
+                    where,
+                    f"{action}, but {len(owners)} stages run {units} micro-batches.",
+                )
     for stage, owner in enumerate(owners):
         for unit in range(units):
             counts = {kind: found[Action(stage, kind, unit)] for kind in "FBIW"}
-            if counts not in ({"F": 1, "B": 1, "I": 0, "W": 0}, {"F": 1, "B": 0, "I": 1, "W": 1}):
-                told = ", ".join(f"{stage}{kind}{unit} {count} times" for kind, count in counts.items())
-                findings.wrong(f"actions[{owner}]", f"one F and one B (or I and W) wanted, found {told}.")
+            if counts not in (
+                {"F": 1, "B": 1, "I": 0, "W": 0},
+                {"F": 1, "B": 0, "I": 1, "W": 1},
+            ):
+                told = ", ".join(
+                    f"{stage}{kind}{unit} {count} times"
+                    for kind, count in counts.items()
+                )
+                findings.wrong(
+                    f"actions[{owner}]",
+                    f"one F and one B (or I and W) wanted, found {told}.",
+                )
 
 
-def _check_order(actions: Actions, owners: Sequence[int], chunks: int, findings: Findings) -> None:
+def _check_order(
+    actions: Actions, owners: Sequence[int], chunks: int, findings: Findings
+) -> None:
     for rank, one in enumerate(actions):
         place = {action: position for position, action in enumerate(one)}
         for action, position in place.items():
             for first in _before(action, chunks):
                 if place.get(first, -1) > position:
-                    findings.wrong(f"actions[{rank}]", f"{action} stands before {first}.")
+                    findings.wrong(
+                        f"actions[{rank}]", f"{action} stands before {first}."
+                    )
     for rank, one in enumerate(actions):
-        forwards = [unit for stage, kind, unit in one if stage == len(owners) - 1 and kind == "F"]
+        forwards = [
+            unit
+            for stage, kind, unit in one
+            if stage == len(owners) - 1 and kind == "F"
+        ]
         if forwards != sorted(forwards):
-            findings.wrong(f"actions[{rank}]", f"the last stage's forwards run in the order {forwards}.")
+            findings.wrong(
+                f"actions[{rank}]",
+                f"the last stage's forwards run in the order {forwards}.",
+            )
 
 
 def _before(action: Action, chunks: int) -> list[Action]:
@@ -108,11 +149,22 @@ def _before(action: Action, chunks: int) -> list[Action]:
 def _check_held(plan: Plan, actions: Actions, findings: Findings) -> None:
     layout, rules = plan.layout, RULES.get(plan.layout.schedule)
     shape = Shape(
-        layout.pipeline_parallel_degree, plan.micro_batches, layout.virtual_stages_per_rank, layout.sequence_chunks
+        layout.pipeline_parallel_degree,
+        plan.micro_batches,
+        layout.virtual_stages_per_rank,
+        layout.sequence_chunks,
     )
-    promises = [rules.held(shape, rank) for rank in range(len(actions))] if rules else []
+    promises = (
+        [rules.held(shape, rank) for rank in range(len(actions))] if rules else []
+    )
     for rank, promised in enumerate(promises):
         if promised is not None:
-            findings.equal(f"actions[{rank}]: in flight under {layout.schedule}", in_flight(actions[rank]), promised)
+            findings.equal(
+                f"actions[{rank}]: in flight under {layout.schedule}",
+                in_flight(actions[rank]),
+                promised,
+            )
     if any(promised is not None for promised in promises):
-        findings.checked.append(f"every rank holds as many micro-batches as {layout.schedule} lets it")
+        findings.checked.append(
+            f"every rank holds as many micro-batches as {layout.schedule} lets it"
+        )

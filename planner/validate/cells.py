@@ -24,7 +24,15 @@ from itertools import pairwise
 
 from planner.spec.cluster import Link
 from planner.spec.plan import RankPlacement
-from planner.validate.communicators import Communicator, Coordinate, Site, Spread, far_axes, near_axes, widest
+from planner.validate.communicators import (
+    Communicator,
+    Coordinate,
+    Site,
+    Spread,
+    far_axes,
+    near_axes,
+    widest,
+)
 from planner.validate.facts import Facts
 from planner.validate.node_groups import LinkPair, slowest
 from planner.validate.prices import Prices
@@ -71,19 +79,26 @@ class Cells:
         if not self._is_uniform:
             own = frozenset(column.data_ranks)
             rows = [row for row in everywhere if row.data in own]
-        near = {name: widest(rows, axis, self._domains) for name, axis in near_axes(self.facts.layout).items()}
+        near = {
+            name: widest(rows, axis, self._domains)
+            for name, axis in near_axes(self.facts.layout).items()
+        }
         far = self._far[0 if self._is_uniform else rank]
         groups = frozenset(self._groups[row.pipeline, row.data] for row in everywhere)
         key = (column.groups[rank], groups, *near.values(), *far.values())
         if key not in self._alike:
-            self._alike[key] = Prices(self.facts, self._site(column.groups[rank], groups, near, far))
+            self._alike[key] = Prices(
+                self.facts, self._site(column.groups[rank], groups, near, far)
+            )
         return self._alike[key]
 
     def every_prices(self, rank: int) -> tuple[Prices, ...]:
         """Of all columns at a pipeline rank."""
         return tuple(self.prices(column, rank) for column in self.columns)
 
-    def boundaries(self, column: Column, stage_ranks: Sequence[int]) -> tuple[Link, ...]:
+    def boundaries(
+        self, column: Column, stage_ranks: Sequence[int]
+    ) -> tuple[Link, ...]:
         """Per stage boundary: the link that the column's slowest transfer takes: equation (H4).
 
         Args:
@@ -96,42 +111,72 @@ class Cells:
         if layout.virtual_stages_per_rank > 1:
             links, ranks = used[column.groups[0]].links, pairwise(self._ranks)
             is_crossed = any(self._is_crossed(column, *pair) for pair in ranks)
-            return (links.inter_node if is_crossed else links.intra_node,) * (len(stage_ranks) - 1)
+            return (links.inter_node if is_crossed else links.intra_node,) * (
+                len(stage_ranks) - 1
+            )
         return tuple(self._link(column, *ranks) for ranks in pairwise(self._ranks))
 
     def _link(self, column: Column, here: int, there: int) -> Link:
         """That the transfers from one pipeline rank to another take."""
         key = (column.data_ranks[0], here, there)
         if key not in self._links:
-            ends = [self.facts.groups[column.groups[rank]].links for rank in (here, there)]
+            ends = [
+                self.facts.groups[column.groups[rank]].links for rank in (here, there)
+            ]
             is_crossed = self._is_crossed(column, here, there)
-            self._links[key] = slowest(pair.inter_node for pair in ends) if is_crossed else ends[0].intra_node
+            self._links[key] = (
+                slowest(pair.inter_node for pair in ends)
+                if is_crossed
+                else ends[0].intra_node
+            )
         return self._links[key]
 
     def _is_crossed(self, column: Column, here: int, there: int) -> bool:
         """Does any of the column's ranks at one pipeline rank send to another domain, to get to the other one?"""
         own = frozenset(column.data_ranks)
         start, stop = (
-            {(row.data, row.tensor, row.context): self._domains[row.rank] for row in self._at[rank]}
+            {
+                (row.data, row.tensor, row.context): self._domains[row.rank]
+                for row in self._at[rank]
+            }
             for rank in (here, there)
         )
-        return any(stop[peer] != domain for peer, domain in start.items() if peer[0] in own)
+        return any(
+            stop[peer] != domain for peer, domain in start.items() if peer[0] in own
+        )
 
-    def _site(self, group: int, groups: frozenset[int], near: Mapping[str, Spread], far: Mapping[str, Spread]) -> Site:
+    def _site(
+        self,
+        group: int,
+        groups: frozenset[int],
+        near: Mapping[str, Spread],
+        far: Mapping[str, Spread],
+    ) -> Site:
         own, shared = self.facts.groups[group], self._slowest(groups)
-        communicators = {name: Communicator(spread, own.links) for name, spread in near.items()}
-        communicators |= {name: Communicator(spread, shared) for name, spread in far.items()}
+        communicators = {
+            name: Communicator(spread, own.links) for name, spread in near.items()
+        }
+        communicators |= {
+            name: Communicator(spread, shared) for name, spread in far.items()
+        }
         return Site(own, communicators, self._tied)
 
     def _slowest(self, groups: Iterable[int]) -> LinkPair:
         links = [self.facts.groups[group].links for group in groups]
-        return LinkPair(slowest(one.intra_node for one in links), slowest(one.inter_node for one in links))
+        return LinkPair(
+            slowest(one.intra_node for one in links),
+            slowest(one.inter_node for one in links),
+        )
 
     @cached_property
     def _tied(self) -> Link:
         """Equation (H5)."""
         links = self._slowest(range(len(self.facts.groups)))
-        return links.intra_node if len(set(self._domains.values())) == 1 else links.inter_node
+        return (
+            links.intra_node
+            if len(set(self._domains.values())) == 1
+            else links.inter_node
+        )
 
     @property
     def _ranks(self) -> range:
@@ -152,22 +197,37 @@ class Cells:
     @cached_property
     def _groups(self) -> Mapping[tuple[int, int], int]:
         """Node group of every cell (pipeline, data)."""
-        return {(row.pipeline, row.data): self.facts.group_of(row.node) for row in self.facts.placement}
+        return {
+            (row.pipeline, row.data): self.facts.group_of(row.node)
+            for row in self.facts.placement
+        }
 
     @cached_property
     def _domains(self) -> Mapping[int, Coordinate]:
         """By rank: (node group, domain in it)."""
-        groups = {node: self.facts.group_of(node) for node in {row.node for row in self.facts.placement}}
+        groups = {
+            node: self.facts.group_of(node)
+            for node in {row.node for row in self.facts.placement}
+        }
         return {
-            row.rank: (groups[row.node], self.facts.groups[groups[row.node]].domain(row.node))
+            row.rank: (
+                groups[row.node],
+                self.facts.groups[groups[row.node]].domain(row.node),
+            )
             for row in self.facts.placement
         }
 
     @cached_property
     def _far(self) -> tuple[Mapping[str, Spread], ...]:
         """By pipeline rank: the communicators that sum gradients; of uniform cells those of all ranks, once."""
-        axes, parts = far_axes(self.facts.layout), (self.facts.placement,) if self._is_uniform else self._at
-        return tuple({name: widest(rows, axis, self._domains) for name, axis in axes.items()} for rows in parts)
+        axes, parts = (
+            far_axes(self.facts.layout),
+            (self.facts.placement,) if self._is_uniform else self._at,
+        )
+        return tuple(
+            {name: widest(rows, axis, self._domains) for name, axis in axes.items()}
+            for rows in parts
+        )
 
     @cached_property
     def _known(self) -> dict[tuple[int, int], Prices]:

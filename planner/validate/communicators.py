@@ -53,7 +53,11 @@ def near_axes(layout: Layout) -> Mapping[str, Axis]:
     return {
         "tensor": lambda row: (row.pipeline, row.data, row.context),
         "context": lambda row: (row.pipeline, row.data, row.tensor),
-        "expert": lambda row: (row.pipeline, row.tensor, (row.data * context + row.context) // expert),
+        "expert": lambda row: (
+            row.pipeline,
+            row.tensor,
+            (row.data * context + row.context) // expert,
+        ),
     }
 
 
@@ -71,12 +75,19 @@ def far_axes(layout: Layout) -> Mapping[str, Axis]:
         "data": lambda row: (row.pipeline, row.tensor),
         "expert_data": lambda row: (row.pipeline, row.tensor, row.expert),
         "shard": lambda row: (row.pipeline, row.tensor, place(row) // shards),
-        "expert_shard": lambda row: (row.pipeline, row.tensor, place(row) // shards, row.expert),
+        "expert_shard": lambda row: (
+            row.pipeline,
+            row.tensor,
+            place(row) // shards,
+            row.expert,
+        ),
         "copies": lambda row: (row.pipeline, row.tensor, place(row) % shards),
     }
 
 
-def widest(rows: Sequence[RankPlacement], axis: Axis, domains: Mapping[int, Coordinate]) -> Spread:
+def widest(
+    rows: Sequence[RankPlacement], axis: Axis, domains: Mapping[int, Coordinate]
+) -> Spread:
     """Of all communicators along an axis: most domains, then least on the fullest.
 
     Args:
@@ -87,7 +98,10 @@ def widest(rows: Sequence[RankPlacement], axis: Axis, domains: Mapping[int, Coor
     members: dict[Coordinate, Counter[Coordinate]] = {}
     for row in rows:
         members.setdefault(axis(row), Counter())[domains[row.rank]] += 1
-    return max(map(_spread, members.values()), key=lambda spread: (spread.nodes, -spread.fullest))
+    return max(
+        map(_spread, members.values()),
+        key=lambda spread: (spread.nodes, -spread.fullest),
+    )
 
 
 def _spread(ranks: Counter[Coordinate]) -> Spread:

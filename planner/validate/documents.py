@@ -16,23 +16,32 @@ def check_documents(plan: Plan, facts: Facts, findings: Findings) -> bool:
     before = len(findings.problems)
     _check_profile(plan, facts, findings)
     _check_types(facts, findings)
-    findings.checked.append("the profile is the one that the request names, of the job's precision and the device")
+    findings.checked.append(
+        "the profile is the one that the request names, of the job's precision and the device"
+    )
     return len(findings.problems) == before
 
 
 def _check_profile(plan: Plan, facts: Facts, findings: Findings) -> None:
     findings.equal("request.profile_id", plan.request.profile_id, digest(facts.profile))
     if plan.request.profile is not None:
-        findings.equal("request.profile", digest(plan.request.profile), plan.request.profile_id)
+        findings.equal(
+            "request.profile", digest(plan.request.profile), plan.request.profile_id
+        )
 
 
 def _check_types(facts: Facts, findings: Findings) -> None:
     profile = facts.profile
-    findings.equal("request.job.precision", COMPUTE_TYPE[facts.job.precision], profile.dtype)
+    findings.equal(
+        "request.job.precision", COMPUTE_TYPE[facts.job.precision], profile.dtype
+    )
     is_low = facts.job.precision == "fp8"
     if profile.device != "counted" and (profile.precision == "fp8") != is_low:
         wanted = "in fp8" if is_low else f"in {profile.dtype} alone"
-        findings.wrong("profile.precision", f"seconds were not measured {wanted}, as the job's precision asks.")
+        findings.wrong(
+            "profile.precision",
+            f"seconds were not measured {wanted}, as the job's precision asks.",
+        )
     for device in {group.device.id: group.device for group in facts.groups}.values():
         if profile.device not in ("counted", device.id):
             message = f"seconds were measured on {profile.device}, the cluster has {device.id}."
@@ -41,6 +50,12 @@ def _check_types(facts: Facts, findings: Findings) -> None:
             continue
         for kind in (profile.dtype, *(("fp8",) if is_low else ())):
             if kind not in device.peak_flops_per_second:
-                findings.wrong("profile.device", f"FLOPs were counted, but {device.id} has no peak for {kind}.")
+                findings.wrong(
+                    "profile.device",
+                    f"FLOPs were counted, but {device.id} has no peak for {kind}.",
+                )
         if device.memory_bandwidth_bytes_per_second is None:
-            findings.wrong("profile.device", f"bytes were counted, but {device.id} has no memory bandwidth.")
+            findings.wrong(
+                "profile.device",
+                f"bytes were counted, but {device.id} has no memory bandwidth.",
+            )

@@ -35,7 +35,10 @@ class Facts:
     def shares(self) -> tuple[int, ...]:
         """Micro-batches of every data-parallel rank."""
         layout = self.layout
-        return layout.micro_batch_shares or (self.micro_batches,) * layout.data_parallel_degree
+        return (
+            layout.micro_batch_shares
+            or (self.micro_batches,) * layout.data_parallel_degree
+        )
 
     @property
     def casts(self) -> Fp8Casts | None:
@@ -48,7 +51,9 @@ class Facts:
         own."""
         if self.job.objective != "step_time":
             return self.layout.devices
-        return sum(group.whole.nodes * group.whole.devices_per_node for group in self.groups)
+        return sum(
+            group.whole.nodes * group.whole.devices_per_node for group in self.groups
+        )
 
     @cached_property
     def possible_devices(self) -> frozenset[int]:
@@ -73,7 +78,11 @@ class Facts:
                 layout.expert_parallel_degree,
                 layout.sequence_parallel,
             )
-            self._rows[key] = {row.recompute: row for row in layer.measurements if _split(row) == wanted}
+            self._rows[key] = {
+                row.recompute: row
+                for row in layer.measurements
+                if _split(row) == wanted
+            }
         return self._rows[key]
 
     @cached_property
@@ -88,13 +97,24 @@ class Facts:
 
 def _split(row: Measurement) -> tuple[int, int, int, int, int, bool]:
     """Micro-batch size, sequence length, and how the layer was split when it was measured."""
-    degrees = (row.tensor_parallel_degree, row.context_parallel_degree, row.expert_parallel_degree)
+    degrees = (
+        row.tensor_parallel_degree,
+        row.context_parallel_degree,
+        row.expert_parallel_degree,
+    )
     return (row.micro_batch_size, row.sequence_length, *degrees, row.sequence_parallel)
 
 
 def facts_of(plan: Plan, profile: ModelProfile) -> Facts:
     """What the plan's request says, for the layout and placement that it chose."""
-    return gather(profile, plan.request.cluster, plan.request.job, plan.layout, plan.placement, plan.micro_batches)
+    return gather(
+        profile,
+        plan.request.cluster,
+        plan.request.job,
+        plan.layout,
+        plan.placement,
+        plan.micro_batches,
+    )
 
 
 def gather(

@@ -34,7 +34,15 @@ class Findings:
         if stated != recomputed:
             self.wrong(where, f"the plan says {stated}, recomputed {recomputed}.")
 
-    def close(self, where: str, stated: float, recomputed: float, *, relative: float, absolute: float = 0.0) -> None:
+    def close(
+        self,
+        where: str,
+        stated: float,
+        recomputed: float,
+        *,
+        relative: float,
+        absolute: float = 0.0,
+    ) -> None:
         """Both must be the same up to rounding."""
         if not math.isclose(stated, recomputed, rel_tol=relative, abs_tol=absolute):
             self.wrong(where, f"the plan says {stated!r}, recomputed {recomputed!r}.")

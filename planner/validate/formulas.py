@@ -50,21 +50,33 @@ class Machine(NamedTuple):
     def moving(self, size_bytes: float) -> float:
         """Seconds of reading and writing so many bytes."""
         bandwidth = self.device.memory_bandwidth_bytes_per_second
-        return size_bytes / (bandwidth * self.constants.memory_fraction) if bandwidth else 0.0
+        return (
+            size_bytes / (bandwidth * self.constants.memory_fraction)
+            if bandwidth
+            else 0.0
+        )
 
 
 def layer_seconds(row: Measurement, machine: Machine) -> LayerSeconds:
     """Measured seconds as they stand, else the roofline of every operation over the host's floor."""
     if row.forward_seconds is not None:
-        rest = (row.backward_input_seconds, row.backward_weight_seconds, row.recompute_seconds)
+        rest = (
+            row.backward_input_seconds,
+            row.backward_weight_seconds,
+            row.recompute_seconds,
+        )
         return LayerSeconds(row.forward_seconds, *(seconds or 0.0 for seconds in rest))
     if row.operations:
         parts = [_operation_seconds(operation, machine) for operation in row.operations]
-        forward, of_input, of_weight = (sum(column) for column in zip(*parts, strict=True))
+        forward, of_input, of_weight = (
+            sum(column) for column in zip(*parts, strict=True)
+        )
     else:
         forward, of_input, of_weight = _as_one_product(row, machine)
     if row.recompute_operations:
-        again = sum(_operation_seconds(one, machine)[0] for one in row.recompute_operations)
+        again = sum(
+            _operation_seconds(one, machine)[0] for one in row.recompute_operations
+        )
     elif row.forward_flops:
         again = forward * min(1.0, row.recompute_flops / row.forward_flops)
     else:
@@ -82,12 +94,23 @@ def chunked_seconds(row: Measurement, machine: Machine, chunks: int) -> LayerSec
         return whole
     unmeasured = row.model_copy(update={"forward_seconds": None})
     shorter = {
-        name: tuple(_shortened(one, chunks, BYTES_PER_ELEMENT[machine.dtype]) for one in getattr(row, name))
+        name: tuple(
+            _shortened(one, chunks, BYTES_PER_ELEMENT[machine.dtype])
+            for one in getattr(row, name)
+        )
         for name in ("operations", "recompute_operations")
     }
-    roofs = layer_seconds(unmeasured, machine), layer_seconds(unmeasured.model_copy(update=shorter), machine)
+    roofs = (
+        layer_seconds(unmeasured, machine),
+        layer_seconds(unmeasured.model_copy(update=shorter), machine),
+    )
     grown = zip(whole, *roofs, strict=True)
-    return LayerSeconds(*(told * (chunks * piece / roof) if roof else told for told, roof, piece in grown))
+    return LayerSeconds(
+        *(
+            told * (chunks * piece / roof) if roof else told
+            for told, roof, piece in grown
+        )
+    )
 
 
 def _shortened(one: Operation, chunks: int, element_bytes: int) -> Operation:
@@ -104,7 +127,9 @@ def _shortened(one: Operation, chunks: int, element_bytes: int) -> Operation:
     )
 
 
-def _over_host(row: Measurement, device: LayerSeconds, machine: Machine) -> LayerSeconds:
+def _over_host(
+    row: Measurement, device: LayerSeconds, machine: Machine
+) -> LayerSeconds:
     """Equation (K2): kernels that the host launches, by its seconds for each; casts are kernels too."""
     constants = machine.constants
     if not constants.host_forward_seconds and not constants.host_backward_seconds:
@@ -113,14 +138,20 @@ def _over_host(row: Measurement, device: LayerSeconds, machine: Machine) -> Laye
     again = sum(one.count for one in row.recompute_operations)
     if machine.casts is not None:
         first = sum(cast.kernels for cast in machine.casts.forward)
-        again += first * sum(one.count for one in row.recompute_operations if one.is_linear)
+        again += first * sum(
+            one.count for one in row.recompute_operations if one.is_linear
+        )
         launched += first * sum(one.count for one in row.operations if one.is_linear)
     backward, back = device.backward_input + device.backward_weight, 0
     for one in row.operations:
         back += one.count * len(_gradients_of(one))
         if machine.casts is not None and one.is_linear:
-            casts = dict(zip(("input", "weight"), _passes(machine.casts)[1:], strict=True))
-            back += one.count * sum(cast.kernels for each in _gradients_of(one) for cast in casts[each])
+            casts = dict(
+                zip(("input", "weight"), _passes(machine.casts)[1:], strict=True)
+            )
+            back += one.count * sum(
+                cast.kernels for each in _gradients_of(one) for cast in casts[each]
+            )
     floor = _norm(backward, back * constants.host_backward_seconds)
     slower = floor / backward if backward else 1.0
     return LayerSeconds(
@@ -149,7 +180,11 @@ def _operation_seconds(one: Operation, machine: Machine) -> tuple[float, float, 
     forward, of_input, of_weight = _trained_seconds(one, machine)
     if one.gradients is None:
         return forward, of_input, of_weight
-    return forward, of_input if one.gradients == "input" else 0.0, of_weight if one.gradients == "weight" else 0.0
+    return (
+        forward,
+        of_input if one.gradients == "input" else 0.0,
+        of_weight if one.gradients == "weight" else 0.0,
+    )
 
 
 def _trained_seconds(one: Operation, machine: Machine) -> tuple[float, float, float]:
@@ -161,18 +196,30 @@ def _trained_seconds(one: Operation, machine: Machine) -> tuple[float, float, fl
     if one.kind in ("matmul", "convolution"):
         return forward, forward, forward
     if one.kind in FUSED_ATTENTION:
-        backward = _kernel(one, machine, constants.attention_backward, ATTENTION_BACKWARD_BYTES)
+        backward = _kernel(
+            one, machine, constants.attention_backward, ATTENTION_BACKWARD_BYTES
+        )
         return forward, one.count * backward, 0.0
-    return forward, one.count * _kernel(one, machine, 0.0, constants.memory_backward), 0.0
+    return (
+        forward,
+        one.count * _kernel(one, machine, 0.0, constants.memory_backward),
+        0.0,
+    )
 
 
 def _kernel(one: Operation, machine: Machine, flops: float, size: float) -> float:
     """The slower of computing and moving, and the launch: equation (C1)."""
     moving, constants = machine.moving(one.bytes * size), machine.constants
     if one.kind in ("memory", "softmax"):
-        return moving / (constants.softmax_fraction if one.kind == "softmax" else 1.0) + machine.launch
+        return (
+            moving / (constants.softmax_fraction if one.kind == "softmax" else 1.0)
+            + machine.launch
+        )
     peak = machine.device.peak_flops_per_second[machine.dtype]
-    return max(one.flops * flops / (peak * _efficiency(one, machine)), moving) + machine.launch
+    return (
+        max(one.flops * flops / (peak * _efficiency(one, machine)), moving)
+        + machine.launch
+    )
 
 
 def _efficiency(one: Operation, machine: Machine) -> float:
@@ -191,24 +238,38 @@ def _passes(casts: Fp8Casts) -> tuple[tuple[Cast, ...], ...]:
     return casts.forward, casts.backward_input, casts.backward_weight
 
 
-def _low_precision_seconds(one: Operation, machine: Machine, casts: Fp8Casts) -> tuple[float, float, float]:
+def _low_precision_seconds(
+    one: Operation, machine: Machine, casts: Fp8Casts
+) -> tuple[float, float, float]:
     """A linear layer in fp8, pass by pass: each product writes another of the three tensors, in two bytes, and reads
     the others in one, (C7); what is cast for it moves its bytes, (C8)."""
     size = {"input": one.m * one.k, "weight": one.k * one.n, "gradient": one.m * one.n}
-    rate = machine.device.peak_flops_per_second["fp8"] * machine.constants.fp8_fraction * _efficiency(one, machine)
+    rate = (
+        machine.device.peak_flops_per_second["fp8"]
+        * machine.constants.fp8_fraction
+        * _efficiency(one, machine)
+    )
     passes = []
-    for written, cast in zip(("gradient", "input", "weight"), _passes(casts), strict=True):
-        product = max(one.flops / rate, machine.moving(sum(size.values()) + size[written]))
+    for written, cast in zip(
+        ("gradient", "input", "weight"), _passes(casts), strict=True
+    ):
+        product = max(
+            one.flops / rate, machine.moving(sum(size.values()) + size[written])
+        )
         moved = sum(size[each.operand] * each.bytes_per_element for each in cast)
         kernels = 1 + sum(each.kernels for each in cast)
-        passes.append(one.count * (product + machine.moving(moved) + kernels * machine.launch))
+        passes.append(
+            one.count * (product + machine.moving(moved) + kernels * machine.launch)
+        )
     forward, of_input, of_weight = passes
     return forward, of_input, of_weight
 
 
 def _as_one_product(row: Measurement, machine: Machine) -> tuple[float, float, float]:
     """A row without operations counts as one matrix product; its backward scales with its FLOPs."""
-    whole = Operation(kind="matmul", count=1, flops=row.forward_flops, bytes=row.forward_bytes)
+    whole = Operation(
+        kind="matmul", count=1, flops=row.forward_flops, bytes=row.forward_bytes
+    )
     forward = _kernel(whole, machine, 1.0, 1.0)
     if not row.forward_flops:
         return forward, forward, forward
@@ -243,17 +304,27 @@ def collective_seconds(
     rounds = 2 if operation == "all_reduce" else 1
     is_even = spread.nodes * spread.fullest == spread.ranks
     if spread.nodes > 1 and is_even and operation != "all_to_all":
-        inside = _ring(size_bytes, spread.fullest, intra, rounds, rounds * copies, latency)
+        inside = _ring(
+            size_bytes, spread.fullest, intra, rounds, rounds * copies, latency
+        )
         adapters = (1 - rails) + rails * spread.fullest
-        return inside + _ring(size_bytes / adapters, spread.nodes, inter, rounds, 0.0, latency)
+        return inside + _ring(
+            size_bytes / adapters, spread.nodes, inter, rounds, 0.0, latency
+        )
     is_copied = spread.nodes == 1 and operation != "all_to_all"
-    return _ring(size_bytes, spread.ranks, slowest, rounds, copies if is_copied else 0.0, latency)
+    return _ring(
+        size_bytes, spread.ranks, slowest, rounds, copies if is_copied else 0.0, latency
+    )
 
 
-def _ring(size_bytes: float, ranks: int, link: Link, rounds: int, copies: float, latency: bool) -> float:
+def _ring(
+    size_bytes: float, ranks: int, link: Link, rounds: int, copies: float, latency: bool
+) -> float:
     """(n - 1) hops of every round and some copies, each with the n-th part: equation (L1)."""
     if ranks == 1:
         return 0.0
     hops = rounds * (ranks - 1)
     waiting = hops * link.latency_seconds if latency else 0.0
-    return waiting + (hops + copies) / ranks * size_bytes / link.bandwidth_bytes_per_second
+    return (
+        waiting + (hops + copies) / ranks * size_bytes / link.bandwidth_bytes_per_second
+    )

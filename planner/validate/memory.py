@@ -49,7 +49,11 @@ class MemoryCheck:
 
     def row(self, rank: int, saved_on_host_bytes: int) -> RankMemory:
         """What a plan promises of this rank, whose host has so many bytes of activations at its own crest."""
-        facts, state, device = self.prices.facts, self._state(), self.prices.site.group.device
+        facts, state, device = (
+            self.prices.facts,
+            self._state(),
+            self.prices.site.group.device,
+        )
         reserved, is_offloaded = device.reserved_bytes, facts.layout.optimizer_offload
         parts = {
             "parameters_bytes": state.parameters,
@@ -69,39 +73,69 @@ class MemoryCheck:
         )
 
     def _layers(self, stage: int) -> list[LayerPrice]:
-        return [self.prices.layers[layer][mode] for layer, mode in self.stage_map[stage]]
+        return [
+            self.prices.layers[layer][mode] for layer, mode in self.stage_map[stage]
+        ]
 
     def _state(self) -> StateBytes:
         """Equation (M1): what several layers of the rank share is there once."""
         states = [price.state for stage in self.held for price in self._layers(stage)]
         mine = [layer for stage in self.held for layer, _ in self.stage_map[stage]]
-        extra = [(max(0, sum(one in shared.users for one in mine) - 1), shared.state) for shared in self.prices.shared]
+        extra = [
+            (max(0, sum(one in shared.users for one in mine) - 1), shared.state)
+            for shared in self.prices.shared
+        ]
         return StateBytes(
-            parameters=sum(one.parameters for one in states) - sum(count * one.parameters for count, one in extra),
-            gradients=sum(one.gradients for one in states) - sum(count * one.gradients for count, one in extra),
-            optimizer=sum(one.optimizer for one in states) - sum(count * one.optimizer for count, one in extra),
+            parameters=sum(one.parameters for one in states)
+            - sum(count * one.parameters for count, one in extra),
+            gradients=sum(one.gradients for one in states)
+            - sum(count * one.gradients for count, one in extra),
+            optimizer=sum(one.optimizer for one in states)
+            - sum(count * one.optimizer for count, one in extra),
         )
 
     def _activations(self) -> int:
         """Equation (M2): what is held in flight, and the receive buffers of the stage that receives most."""
         chunks, received = self.prices.facts.layout.sequence_chunks, self._received
-        received_bytes = max(received[stage] + received[stage + 1] for stage in self.held)
-        keys = sum(price.attention_bytes for stage in self.held for price in self._layers(stage)) if chunks > 1 else 0
-        return self.in_flight_bytes() + RECEIVE_BUFFERS * math.ceil(Fraction(received_bytes, chunks)) + keys
+        received_bytes = max(
+            received[stage] + received[stage + 1] for stage in self.held
+        )
+        keys = (
+            sum(
+                price.attention_bytes
+                for stage in self.held
+                for price in self._layers(stage)
+            )
+            if chunks > 1
+            else 0
+        )
+        return (
+            self.in_flight_bytes()
+            + RECEIVE_BUFFERS * math.ceil(Fraction(received_bytes, chunks))
+            + keys
+        )
 
     def in_flight_bytes(self) -> int:
         """Saved activations, or where these are offloaded inputs, and outputs of the units held: equation (O2)."""
         layout, total = self.prices.facts.layout, 0
         for stage, units in self.held.items():
-            kept = self._received[stage] if layout.activation_offload else self._saved_bytes(stage)
-            total += units * math.ceil(Fraction(kept + self._outputs[stage], layout.sequence_chunks))
+            kept = (
+                self._received[stage]
+                if layout.activation_offload
+                else self._saved_bytes(stage)
+            )
+            total += units * math.ceil(
+                Fraction(kept + self._outputs[stage], layout.sequence_chunks)
+            )
         return total
 
     def saved_on_host_bytes(self) -> int:
         """Equation (O4)."""
         if not self.prices.facts.layout.activation_offload:
             return 0
-        return sum(units * self._saved_bytes(stage) for stage, units in self.held.items())
+        return sum(
+            units * self._saved_bytes(stage) for stage, units in self.held.items()
+        )
 
     def _saved_bytes(self, stage: int) -> int:
         return sum(price.saved_bytes for price in self._layers(stage))
@@ -122,9 +156,18 @@ class MemoryCheck:
         prices, layout = self.prices, self.prices.facts.layout
         mine = [price for stage in self.held for price in self._layers(stage)]
         largest = max(
-            prices.allocated(price.row.temporary_bytes) + (price.saved_bytes if layout.activation_offload else 0)
+            prices.allocated(price.row.temporary_bytes)
+            + (price.saved_bytes if layout.activation_offload else 0)
             for price in mine
         )
-        gathered = max(next(iter(modes.values())).gathered_bytes for modes in prices.layers)
-        running = largest + 2 * gathered + int(prices.site.group.constants.workspace_bytes)
-        return max(running, *(price.state.optimizer for price in mine)) if layout.optimizer_offload else running
+        gathered = max(
+            next(iter(modes.values())).gathered_bytes for modes in prices.layers
+        )
+        running = (
+            largest + 2 * gathered + int(prices.site.group.constants.workspace_bytes)
+        )
+        return (
+            max(running, *(price.state.optimizer for price in mine))
+            if layout.optimizer_offload
+            else running
+        )

@@ -58,7 +58,9 @@ class UsedGroup:
 
 
 def used_groups(
-    cluster: Cluster, placement: Sequence[RankPlacement], constants: Constants | None = None
+    cluster: Cluster,
+    placement: Sequence[RankPlacement],
+    constants: Constants | None = None,
 ) -> tuple[UsedGroup, ...]:
     """In the order in which the ranks use them; all groups, when no rank stands on a node of the cluster.
 
@@ -79,16 +81,26 @@ def used_groups(
                 order.setdefault(place, {})[node] = ranks[node]
     nodes = order or {place: {} for place in range(len(cluster.node_groups))}
     return tuple(
-        _used_group(cluster, place, starts[place], some, len(nodes) == 1, constants) for place, some in nodes.items()
+        _used_group(cluster, place, starts[place], some, len(nodes) == 1, constants)
+        for place, some in nodes.items()
     )
 
 
 def _used_group(
-    cluster: Cluster, place: int, start: int, ranks: Mapping[int, int], is_alone: bool, constants: Constants | None
+    cluster: Cluster,
+    place: int,
+    start: int,
+    ranks: Mapping[int, int],
+    is_alone: bool,
+    constants: Constants | None,
 ) -> UsedGroup:
     whole, field = cluster.node_groups[place], f"request.cluster.node_groups[{place}]"
-    devices = min(whole.devices_per_node, max(ranks.values(), default=whole.devices_per_node))
-    used = whole.model_copy(update={"nodes": len(ranks) or whole.nodes, "devices_per_node": devices})
+    devices = min(
+        whole.devices_per_node, max(ranks.values(), default=whole.devices_per_node)
+    )
+    used = whole.model_copy(
+        update={"nodes": len(ranks) or whole.nodes, "devices_per_node": devices}
+    )
     device = find_device(whole.device, field=f"{field}.device")
     known = catalogue().get(device.id)
     fitted = constants or constants_for(
@@ -107,7 +119,11 @@ def _used_group(
 
 def _slowed(link: Link, fraction: float) -> Link:
     bandwidth = link.bandwidth_bytes_per_second * fraction
-    return link.model_copy(update={"bandwidth_bytes_per_second": bandwidth}) if fraction != 1 else link
+    return (
+        link.model_copy(update={"bandwidth_bytes_per_second": bandwidth})
+        if fraction != 1
+        else link
+    )
 
 
 def slowest(links: Iterable[Link]) -> Link:
@@ -115,5 +131,7 @@ def slowest(links: Iterable[Link]) -> Link:
     every = list(links)
     return Link(
         latency_seconds=max(link.latency_seconds for link in every),
-        bandwidth_bytes_per_second=min(link.bandwidth_bytes_per_second for link in every),
+        bandwidth_bytes_per_second=min(
+            link.bandwidth_bytes_per_second for link in every
+        ),
     )

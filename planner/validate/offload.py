@@ -51,14 +51,22 @@ def copied_seconds(size_bytes: int, group: UsedGroup) -> float:
 def check_offload(plan: Plan, facts: Facts, findings: Findings) -> None:
     """What goes to the host can go there: alone with what handles saved tensors in its own way, and to known hosts."""
     layout = plan.layout
-    names = [name for name in ("activation_offload", "optimizer_offload") if getattr(layout, name)]
+    names = [
+        name
+        for name in ("activation_offload", "optimizer_offload")
+        if getattr(layout, name)
+    ]
     for name in names:
         _check_host(f"layout.{name}", facts, findings)
     check_offload_of(layout, "layout", findings)
-    split = next((text for one in plan.actions for text in one if "I" in text or "W" in text), None)
+    split = next(
+        (text for one in plan.actions for text in one if "I" in text or "W" in text),
+        None,
+    )
     if layout.activation_offload and split is not None:
         findings.wrong(
-            "layout.activation_offload", f"the action {split} splits a backward, for which nothing comes back."
+            "layout.activation_offload",
+            f"the action {split} splits a backward, for which nothing comes back.",
         )
     if names:
         findings.checked.append(
@@ -68,21 +76,39 @@ def check_offload(plan: Plan, facts: Facts, findings: Findings) -> None:
 
 def check_offload_of(layout: Layout, where: str, findings: Findings) -> None:
     """Of any layout of the request."""
-    if layout.has_uneven_shares and (layout.activation_offload or layout.optimizer_offload):
-        findings.wrong(f"{where}.micro_batch_shares", "replicas that differ offload nothing.")
+    if layout.has_uneven_shares and (
+        layout.activation_offload or layout.optimizer_offload
+    ):
+        findings.wrong(
+            f"{where}.micro_batch_shares", "replicas that differ offload nothing."
+        )
     if not layout.activation_offload:
         return
     if layout.recompute != "none":
-        findings.wrong(f"{where}.recompute", f"beside {layout.recompute} recomputation no activations are offloaded.")
+        findings.wrong(
+            f"{where}.recompute",
+            f"beside {layout.recompute} recomputation no activations are offloaded.",
+        )
     if layout.sequence_chunks > 1:
-        findings.wrong(f"{where}.sequence_chunks", "keys and values of earlier chunks cannot be offloaded.")
+        findings.wrong(
+            f"{where}.sequence_chunks",
+            "keys and values of earlier chunks cannot be offloaded.",
+        )
     if layout.zero_stage == 3:
-        findings.wrong(f"{where}.zero_stage", "ZeRO 3 gathers what is saved, and nothing of it is offloaded.")
+        findings.wrong(
+            f"{where}.zero_stage",
+            "ZeRO 3 gathers what is saved, and nothing of it is offloaded.",
+        )
 
 
 def _check_host(where: str, facts: Facts, findings: Findings) -> None:
     for group in facts.groups:
         if group.device.host_bandwidth_bytes_per_second is None:
-            findings.wrong(where, f"{group.device.id} tells no host_bandwidth_bytes_per_second.")
+            findings.wrong(
+                where, f"{group.device.id} tells no host_bandwidth_bytes_per_second."
+            )
         if group.whole.host_memory_bytes is None:
-            findings.wrong(where, f"the node group of {group.device.id} tells no host_memory_bytes.")
+            findings.wrong(
+                where,
+                f"the node group of {group.device.id} tells no host_memory_bytes.",
+            )

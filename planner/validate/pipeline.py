@@ -18,7 +18,13 @@ from planner.spec.plan import Breakdown, RankMemory
 from planner.spec.profile import Measurement
 from planner.validate.cells import Cells, Column
 from planner.validate.memory import MemoryCheck, StageMap
-from planner.validate.play import Actions, StageTimes, end_nanoseconds, holdings_of, owners
+from planner.validate.play import (
+    Actions,
+    StageTimes,
+    end_nanoseconds,
+    holdings_of,
+    owners,
+)
 from planner.validate.prices import NANOSECOND, LayerPrice, Prices, nanoseconds
 from planner.validate.schedules import joint_pairs
 
@@ -40,7 +46,10 @@ class Pipeline:
         if self.column.micro_batches == facts.micro_batches:
             return self.every_action
         units = self.column.micro_batches * facts.layout.sequence_chunks
-        return [[action for action in one if action.micro_batch < units] for one in self.every_action]
+        return [
+            [action for action in one if action.micro_batch < units]
+            for one in self.every_action
+        ]
 
     @cached_property
     def step_nanoseconds(self) -> int:
@@ -49,14 +58,24 @@ class Pipeline:
 
     def plain_rows(self) -> list[Measurement]:
         """Of every layer, the row that recomputes least."""
-        return [price.plain for stage in range(len(self.stage_map)) for price in self._layers(stage)]
+        return [
+            price.plain
+            for stage in range(len(self.stage_map))
+            for price in self._layers(stage)
+        ]
 
     def memory(self) -> list[RankMemory]:
         """One row per pipeline rank."""
         rows = []
         for rank, stages in enumerate(self._stages):
-            holdings = [{stage: each[stage] for stage in stages} for each in holdings_of(self.actions[rank])]
-            checks = [MemoryCheck(self._prices(rank), self.stage_map, held) for held in holdings]
+            holdings = [
+                {stage: each[stage] for stage in stages}
+                for each in holdings_of(self.actions[rank])
+            ]
+            checks = [
+                MemoryCheck(self._prices(rank), self.stage_map, held)
+                for held in holdings
+            ]
             on_host = max(check.saved_on_host_bytes() for check in checks)
             rows.append(max(checks, key=MemoryCheck.in_flight_bytes).row(rank, on_host))
         return rows
@@ -65,7 +84,9 @@ class Pipeline:
         """1 - busy / (ranks x the latest end of an action)."""
         latest = max(self._ends)
         busy = sum(
-            self._times[action.stage].of(action.kind, action.micro_batch) for one in self.actions for action in one
+            self._times[action.stage].of(action.kind, action.micro_batch)
+            for one in self.actions
+            for action in one
         )
         return 1 - busy / (len(self._ends) * latest) if latest else 0.0
 
@@ -74,10 +95,15 @@ class Pipeline:
         last = self._totals.index(self.step_nanoseconds)
         count, layers = self.column.micro_batches, self._layers(*self._stages[last])
         without = self._play(self._stage_times(transfers=False))[last]
-        computed = sum(price.forward + price.backward_input + price.backward_weight for price in layers)
+        computed = sum(
+            price.forward + price.backward_input + price.backward_weight
+            for price in layers
+        )
         recomputed = sum(price.recompute for price in layers)
         exchanged = sum(price.exchanged for price in layers)
-        gathered = sum(price.gathered_forward + price.gathered_backward for price in layers)
+        gathered = sum(
+            price.gathered_forward + price.gathered_backward for price in layers
+        )
         copied = sum(2 * price.copied for price in layers)
         reduction, update = self._tail(last)
         return Breakdown(
@@ -87,7 +113,11 @@ class Pipeline:
             pipeline_seconds=(self._ends[last] - without) * NANOSECOND,
             data_parallel_seconds=(reduction + count * gathered) * NANOSECOND,
             optimizer_seconds=update * NANOSECOND,
-            bubble_seconds=(without - count * (computed + recomputed + exchanged + gathered + copied)) * NANOSECOND,
+            bubble_seconds=(
+                without
+                - count * (computed + recomputed + exchanged + gathered + copied)
+            )
+            * NANOSECOND,
             offload_seconds=count * copied * NANOSECOND,
         )
 
@@ -99,7 +129,11 @@ class Pipeline:
     def _stages(self) -> list[list[int]]:
         """Stages of every pipeline rank, in order."""
         return [
-            [stage for stage in range(len(self.stage_map)) if self._owners[stage] == rank]
+            [
+                stage
+                for stage in range(len(self.stage_map))
+                if self._owners[stage] == rank
+            ]
             for rank in range(len(self.actions))
         ]
 
@@ -140,12 +174,20 @@ class Pipeline:
         for stage, layers in enumerate(self.stage_map):
             prices = self._prices(self._owners[stage])
             sends = transfers and stage < len(links)
-            fixed = prices.site.group.constants.transfer_seconds / 2 if transfers and links else 0.0
+            fixed = (
+                prices.site.group.constants.transfer_seconds / 2
+                if transfers and links
+                else 0.0
+            )
             transfer = prices.transfer(links[stage], layers[-1][0]) if sends else 0
-            found.append(self._by_chunks(self._layers(stage), nanoseconds(fixed), transfer))
+            found.append(
+                self._by_chunks(self._layers(stage), nanoseconds(fixed), transfer)
+            )
         return found
 
-    def _by_chunks(self, layers: Sequence[LayerPrice], waiting: int, transfer: int) -> StageTimes:
+    def _by_chunks(
+        self, layers: Sequence[LayerPrice], waiting: int, transfer: int
+    ) -> StageTimes:
         """Of a stage, chunk by chunk: attention to the keys of a chunk and all before it, all else in equal parts."""
         chunks = self.cells.facts.layout.sequence_chunks
         forward = sum(price.whole_forward for price in layers)
@@ -153,8 +195,12 @@ class Pipeline:
         first, *later = (
             StageTimes(waiting + one, waiting + two, three, transfer)
             for one, two, three in zip(
-                _by_chunk(forward, sum(price.attention_forward for price in layers), chunks),
-                _by_chunk(backward, sum(price.attention_backward for price in layers), chunks),
+                _by_chunk(
+                    forward, sum(price.attention_forward for price in layers), chunks
+                ),
+                _by_chunk(
+                    backward, sum(price.attention_backward for price in layers), chunks
+                ),
                 _by_chunk(sum(price.backward_weight for price in layers), 0, chunks),
                 strict=True,
             )
@@ -164,29 +210,45 @@ class Pipeline:
     def _tail(self, rank: int) -> tuple[int, int]:
         """(gradient reduction, optimizer of the slowest cell): equations (S3) and (H6)."""
         prices = self._prices(rank)
-        reduction = prices.reduction_latency + sum(price.reduction for price in self._layers(*self._stages[rank]))
+        reduction = prices.reduction_latency + sum(
+            price.reduction for price in self._layers(*self._stages[rank])
+        )
         for here, shared in zip(self._uses(rank), prices.shared, strict=True):
             reduction -= max(0, here - 1) * shared.reduction
             if 0 < here < len(shared.users):
                 reduction += shared.exchange
-        return reduction, max(self._update(rank, each) for each in self.cells.every_prices(rank))
+        return reduction, max(
+            self._update(rank, each) for each in self.cells.every_prices(rank)
+        )
 
     def _update(self, rank: int, prices: Prices) -> int:
         """A rank reduces and updates what its layers share once."""
-        placed = [place for stage in self._stages[rank] for place in self.stage_map[stage]]
+        placed = [
+            place for stage in self._stages[rank] for place in self.stage_map[stage]
+        ]
         update = sum(prices.layers[layer][mode].update for layer, mode in placed)
         doubled = [max(0, here - 1) for here in self._uses(rank)]
-        spared = [shared.reduction_and_update - shared.reduction for shared in prices.shared]
+        spared = [
+            shared.reduction_and_update - shared.reduction for shared in prices.shared
+        ]
         less = sum(count * each for count, each in zip(doubled, spared, strict=True))
         return update - less + nanoseconds(prices.site.group.constants.step_seconds)
 
     def _uses(self, rank: int) -> list[int]:
         """By shared parameters: how many of the rank's layers use them."""
-        held = [layer for stage in self._stages[rank] for layer, _ in self.stage_map[stage]]
-        return [sum(layer in shared.users for layer in held) for shared in self._prices(rank).shared]
+        held = [
+            layer for stage in self._stages[rank] for layer, _ in self.stage_map[stage]
+        ]
+        return [
+            sum(layer in shared.users for layer in held)
+            for shared in self._prices(rank).shared
+        ]
 
 
 def _by_chunk(whole: int, attention: int, chunks: int) -> list[int]:
     """Differences of c (whole - attention) / chunks + attention (c / chunks)^2, each term rounded down."""
-    sums = [c * (whole - attention) // chunks + attention * c**2 // chunks**2 for c in range(chunks + 1)]
+    sums = [
+        c * (whole - attention) // chunks + attention * c**2 // chunks**2
+        for c in range(chunks + 1)
+    ]
     return [after - before for before, after in pairwise(sums)]

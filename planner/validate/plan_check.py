@@ -15,7 +15,14 @@ from planner.validate.prediction import check_prediction
 from planner.validate.proof import check_alternatives, check_search
 from planner.validate.stages import check_differences, check_layout, check_stages
 
-_STRUCTURE = (check_layout, check_placement, check_stages, check_actions, check_differences, check_offload)
+_STRUCTURE = (
+    check_layout,
+    check_placement,
+    check_stages,
+    check_actions,
+    check_differences,
+    check_offload,
+)
 
 
 def check(plan: Plan, profile: ModelProfile) -> CheckReport:

@@ -61,7 +61,9 @@ class StageTimes:
 
 
 def end_nanoseconds(
-    actions: Actions, stages: Sequence[StageTimes], pairs: frozenset[tuple[int, str, int]] = frozenset()
+    actions: Actions,
+    stages: Sequence[StageTimes],
+    pairs: frozenset[tuple[int, str, int]] = frozenset(),
 ) -> tuple[int, ...]:
     """When each rank ends its last action, by playing the lists: equations (W1) to (W3).
 
@@ -74,7 +76,9 @@ def end_nanoseconds(
         ScheduleError: no rank can go on.
     """
     play = _Play(actions, stages, pairs)
-    while any(position < len(one) for position, one in zip(play.place, actions, strict=True)):
+    while any(
+        position < len(one) for position, one in zip(play.place, actions, strict=True)
+    ):
         moved = [play.advance(rank) for rank in range(len(actions))]
         if not any(moved):
             raise _dead_lock(actions, play.place)
@@ -94,12 +98,19 @@ class _Wait(NamedTuple):
 class _Play:
     """The state of all ranks."""
 
-    def __init__(self, actions: Actions, stages: Sequence[StageTimes], pairs: frozenset[tuple[int, str, int]]) -> None:
+    def __init__(
+        self,
+        actions: Actions,
+        stages: Sequence[StageTimes],
+        pairs: frozenset[tuple[int, str, int]],
+    ) -> None:
         self.clock, self.place = [0] * len(actions), [0] * len(actions)
         self._actions, self._pairs = actions, pairs
         held_by = owners(actions)
         self._waits = {
-            (stage, kind): _wait(stages, held_by, stage, kind) for stage in range(len(stages)) for kind in "FBIW"
+            (stage, kind): _wait(stages, held_by, stage, kind)
+            for stage in range(len(stages))
+            for kind in "FBIW"
         }
         self._made: dict[tuple[int, bool, int], int] = {}
         """When the output (True) or the input gradient (False) of a stage and micro-batch is done."""
@@ -131,14 +142,22 @@ class _Play:
         return one[place : place + 2] if is_pair else one[place : place + 1]
 
 
-def _wait(stages: Sequence[StageTimes], held_by: Mapping[int, int], stage: int, kind: str) -> _Wait:
+def _wait(
+    stages: Sequence[StageTimes], held_by: Mapping[int, int], stage: int, kind: str
+) -> _Wait:
     """Equation (W2)."""
     source = stage - 1 if kind == "F" else stage + 1
-    lasts = tuple(stages[stage].of(kind, chunk) for chunk in range(1 + len(stages[stage].later)))
+    lasts = tuple(
+        stages[stage].of(kind, chunk) for chunk in range(1 + len(stages[stage].later))
+    )
     if kind == "W" or not 0 <= source < len(stages):
         return _Wait(lasts, None, 0)
     is_at_hand = held_by.get(source) == held_by.get(stage)
-    return _Wait(lasts, (source, kind == "F"), 0 if is_at_hand else stages[min(source, stage)].transfer)
+    return _Wait(
+        lasts,
+        (source, kind == "F"),
+        0 if is_at_hand else stages[min(source, stage)].transfer,
+    )
 
 
 def owners(actions: Actions) -> Mapping[int, int]:

@@ -42,11 +42,16 @@ class StepCheck:
         steps = [pipeline.step_nanoseconds for pipeline in self._pipelines]
         if not max(steps):
             return None
-        last, seconds = self._pipelines[steps.index(max(steps))], max(steps) * NANOSECOND
+        last, seconds = (
+            self._pipelines[steps.index(max(steps))],
+            max(steps) * NANOSECOND,
+        )
         job = self.cells.facts.job
         return Prediction(
             step_seconds=seconds,
-            tokens_per_second=job.global_batch_size * (job.sequence_length or 1) / seconds,
+            tokens_per_second=job.global_batch_size
+            * (job.sequence_length or 1)
+            / seconds,
             mfu=self._mfu(seconds),
             bubble_fraction=last.bubble_fraction(),
             breakdown=last.breakdown(),
@@ -64,18 +69,31 @@ class StepCheck:
 
     @cached_property
     def _pipelines(self) -> tuple[Pipeline, ...]:
-        return tuple(Pipeline(self.cells, column, self.stage_map, self.actions) for column in self.cells.columns)
+        return tuple(
+            Pipeline(self.cells, column, self.stage_map, self.actions)
+            for column in self.cells.columns
+        )
 
     def _mfu(self, seconds: float) -> float | None:
         """FLOPs of forward and backward, recomputation apart, over what the devices could do (PaLM, appendix B):
         equation (H8)."""
         facts, layout = self.cells.facts, self.cells.facts.layout
-        peaks = [group.device.peak_flops_per_second.get(facts.profile.dtype) for group in facts.groups]
-        known = [group.devices * peak for group, peak in zip(facts.groups, peaks, strict=True) if peak is not None]
+        peaks = [
+            group.device.peak_flops_per_second.get(facts.profile.dtype)
+            for group in facts.groups
+        ]
+        known = [
+            group.devices * peak
+            for group, peak in zip(facts.groups, peaks, strict=True)
+            if peak is not None
+        ]
         if len(known) < len(peaks):
             return None
         rows = self._pipelines[0].plain_rows()
-        flops = sum(row.forward_flops + row.backward_input_flops + row.backward_weight_flops for row in rows)
+        flops = sum(
+            row.forward_flops + row.backward_input_flops + row.backward_weight_flops
+            for row in rows
+        )
         each = layout.tensor_parallel_degree * layout.context_parallel_degree
         return flops * sum(facts.shares) * each / (seconds * sum(known))
 
@@ -83,7 +101,10 @@ class StepCheck:
 def recompute(plan: Plan, facts: Facts) -> Prediction | None:
     """The prediction of the plan's own stage map and actions; None when nothing takes any time."""
     order = {layer.name: index for index, layer in enumerate(facts.profile.layers)}
-    stage_map = [[(order[layer.name], layer.recompute) for layer in stage.layers] for stage in plan.stages]
+    stage_map = [
+        [(order[layer.name], layer.recompute) for layer in stage.layers]
+        for stage in plan.stages
+    ]
     return StepCheck(Cells(facts), stage_map, parse(plan.actions)).prediction()
 
 
@@ -91,7 +112,10 @@ def check_prediction(plan: Plan, facts: Facts, findings: Findings) -> None:
     """Every number of the plan's prediction against the recomputed one."""
     recomputed = recompute(plan, facts)
     if recomputed is None:
-        findings.wrong("prediction.step_seconds", f"the plan says {plan.prediction.step_seconds}, recomputed 0.")
+        findings.wrong(
+            "prediction.step_seconds",
+            f"the plan says {plan.prediction.step_seconds}, recomputed 0.",
+        )
         return
     _check_time(plan.prediction, recomputed, findings)
     _check_breakdown(plan.prediction, recomputed, findings)
@@ -104,9 +128,15 @@ def _check_time(stated: Prediction, recomputed: Prediction, findings: Findings) 
         if said is None or found is None:
             findings.equal(f"prediction.{name}", said, found)
         else:
-            rounding = _ROUNDING if name == "bubble_fraction" else 0.0  # a difference: it may vanish but for rounding
-            findings.close(f"prediction.{name}", said, found, relative=_RELATIVE, absolute=rounding)
-    findings.checked.append("step time by playing the actions, tokens per second, bubble fraction and MFU")
+            rounding = (
+                _ROUNDING if name == "bubble_fraction" else 0.0
+            )  # a difference: it may vanish but for rounding
+            findings.close(
+                f"prediction.{name}", said, found, relative=_RELATIVE, absolute=rounding
+            )
+    findings.checked.append(
+        "step time by playing the actions, tokens per second, bubble fraction and MFU"
+    )
 
 
 def _room_left(row: RankMemory) -> int:
@@ -117,25 +147,50 @@ def _room_left(row: RankMemory) -> int:
     return min(rooms)
 
 
-def _check_breakdown(stated: Prediction, recomputed: Prediction, findings: Findings) -> None:
+def _check_breakdown(
+    stated: Prediction, recomputed: Prediction, findings: Findings
+) -> None:
     rounding = _RELATIVE * recomputed.step_seconds
     for name in Breakdown.model_fields:
-        said, found = getattr(stated.breakdown, name), getattr(recomputed.breakdown, name)
-        findings.close(f"prediction.breakdown.{name}", said, found, relative=_RELATIVE, absolute=rounding)
+        said, found = (
+            getattr(stated.breakdown, name),
+            getattr(recomputed.breakdown, name),
+        )
+        findings.close(
+            f"prediction.breakdown.{name}",
+            said,
+            found,
+            relative=_RELATIVE,
+            absolute=rounding,
+        )
     total = stated.breakdown.total_seconds
-    findings.close("prediction.step_seconds", stated.step_seconds, total, relative=_ROUNDING)
+    findings.close(
+        "prediction.step_seconds", stated.step_seconds, total, relative=_ROUNDING
+    )
     findings.checked.append("the breakdown part by part, and its sum against the step")
 
 
-def _check_memory(stated: Prediction, recomputed: Prediction, findings: Findings) -> None:
-    findings.equal("prediction.memory: rows", len(stated.memory), len(recomputed.memory))
+def _check_memory(
+    stated: Prediction, recomputed: Prediction, findings: Findings
+) -> None:
+    findings.equal(
+        "prediction.memory: rows", len(stated.memory), len(recomputed.memory)
+    )
     for said, found in zip(stated.memory, recomputed.memory, strict=False):
         where = f"prediction.memory[{found.pipeline_rank}]"
         for name in RankMemory.model_fields:
             findings.equal(f"{where}.{name}", getattr(said, name), getattr(found, name))
         if found.peak_bytes > found.capacity_bytes:
-            findings.wrong(f"{where}.peak_bytes", f"{found.peak_bytes} bytes of {found.capacity_bytes} do not fit.")
-        if found.host_capacity_bytes is not None and found.host_bytes > found.host_capacity_bytes:
+            findings.wrong(
+                f"{where}.peak_bytes",
+                f"{found.peak_bytes} bytes of {found.capacity_bytes} do not fit.",
+            )
+        if (
+            found.host_capacity_bytes is not None
+            and found.host_bytes > found.host_capacity_bytes
+        ):
             told = f"{found.host_bytes} bytes of {found.host_capacity_bytes} do not fit the host."
             findings.wrong(f"{where}.host_bytes", told)
-    findings.checked.append("memory of every pipeline rank part by part, its sum, and that it fits the device")
+    findings.checked.append(
+        "memory of every pipeline rank part by part, its sum, and that it fits the device"
+    )

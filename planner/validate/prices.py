@@ -13,11 +13,23 @@ from functools import cached_property
 from typing import Literal, get_args
 
 from planner.spec.cluster import Link
-from planner.spec.profile import LayerProfile, Measurement, RecomputeMode, SharedParameters, SkipEdge
+from planner.spec.profile import (
+    LayerProfile,
+    Measurement,
+    RecomputeMode,
+    SharedParameters,
+    SkipEdge,
+)
 from planner.spec.recipes import OgpRecipe, ParameterCount, recipe
 from planner.validate.communicators import Site
 from planner.validate.facts import Facts
-from planner.validate.formulas import FUSED_ATTENTION, Machine, chunked_seconds, collective_seconds, send_seconds
+from planner.validate.formulas import (
+    FUSED_ATTENTION,
+    Machine,
+    chunked_seconds,
+    collective_seconds,
+    send_seconds,
+)
 from planner.validate.fp8 import low_precision_row
 from planner.validate.offload import copied_seconds
 
@@ -72,23 +84,38 @@ class LayerPrice:
     @property
     def whole_forward(self) -> int:
         """Equation (T1)."""
-        return self.forward + self.exchanged_forward + self.gathered_forward + self.copied
+        return (
+            self.forward + self.exchanged_forward + self.gathered_forward + self.copied
+        )
 
     @property
     def whole_backward_input(self) -> int:
         """Equation (T2) without the weight gradient."""
         computed = self.backward_input + self.recompute + self.copied
-        return computed + self.exchanged_backward + self.exchanged_again + self.gathered_backward
+        return (
+            computed
+            + self.exchanged_backward
+            + self.exchanged_again
+            + self.gathered_backward
+        )
 
     @property
     def attention_flops(self) -> int:
         """Of the forward."""
-        return sum(each.count * each.flops for each in self.plain.operations if each.kind in FUSED_ATTENTION)
+        return sum(
+            each.count * each.flops
+            for each in self.plain.operations
+            if each.kind in FUSED_ATTENTION
+        )
 
     @property
     def attention_bytes(self) -> int:
         """Read and written by the forward's attention."""
-        return sum(each.count * each.bytes for each in self.plain.operations if each.kind in FUSED_ATTENTION)
+        return sum(
+            each.count * each.bytes
+            for each in self.plain.operations
+            if each.kind in FUSED_ATTENTION
+        )
 
     @property
     def attention_forward(self) -> int:
@@ -99,7 +126,9 @@ class LayerPrice:
     def attention_backward(self) -> int:
         """Of `backward_input` and `recompute`: equation (Q1)."""
         attention, whole = self.attention_flops, max(1, self.plain.forward_flops)
-        again = self.recompute * attention // whole if self.row.recompute == "full" else 0
+        again = (
+            self.recompute * attention // whole if self.row.recompute == "full" else 0
+        )
         weighed = 2 * (whole - attention) + 5 * attention
         return again + self.backward_input * 5 * attention // weighed
 
@@ -135,20 +164,33 @@ class Prices:
         prices = []
         for place, layer in enumerate(self.facts.profile.layers, 1):
             is_output = place == len(self.facts.profile.layers)
-            key = (id(layer.measurements), layer.parameters, layer.frozen_parameters, is_output)
+            key = (
+                id(layer.measurements),
+                layer.parameters,
+                layer.frozen_parameters,
+                is_output,
+            )
             if key not in known:
                 rows = self._rows(layer, is_output=is_output)
-                known[key] = {mode: self._price(layer, row, plain_row(rows)) for mode, row in rows.items()}
+                known[key] = {
+                    mode: self._price(layer, row, plain_row(rows))
+                    for mode, row in rows.items()
+                }
             prices.append(known[key])
         return tuple(prices)
 
-    def _rows(self, layer: LayerProfile, *, is_output: bool) -> dict[RecomputeMode, Measurement]:
+    def _rows(
+        self, layer: LayerProfile, *, is_output: bool
+    ) -> dict[RecomputeMode, Measurement]:
         """Of the layer under this layout, told what runs in fp8."""
         rows, casts = self.facts.rows(layer), self.facts.casts
         if casts is None:
             return rows
         dtype = self.facts.profile.dtype
-        return {mode: low_precision_row(row, dtype, casts, is_output=is_output) for mode, row in rows.items()}
+        return {
+            mode: low_precision_row(row, dtype, casts, is_output=is_output)
+            for mode, row in rows.items()
+        }
 
     @cached_property
     def shared(self) -> tuple[SharedPrice, ...]:
@@ -159,7 +201,9 @@ class Prices:
     def reduction_latency(self) -> int:
         """Fixed cost of a stage's gradient all-reduce; with ZeRO inside the groups, then over their copies."""
         groups = ("shard", "copies") if self.facts.layout.zero_stage else ("data",)
-        return nanoseconds(sum(self._collective("all_reduce", 1, group) for group in groups))
+        return nanoseconds(
+            sum(self._collective("all_reduce", 1, group) for group in groups)
+        )
 
     @cached_property
     def boundary_bytes(self) -> tuple[int, ...]:
@@ -168,7 +212,11 @@ class Prices:
         order = {layer.name: index for index, layer in enumerate(facts.profile.layers)}
         sizes = []
         for index, layer in enumerate(facts.profile.layers):
-            over = [edge for edge in facts.profile.edges if order[edge.from_] <= index < order[edge.to]]
+            over = [
+                edge
+                for edge in facts.profile.edges
+                if order[edge.from_] <= index < order[edge.to]
+            ]
             samples = facts.layout.micro_batch_size
             output = plain_row(facts.rows(layer)).output_bytes
             skipping = sum(_at_length(edge, facts.job.sequence_length) for edge in over)
@@ -181,13 +229,19 @@ class Prices:
 
     def transfer(self, link: Link, last_layer: int) -> int:
         """Nanoseconds to the next stage, over this link, when this layer is the last: equation (T5)."""
-        size_bytes = _share(self.boundary_bytes[last_layer], self.facts.layout.sequence_chunks)
+        size_bytes = _share(
+            self.boundary_bytes[last_layer], self.facts.layout.sequence_chunks
+        )
         return nanoseconds(send_seconds(size_bytes, link))
 
-    def _price(self, layer: LayerProfile, row: Measurement, plain: Measurement) -> LayerPrice:
+    def _price(
+        self, layer: LayerProfile, row: Measurement, plain: Measurement
+    ) -> LayerPrice:
         """Backward, recomputation, activations and temporaries are the mode's; all else is the plain row's."""
         group, facts = self.site.group, self.facts
-        machine = Machine(group.device, facts.profile.dtype, group.constants, facts.casts)
+        machine = Machine(
+            group.device, facts.profile.dtype, group.constants, facts.casts
+        )
         chunks = self.facts.layout.sequence_chunks
         seconds = chunked_seconds(row, machine, chunks)
         exchanged_forward = self._exchange(plain, "forward")
@@ -205,7 +259,8 @@ class Prices:
             exchanged_backward=self._exchange(row, "backward"),
             exchanged_again=exchanged_forward if row.recompute == "full" else 0,
             reduction=self._reduction(held),
-            update=self._update(plain, held) + self._copied(2 * state.optimizer, "optimizer_offload"),
+            update=self._update(plain, held)
+            + self._copied(2 * state.optimizer, "optimizer_offload"),
             gathered_forward=gather,
             gathered_backward=scatter + (gather if _goes_back(plain) else 0),
             gathered_bytes=self._whole_bytes(held),
@@ -217,13 +272,25 @@ class Prices:
     def allocated(self, size_bytes: int) -> int:
         """What the device's allocator makes of a layer's activations or temporaries: equation (M5)."""
         group = self.site.group
-        return math.ceil(size_bytes * (1 + group.device.allocation_overhead) * group.constants.allocated_factor)
+        return math.ceil(
+            size_bytes
+            * (1 + group.device.allocation_overhead)
+            * group.constants.allocated_factor
+        )
 
-    def _copied(self, size_bytes: int, wish: Literal["activation_offload", "optimizer_offload"]) -> int:
+    def _copied(
+        self, size_bytes: int, wish: Literal["activation_offload", "optimizer_offload"]
+    ) -> int:
         """Nanoseconds of copying, where the layout wishes it: equations (O1) and (O5)."""
-        return nanoseconds(copied_seconds(size_bytes, self.site.group)) if getattr(self.facts.layout, wish) else 0
+        return (
+            nanoseconds(copied_seconds(size_bytes, self.site.group))
+            if getattr(self.facts.layout, wish)
+            else 0
+        )
 
-    def _collective(self, operation: str, size_bytes: float, group: str, *, latency: bool = True) -> float:
+    def _collective(
+        self, operation: str, size_bytes: float, group: str, *, latency: bool = True
+    ) -> float:
         """Seconds of a collective in one of the layout's groups."""
         spread, links = self.site.communicators[group]
         fitted = self.site.group.constants
@@ -243,16 +310,26 @@ class Prices:
 
     def _fixed(self, group: str) -> float:
         """Seconds of any collective of a group besides its links' latency."""
-        return self.site.group.constants.collective_seconds if self._ranks(group) > 1 else 0.0
+        return (
+            self.site.group.constants.collective_seconds
+            if self._ranks(group) > 1
+            else 0.0
+        )
 
     def _exchange(self, row: Measurement, phase: str) -> int:
         """All chunks of a sequence, one after the other: equation (Q4)."""
-        mine, chunks = [one for one in row.collectives if one.phase == phase], self.facts.layout.sequence_chunks
+        mine, chunks = (
+            [one for one in row.collectives if one.phase == phase],
+            self.facts.layout.sequence_chunks,
+        )
         return nanoseconds(
             sum(
                 one.count
                 * chunks
-                * (self._collective(one.operation, one.bytes / chunks, one.group) + self._fixed(one.group))
+                * (
+                    self._collective(one.operation, one.bytes / chunks, one.group)
+                    + self._fixed(one.group)
+                )
                 for one in mine
             )
         )
@@ -261,11 +338,19 @@ class Prices:
         """Equation (T4): all-reduce; ZeRO 1 scatters and gathers, ZeRO 2 gathers; experts among their own. Equation
         (T7): a rank's part of the sum, rounded up, goes over the copies of it."""
         ogp = self._ogp
-        scatter, gather = {"reduce_scatter": ogp.gradient_bytes}, {"all_gather": ogp.parameter_bytes}
-        operations = ({"all_reduce": ogp.gradient_bytes}, scatter | gather, gather, {})[self.facts.layout.zero_stage]
+        scatter, gather = (
+            {"reduce_scatter": ogp.gradient_bytes},
+            {"all_gather": ogp.parameter_bytes},
+        )
+        operations = ({"all_reduce": ogp.gradient_bytes}, scatter | gather, gather, {})[
+            self.facts.layout.zero_stage
+        ]
         seconds = []
         for elements, group in self._parts(held):
-            sizes = [(operation, elements * each, group) for operation, each in operations.items()]
+            sizes = [
+                (operation, elements * each, group)
+                for operation, each in operations.items()
+            ]
             if self.facts.layout.zero_stage:
                 mine = _share(elements, self._ranks(group))
                 sizes.append(("all_reduce", mine * ogp.gradient_bytes, "copies"))
@@ -278,10 +363,16 @@ class Prices:
         zero, ogp = self.facts.layout.zero_stage, self._ogp
         gather = scatter = 0.0
         for elements, group in self._parts(held, held.frozen, held.frozen_experts):
-            gather += self._collective("all_gather", elements * ogp.parameter_bytes, group) + self._fixed(group)
+            gather += self._collective(
+                "all_gather", elements * ogp.parameter_bytes, group
+            ) + self._fixed(group)
         for elements, group in self._parts(held):
-            scatter += self._collective("reduce_scatter", elements * ogp.gradient_bytes, group) + self._fixed(group)
-        return nanoseconds(gather) if zero == 3 else 0, nanoseconds(scatter) if zero >= 2 else 0
+            scatter += self._collective(
+                "reduce_scatter", elements * ogp.gradient_bytes, group
+            ) + self._fixed(group)
+        return nanoseconds(gather) if zero == 3 else 0, nanoseconds(
+            scatter
+        ) if zero >= 2 else 0
 
     def _update(self, row: Measurement, held: HeldParameters) -> int:
         """Equation (T3): states and parameters read and written, gradients read; measured for AdamW, and for 8-bit Adam
@@ -292,25 +383,36 @@ class Prices:
         count = held.count
         adamw = recipe(self.facts.job.precision, "adamw")
         traffic, of_adamw = (
-            2 * ogp.optimizer_bytes(count) + count.elements * (ogp.gradient_bytes + 2 * ogp.parameter_bytes)
+            2 * ogp.optimizer_bytes(count)
+            + count.elements * (ogp.gradient_bytes + 2 * ogp.parameter_bytes)
             for ogp in (self._ogp, adamw)
         )
         bandwidth = self.site.group.device.memory_bandwidth_bytes_per_second
         seconds = 0.0
-        if row.adam_8bit_seconds is not None and self.facts.job.optimizer == "adam-8bit":
+        if (
+            row.adam_8bit_seconds is not None
+            and self.facts.job.optimizer == "adam-8bit"
+        ):
             seconds = row.adam_8bit_seconds
         elif row.optimizer_seconds is not None:
             seconds = row.optimizer_seconds * (traffic / of_adamw if of_adamw else 1.0)
         elif bandwidth is not None:
             constants = self.site.group.constants
-            seconds = traffic * constants.optimizer_passes / (bandwidth * constants.memory_fraction)
+            seconds = (
+                traffic
+                * constants.optimizer_passes
+                / (bandwidth * constants.memory_fraction)
+            )
         seconds += self._orthogonalising(row)
         if not self.facts.layout.zero_stage:
             return nanoseconds(seconds)
         if not held.experts - held.frozen_experts:
             return nanoseconds(seconds / self._ranks("shard"))
         return nanoseconds(
-            sum(seconds * elements / count.elements / self._ranks(group) for elements, group in self._parts(held))
+            sum(
+                seconds * elements / count.elements / self._ranks(group)
+                for elements, group in self._parts(held)
+            )
         )
 
     def _orthogonalising(self, row: Measurement) -> float:
@@ -322,7 +424,11 @@ class Prices:
         if "bf16" in peaks or dtype in peaks:
             rate = peaks["bf16" if "bf16" in peaks else dtype]
             return row.local_muon_flops / (rate * device.achievable_fraction)
-        return row.local_muon_flops * (row.forward_seconds or 0.0) / max(1, row.forward_flops)
+        return (
+            row.local_muon_flops
+            * (row.forward_seconds or 0.0)
+            / max(1, row.forward_flops)
+        )
 
     def _is_sharded(self) -> tuple[bool, bool, bool]:
         """Does ZeRO divide parameters, gradients and optimizer states (Rajbhandari et al. 2020)?"""
@@ -338,54 +444,96 @@ class Prices:
     def _state(self, held: HeldParameters) -> StateBytes:
         """Equations (M1) and (T8): parameters of all, gradients and states of what is trained."""
         ogp, trained = self._ogp, held.count.elements
-        every, of_trained = (held.elements, held.experts), (trained, held.experts - held.frozen_experts)
+        every, of_trained = (
+            (held.elements, held.experts),
+            (trained, held.experts - held.frozen_experts),
+        )
         parameters, gradients, optimizer = self._is_sharded()
         return StateBytes(
-            parameters=self._shard(held.elements * ogp.parameter_bytes, *every, is_sharded=parameters),
-            gradients=self._shard(trained * ogp.gradient_bytes, *of_trained, is_sharded=gradients),
-            optimizer=self._shard(ogp.optimizer_bytes(held.count), *of_trained, is_sharded=optimizer),
+            parameters=self._shard(
+                held.elements * ogp.parameter_bytes, *every, is_sharded=parameters
+            ),
+            gradients=self._shard(
+                trained * ogp.gradient_bytes, *of_trained, is_sharded=gradients
+            ),
+            optimizer=self._shard(
+                ogp.optimizer_bytes(held.count), *of_trained, is_sharded=optimizer
+            ),
         )
 
-    def _shard(self, size_bytes: int, elements: int, of_experts: int, *, is_sharded: bool) -> int:
+    def _shard(
+        self, size_bytes: int, elements: int, of_experts: int, *, is_sharded: bool
+    ) -> int:
         """Of the fullest rank; experts by their share of so many elements, rounded down."""
         if not is_sharded:
             return size_bytes
         experts = size_bytes * of_experts // max(1, elements)
-        return _share(size_bytes - experts, self._ranks("shard")) + _share(experts, self._ranks("expert_shard"))
+        return _share(size_bytes - experts, self._ranks("shard")) + _share(
+            experts, self._ranks("expert_shard")
+        )
 
-    def _parts(self, held: HeldParameters, frozen: int = 0, frozen_experts: int = 0) -> tuple[tuple[int, str], ...]:
+    def _parts(
+        self, held: HeldParameters, frozen: int = 0, frozen_experts: int = 0
+    ) -> tuple[tuple[int, str], ...]:
         """(elements, group whose ranks share them out, or without ZeRO sum their gradients) of what is trained, and of
         so many that are frozen."""
-        experts, elements = held.experts - held.frozen_experts + frozen_experts, held.count.elements + frozen
-        whole, of_experts = ("shard", "expert_shard") if self.facts.layout.zero_stage else ("data", "expert_data")
+        experts, elements = (
+            held.experts - held.frozen_experts + frozen_experts,
+            held.count.elements + frozen,
+        )
+        whole, of_experts = (
+            ("shard", "expert_shard")
+            if self.facts.layout.zero_stage
+            else ("data", "expert_data")
+        )
         both = ((elements - experts, whole), (experts, of_experts))
         return tuple(part for part in both if part[0])
 
     def _shared(self, shared: SharedParameters) -> SharedPrice:
         facts, ogp = self.facts, self._ogp
         by_parameters, by_gradients, by_optimizer = (
-            self._ranks("shard") if is_sharded else 1 for is_sharded in self._is_sharded()
+            self._ranks("shard") if is_sharded else 1
+            for is_sharded in self._is_sharded()
         )
         names = [layer.name for layer in facts.profile.layers]
         users = tuple(sorted({names.index(name) for name in shared.layers}))
-        last, price = facts.profile.layers[users[-1]], next(iter(self.layers[users[-1]].values()))
+        last, price = (
+            facts.profile.layers[users[-1]],
+            next(iter(self.layers[users[-1]].values())),
+        )
         layer = held_parameters(last, price.plain)
-        held = [held_parameters(facts.profile.layers[at], next(iter(self.layers[at].values())).plain) for at in users]
+        held = [
+            held_parameters(
+                facts.profile.layers[at], next(iter(self.layers[at].values())).plain
+            )
+            for at in users
+        ]
         is_split = any(one.elements < shared.parameters for one in held)
         elements = min(
-            _share(shared.parameters, facts.layout.tensor_parallel_degree if is_split else 1), layer.elements
+            _share(
+                shared.parameters,
+                facts.layout.tensor_parallel_degree if is_split else 1,
+            ),
+            layer.elements,
         )
         trained, of_layer = 0 if shared.frozen else elements, layer.count.elements
         exchange = 2 * send_seconds(trained * ogp.gradient_bytes / 2, self.site.tied)
         return SharedPrice(
             users=users,
             reduction=price.reduction * trained // max(1, of_layer),
-            reduction_and_update=(price.reduction + price.update) * trained // max(1, of_layer),
-            exchange=nanoseconds(exchange) if facts.layout.pipeline_parallel_degree > 1 else 0,
+            reduction_and_update=(price.reduction + price.update)
+            * trained
+            // max(1, of_layer),
+            exchange=nanoseconds(exchange)
+            if facts.layout.pipeline_parallel_degree > 1
+            else 0,
             state=StateBytes(
                 parameters=elements * ogp.parameter_bytes // by_parameters,
                 gradients=trained * ogp.gradient_bytes // by_gradients,
-                optimizer=ogp.optimizer_bytes(ParameterCount(trained, 0, shared.factored_elements)) // by_optimizer,
+                optimizer=ogp.optimizer_bytes(
+                    ParameterCount(trained, 0, shared.factored_elements)
+                )
+                // by_optimizer,
             ),
         )
 
@@ -427,9 +575,14 @@ def held_parameters(layer: LayerProfile, plain: Measurement) -> HeldParameters:
         elements = _share(layer.parameters, plain.tensor_parallel_degree)
     if frozen is None:
         frozen = _share(layer.frozen_parameters, plain.tensor_parallel_degree)
-    experts, frozen_experts = plain.local_expert_parameters, plain.local_frozen_expert_parameters
+    experts, frozen_experts = (
+        plain.local_expert_parameters,
+        plain.local_frozen_expert_parameters,
+    )
     frozen = min(frozen, elements - (experts - frozen_experts))
-    count = ParameterCount(elements - frozen, plain.local_matrix_elements, plain.local_factored_elements)
+    count = ParameterCount(
+        elements - frozen, plain.local_matrix_elements, plain.local_factored_elements
+    )
     return HeldParameters(count, experts, frozen, frozen_experts)
 
 

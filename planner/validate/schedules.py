@@ -39,13 +39,20 @@ Held = Callable[[Shape, int], int | None]
 
 def loop(shape: Shape) -> Owners:
     """Every chunk of stages through all ranks, from the first on (Narayanan et al. 2021, section 2.2)."""
-    return tuple(stage % shape.ranks for stage in range(shape.ranks * shape.stages_per_rank))
+    return tuple(
+        stage % shape.ranks for stage in range(shape.ranks * shape.stages_per_rank)
+    )
 
 
 def wave(shape: Shape) -> Owners:
     """Down and up in turn (Liu et al. 2023, Hanayo); with two stages per rank a V (Qi et al. 2024, ZB-V)."""
-    turns = [divmod(stage, shape.ranks) for stage in range(shape.ranks * shape.stages_per_rank)]
-    return tuple(shape.ranks - 1 - place if turn % 2 else place for turn, place in turns)
+    turns = [
+        divmod(stage, shape.ranks)
+        for stage in range(shape.ranks * shape.stages_per_rank)
+    ]
+    return tuple(
+        shape.ranks - 1 - place if turn % 2 else place for turn, place in turns
+    )
 
 
 def _anything(shape: Shape, rank: int) -> None:
@@ -56,7 +63,10 @@ def _after(ahead: Callable[[Shape, int], int]) -> Held:
     """One forward, one backward, behind a warm-up of so many forwards."""
 
     def held(shape: Shape, rank: int) -> int:
-        return min(shape.micro_batches * shape.stages_per_rank * shape.chunks, ahead(shape, rank) + 1)
+        return min(
+            shape.micro_batches * shape.stages_per_rank * shape.chunks,
+            ahead(shape, rank) + 1,
+        )
 
     return held
 
@@ -66,7 +76,9 @@ def _groups(micro_batches: int, size: int) -> int:
     return -(-micro_batches // max(1, micro_batches // size))
 
 
-def _ahead_of_chunks(groups: Callable[[Shape], int], per_rank: Callable[[Shape], int]) -> Held:
+def _ahead_of_chunks(
+    groups: Callable[[Shape], int], per_rank: Callable[[Shape], int]
+) -> Held:
     """Sun et al. 2024, Seq1F1B: the warm-up of the stages in between, of the ranks behind, and of the other chunks."""
 
     def ahead(shape: Shape, rank: int) -> int:
@@ -118,7 +130,8 @@ RULES: dict[str, Rules] = {
     "interleaved-1f1b": Rules(
         held=_after(
             lambda shape, rank: (
-                (shape.stages_per_rank - 1) * _groups(shape.micro_batches, shape.ranks) + 2 * (shape.ranks - 1 - rank)
+                (shape.stages_per_rank - 1) * _groups(shape.micro_batches, shape.ranks)
+                + 2 * (shape.ranks - 1 - rank)
             )
         ),
         least_stages=2,
@@ -127,7 +140,11 @@ RULES: dict[str, Rules] = {
     "interleaved-memory-optimised": Rules(
         held=_after(
             lambda shape, rank: (
-                (shape.stages_per_rank - 1) * (shape.ranks + shape.micro_batches % shape.ranks) + shape.ranks - 1 - rank
+                (shape.stages_per_rank - 1)
+                * (shape.ranks + shape.micro_batches % shape.ranks)
+                + shape.ranks
+                - 1
+                - rank
             )
         ),
         least_stages=2,
@@ -135,18 +152,25 @@ RULES: dict[str, Rules] = {
     ),
     "looped-bfs": Rules(held=_all, most_stages=None),
     "seqpipe": Rules(
-        held=_ahead_of_chunks(lambda shape: shape.ranks, lambda shape: 1 if shape.stages_per_rank == 1 else 2),
+        held=_ahead_of_chunks(
+            lambda shape: shape.ranks,
+            lambda shape: 1 if shape.stages_per_rank == 1 else 2,
+        ),
         most_stages=None,
         cuts_sequence=True,
     ),
     "seqvpp": Rules(
-        held=_ahead_of_chunks(lambda shape: shape.ranks // shape.chunks, lambda shape: 2),
+        held=_ahead_of_chunks(
+            lambda shape: shape.ranks // shape.chunks, lambda shape: 2
+        ),
         least_stages=2,
         most_stages=None,
         cuts_sequence=True,
     ),
     "seqsmartvpp": Rules(
-        held=_ahead_of_chunks(lambda shape: shape.ranks // shape.chunks, lambda shape: 1),
+        held=_ahead_of_chunks(
+            lambda shape: shape.ranks // shape.chunks, lambda shape: 1
+        ),
         least_stages=2,
         most_stages=None,
         cuts_sequence=True,
@@ -159,7 +183,9 @@ RULES: dict[str, Rules] = {
     "zb-h2": Rules(held=lambda shape, rank: 2 * shape.ranks - 1),
     "zb-v": Rules(
         placements=(wave,),
-        held=lambda shape, rank: 2 * shape.ranks if shape.micro_batches >= 2 * shape.ranks - 1 else None,
+        held=lambda shape, rank: (
+            2 * shape.ranks if shape.micro_batches >= 2 * shape.ranks - 1 else None
+        ),
         least_stages=2,
         most_stages=2,
     ),
@@ -173,13 +199,17 @@ RULES: dict[str, Rules] = {
     "dualpipe": Rules(refused=_SECOND_COPIES),
     "chimera": Rules(refused=_SECOND_COPIES),
     "hanayo": Rules(placements=(wave,), held=_hanayo, least_stages=2, most_stages=None),
-    "pipedream": Rules(refused="runs backwards with stale weights: its step is not that of one model"),
+    "pipedream": Rules(
+        refused="runs backwards with stale weights: its step is not that of one model"
+    ),
     "synthesized": Rules(placements=(wave, loop), most_stages=None, cuts_sequence=True),
 }
 """By canonical name."""
 
 
-def joint_pairs(schedule: str, rows: Sequence[Sequence[tuple[int, str, int]]]) -> frozenset[tuple[int, str, int]]:
+def joint_pairs(
+    schedule: str, rows: Sequence[Sequence[tuple[int, str, int]]]
+) -> frozenset[tuple[int, str, int]]:
     """Actions that run as one with the action before them: equation (V3).
 
     Args:
@@ -194,7 +224,9 @@ def joint_pairs(schedule: str, rows: Sequence[Sequence[tuple[int, str, int]]]) -
     return frozenset(action for row in beside for action in row)
 
 
-def _beside_forwards(row: Sequence[tuple[int, str, int]]) -> Iterator[tuple[int, str, int]]:
+def _beside_forwards(
+    row: Sequence[tuple[int, str, int]],
+) -> Iterator[tuple[int, str, int]]:
     """Full backwards right after a forward of another stage."""
     for early, late in pairwise(row):
         if (early[1], late[1]) == ("F", "B") and early[0] != late[0]:

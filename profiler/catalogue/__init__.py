@@ -71,7 +71,11 @@ class CatalogueEntry(Document):
 @cache
 def names() -> tuple[str, ...]:
     """Names of all catalogue models, smallest first."""
-    stems = [path.name.removesuffix(".json") for path in files(__name__).iterdir() if path.name.endswith(".json")]
+    stems = [
+        path.name.removesuffix(".json")
+        for path in files(__name__).iterdir()
+        if path.name.endswith(".json")
+    ]
     return tuple(sorted(stems, key=lambda name: (_read(name).parameters, name)))
 
 
@@ -86,7 +90,9 @@ def entry(name: str) -> CatalogueEntry:
         raise UnknownNameError(
             f"no model {name!r} in the catalogue, and no such file.",
             field="model",
-            mend=f"did you mean {', '.join(close)}?" if close else f"use one of {', '.join(names())}.",
+            mend=f"did you mean {', '.join(close)}?"
+            if close
+            else f"use one of {', '.join(names())}.",
         )
     return _read(name)
 
@@ -101,7 +107,9 @@ def find_family(text: str) -> tuple[str, ...]:
     found = tuple(family for family in families if text.lower() in family.lower())
     if not found:
         raise UnknownNameError(
-            f"no family {text!r} in the catalogue.", field="--family", mend=f"use one of {', '.join(families)}."
+            f"no family {text!r} in the catalogue.",
+            field="--family",
+            mend=f"use one of {', '.join(families)}.",
         )
     return found
 

@@ -26,17 +26,24 @@ def amoebanet_d(layers: int, filters: int, classes: int) -> nn.Module:
 
 
 def _normalised(
-    inputs: int, outputs: int, kernel: int | tuple[int, int] = 1, stride: int | tuple[int, int] = 1
+    inputs: int,
+    outputs: int,
+    kernel: int | tuple[int, int] = 1,
+    stride: int | tuple[int, int] = 1,
 ) -> nn.Sequential:
     """ReLU, convolution and batch normalisation, as every convolution of the network."""
     sides = kernel if isinstance(kernel, tuple) else (kernel, kernel)
     padding = (sides[0] // 2, sides[1] // 2)
-    convolution = nn.Conv2d(inputs, outputs, kernel_size=sides, stride=stride, padding=padding, bias=False)
+    convolution = nn.Conv2d(
+        inputs, outputs, kernel_size=sides, stride=stride, padding=padding, bias=False
+    )
     return nn.Sequential(nn.ReLU(), convolution, nn.BatchNorm2d(outputs))
 
 
 def _average_3x3(channels: int, stride: int) -> nn.Module:
-    return nn.AvgPool2d(kernel_size=3, stride=stride, padding=1, count_include_pad=False)
+    return nn.AvgPool2d(
+        kernel_size=3, stride=stride, padding=1, count_include_pad=False
+    )
 
 
 def _max_3x3(channels: int, stride: int) -> nn.Module:
@@ -58,7 +65,9 @@ def _convolution_1x1(channels: int, stride: int) -> nn.Module:
 def _convolution_3x3(channels: int, stride: int) -> nn.Module:
     inside = channels // 4
     return nn.Sequential(
-        _normalised(channels, inside), _normalised(inside, inside, 3, stride), _normalised(inside, channels)
+        _normalised(channels, inside),
+        _normalised(inside, inside, 3, stride),
+        _normalised(inside, channels),
     )
 
 
@@ -104,14 +113,24 @@ class FactorizedReduction(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """(batch, inputs, height, width) -> (batch, outputs, height / 2, width / 2)."""
         images = self.activation(images)
-        output: Tensor = self.norm(torch.cat((self.even(images), self.odd(self.shift(images))), dim=1))
+        output: Tensor = self.norm(
+            torch.cat((self.even(images), self.odd(self.shift(images))), dim=1)
+        )
         return output
 
 
 class Cell(nn.Module):
     """A normal cell, or one that halves the sides."""
 
-    def __init__(self, before_last: int, last: int, channels: int, *, reduces: bool, last_reduced: bool) -> None:
+    def __init__(
+        self,
+        before_last: int,
+        last: int,
+        channels: int,
+        *,
+        reduces: bool,
+        last_reduced: bool,
+    ) -> None:
         super().__init__()
         steps = REDUCTION if reduces else NORMAL
         self.joined: tuple[int, ...] = REDUCTION_JOINED if reduces else NORMAL_JOINED
@@ -132,7 +151,10 @@ class Cell(nn.Module):
         """Outputs of the two cells before -> (batch, channels x states joined, height, width) or half the sides."""
         states = [self.take_last(last), self.take_before_last(before_last)]
         for index, (left, right) in enumerate(self.pairs):
-            on_left, on_right = self.operations[2 * index], self.operations[2 * index + 1]
+            on_left, on_right = (
+                self.operations[2 * index],
+                self.operations[2 * index + 1],
+            )
             states.append(on_left(states[left]) + on_right(states[right]))
         return torch.cat([states[index] for index in self.joined], dim=1)
 
@@ -144,10 +166,13 @@ class AmoebaNet(nn.Module):
         super().__init__()
         channels = filters // 4
         self.stem = nn.Sequential(
-            nn.Conv2d(3, channels, kernel_size=3, stride=2, padding=1, bias=False), nn.BatchNorm2d(channels)
+            nn.Conv2d(3, channels, kernel_size=3, stride=2, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
         )
         group = [False] * (layers // 3)
-        self.cells, outputs = _cells([True, True, *group, True, *group, True, *group], channels)
+        self.cells, outputs = _cells(
+            [True, True, *group, True, *group, True, *group], channels
+        )
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.classifier = nn.Linear(outputs, classes)
 
@@ -166,6 +191,13 @@ def _cells(reductions: list[bool], channels: int) -> tuple[nn.ModuleList, int]:
     before_last = last = channels
     for last_reduced, reduces in pairwise([False, *reductions]):
         channels *= 2 if reduces else 1
-        cells.append(Cell(before_last, last, channels, reduces=reduces, last_reduced=last_reduced))
-        before_last, last = last, channels * len(REDUCTION_JOINED if reduces else NORMAL_JOINED)
+        cells.append(
+            Cell(
+                before_last, last, channels, reduces=reduces, last_reduced=last_reduced
+            )
+        )
+        before_last, last = (
+            last,
+            channels * len(REDUCTION_JOINED if reduces else NORMAL_JOINED),
+        )
     return cells, last

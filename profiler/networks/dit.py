@@ -16,7 +16,15 @@ LABEL_DROPOUT = 0.1
 """Samples that are trained without their class, for classifier-free guidance (section 4)."""
 
 
-def dit(depth: int, width: int, heads: int, patch: int, side: int, channels: int, classes: int) -> nn.Module:
+def dit(
+    depth: int,
+    width: int,
+    heads: int,
+    patch: int,
+    side: int,
+    channels: int,
+    classes: int,
+) -> nn.Module:
     """DiT of `depth` blocks. Takes latents (batch, channels, side, side), time steps (batch,) and classes (batch,)."""
     return DiT(depth, width, heads, patch, side, channels, classes)
 
@@ -24,10 +32,21 @@ def dit(depth: int, width: int, heads: int, patch: int, side: int, channels: int
 class DiT(nn.Module):
     """Patches of a noised latent through transformer blocks that time step and class modulate."""
 
-    def __init__(self, depth: int, width: int, heads: int, patch: int, side: int, channels: int, classes: int) -> None:
+    def __init__(
+        self,
+        depth: int,
+        width: int,
+        heads: int,
+        patch: int,
+        side: int,
+        channels: int,
+        classes: int,
+    ) -> None:
         super().__init__()
         self.patches = nn.Conv2d(channels, width, kernel_size=patch, stride=patch)
-        self.positions = nn.Parameter(torch.zeros(1, (side // patch) ** 2, width), requires_grad=False)
+        self.positions = nn.Parameter(
+            torch.zeros(1, (side // patch) ** 2, width), requires_grad=False
+        )
         self.time = TimeEmbedding(width)
         self.label = LabelEmbedding(classes, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
@@ -48,12 +67,16 @@ class TimeEmbedding(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
+        self.layers = nn.Sequential(
+            nn.Linear(FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width)
+        )
 
     def forward(self, times: Tensor) -> Tensor:
         """(batch,) -> (batch, width)."""
         half = FREQUENCIES // 2
-        rates = torch.exp(torch.arange(half, device=times.device) * (-math.log(10000) / half))
+        rates = torch.exp(
+            torch.arange(half, device=times.device) * (-math.log(10000) / half)
+        )
         angles = times[:, None] * rates
         waves = torch.cat((angles.cos(), angles.sin()), dim=1)
         embedding: Tensor = self.layers(waves.to(next(self.layers.parameters()).dtype))
@@ -70,7 +93,9 @@ class LabelEmbedding(nn.Module):
     def forward(self, labels: Tensor) -> Tensor:
         """(batch,) -> (batch, width); some classes are replaced by none."""
         dropped = torch.rand(labels.shape, device=labels.device) < LABEL_DROPOUT
-        embedding: Tensor = self.table(torch.where(dropped, self.table.num_embeddings - 1, labels))
+        embedding: Tensor = self.table(
+            torch.where(dropped, self.table.num_embeddings - 1, labels)
+        )
         return embedding
 
 
@@ -87,7 +112,11 @@ class Modulation(nn.Module):
 
     def forward(self, condition: Tensor) -> tuple[Tensor, ...]:
         """(batch, width) -> parts of shape (batch, 1, width)."""
-        return self.linear(self.activation(condition)).unsqueeze(1).chunk(self.parts, dim=2)  # type: ignore[no-any-return]
+        return (
+            self.linear(self.activation(condition))
+            .unsqueeze(1)
+            .chunk(self.parts, dim=2)
+        )  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
@@ -101,19 +130,27 @@ class Block(nn.Module):
         self.query_key_value = nn.Linear(width, 3 * width)
         self.projection = nn.Linear(width, width)
         self.feed_forward = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
+            nn.Linear(width, 4 * width),
+            nn.GELU(approximate="tanh"),
+            nn.Linear(4 * width, width),
         )
 
     def forward(self, hidden: Tensor, condition: Tensor) -> Tensor:
         """(batch, patches, width) and (batch, width) -> (batch, patches, width)."""
         shift, scale, gate, shift_2, scale_2, gate_2 = self.modulation(condition)
-        hidden = hidden + gate * self._attention(self.norms[0](hidden) * (1 + scale) + shift)
-        output: Tensor = hidden + gate_2 * self.feed_forward(self.norms[1](hidden) * (1 + scale_2) + shift_2)
+        hidden = hidden + gate * self._attention(
+            self.norms[0](hidden) * (1 + scale) + shift
+        )
+        output: Tensor = hidden + gate_2 * self.feed_forward(
+            self.norms[1](hidden) * (1 + scale_2) + shift_2
+        )
         return output
 
     def _attention(self, hidden: Tensor) -> Tensor:
         parts = self.query_key_value(hidden).chunk(3, dim=2)
-        query, key, value = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in parts)
+        query, key, value = (
+            part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in parts
+        )
         attended = functional.scaled_dot_product_attention(query, key, value)
         output: Tensor = self.projection(attended.transpose(1, 2).flatten(2))
         return output
@@ -132,7 +169,9 @@ class FinalLayer(nn.Module):
     def forward(self, hidden: Tensor, condition: Tensor) -> Tensor:
         """(batch, patches, width) -> (batch, outputs, side, side)."""
         shift, scale = self.modulation(condition)
-        image: Tensor = self.fold(self.linear(self.norm(hidden) * (1 + scale) + shift).transpose(1, 2))
+        image: Tensor = self.fold(
+            self.linear(self.norm(hidden) * (1 + scale) + shift).transpose(1, 2)
+        )
         return image
 
 

@@ -27,12 +27,17 @@ class GNMT(nn.Module):
         self.embedding = nn.Embedding(vocabulary, width)
         self.encoder = nn.ModuleList(
             Recurrence(
-                2 * width if index == 1 else width, width, residual=index >= FIRST_RESIDUAL, both_ways=index == 0
+                2 * width if index == 1 else width,
+                width,
+                residual=index >= FIRST_RESIDUAL,
+                both_ways=index == 0,
             )
             for index in range(layers)
         )
         self.decoder = nn.ModuleList(
-            Recurrence(2 * width if index else width, width, residual=index >= FIRST_RESIDUAL)
+            Recurrence(
+                2 * width if index else width, width, residual=index >= FIRST_RESIDUAL
+            )
             for index in range(layers)
         )
         self.attention = AdditiveAttention(width)
@@ -54,7 +59,9 @@ class GNMT(nn.Module):
 class Recurrence(nn.Module):
     """One LSTM layer behind dropout; the context, if there is one, is joined to its input."""
 
-    def __init__(self, inputs: int, width: int, *, residual: bool, both_ways: bool = False) -> None:
+    def __init__(
+        self, inputs: int, width: int, *, residual: bool, both_ways: bool = False
+    ) -> None:
         super().__init__()
         self.residual = residual
         self.dropout = nn.Dropout(DROPOUT)
@@ -62,7 +69,9 @@ class Recurrence(nn.Module):
 
     def forward(self, hidden: Tensor, context: Tensor | None = None) -> Tensor:
         """(batch, sequence, inputs) -> (batch, sequence, width), or twice the width from both directions."""
-        inputs = self.dropout(hidden if context is None else torch.cat((hidden, context), dim=2))
+        inputs = self.dropout(
+            hidden if context is None else torch.cat((hidden, context), dim=2)
+        )
         output: Tensor = self.lstm(inputs)[0]
         return output + hidden if self.residual else output
 
@@ -79,6 +88,8 @@ class AdditiveAttention(nn.Module):
 
     def forward(self, queries: Tensor, memory: Tensor) -> Tensor:
         """(batch, target, width) and (batch, source, width) -> (batch, target, width)."""
-        together = self.query(queries).unsqueeze(2) + self.key(memory).unsqueeze(1) + self.bias
+        together = (
+            self.query(queries).unsqueeze(2) + self.key(memory).unsqueeze(1) + self.bias
+        )
         weights: Tensor = self.score(together.tanh()).squeeze(3).softmax(dim=2)
         return weights @ memory

@@ -20,10 +20,19 @@ def resnet(blocks: list[int], classes: int) -> nn.Sequential:
     for group, count in enumerate(blocks, start=1):
         for index in range(count):
             stride = 2 if group > 1 and index == 0 else 1
-            layers.append((f"group{group}_block{index}", Bottleneck(inputs, width, stride)))
+            layers.append(
+                (f"group{group}_block{index}", Bottleneck(inputs, width, stride))
+            )
             inputs = width * EXPANSION
         width *= 2
-    layers.append(("classifier", nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))))
+    layers.append(
+        (
+            "classifier",
+            nn.Sequential(
+                nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes)
+            ),
+        )
+    )
     return nn.Sequential(OrderedDict(layers))
 
 
@@ -46,7 +55,9 @@ class Bottleneck(nn.Module):
             nn.Conv2d(inputs, width, kernel_size=1, bias=False),
             nn.BatchNorm2d(width),
             nn.ReLU(inplace=True),
-            nn.Conv2d(width, width, kernel_size=3, stride=stride, padding=1, bias=False),
+            nn.Conv2d(
+                width, width, kernel_size=3, stride=stride, padding=1, bias=False
+            ),
             nn.BatchNorm2d(width),
             nn.ReLU(inplace=True),
             nn.Conv2d(width, outputs, kernel_size=1, bias=False),
@@ -55,7 +66,8 @@ class Bottleneck(nn.Module):
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or inputs != outputs:
             self.shortcut = nn.Sequential(
-                nn.Conv2d(inputs, outputs, kernel_size=1, stride=stride, bias=False), nn.BatchNorm2d(outputs)
+                nn.Conv2d(inputs, outputs, kernel_size=1, stride=stride, bias=False),
+                nn.BatchNorm2d(outputs),
             )
         self.activation = nn.ReLU(inplace=True)
 

@@ -25,7 +25,9 @@ def unet(depth: int, convolutions: int, channels: int, classes: int) -> nn.Modul
 class UNet(nn.Module):
     """Encoder, bottleneck and decoder; every decoder level also takes the output of the encoder at its resolution."""
 
-    def __init__(self, depth: int, convolutions: int, channels: int, classes: int) -> None:
+    def __init__(
+        self, depth: int, convolutions: int, channels: int, classes: int
+    ) -> None:
         super().__init__()
         widths = [channels * 2**level for level in range(depth)]
         self.encoders = nn.ModuleList(
@@ -33,10 +35,13 @@ class UNet(nn.Module):
             for inputs, width in zip([3, *widths], widths, strict=False)
         )
         self.down = nn.MaxPool2d(kernel_size=2)
-        self.bottleneck = _convolutions(widths[-1], 2 * widths[-1], widths[-1], convolutions)
+        self.bottleneck = _convolutions(
+            widths[-1], 2 * widths[-1], widths[-1], convolutions
+        )
         self.up = nn.Upsample(scale_factor=2)
         self.decoders = nn.ModuleList(
-            _convolutions(2 * width, width // 2, width // 2, convolutions) for width in reversed(widths)
+            _convolutions(2 * width, width // 2, width // 2, convolutions)
+            for width in reversed(widths)
         )
         self.segment = nn.Conv2d(channels // 2, classes, kernel_size=1, bias=False)
 

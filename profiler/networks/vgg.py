@@ -16,7 +16,10 @@ def vgg(stages: list[list[int]], classes: int) -> nn.Sequential:
     inputs = 3
     for stage, widths in enumerate(stages, start=1):
         for index, width in enumerate(widths, start=1):
-            parts: list[nn.Module] = [nn.Conv2d(inputs, width, kernel_size=3, padding=1), nn.ReLU(inplace=True)]
+            parts: list[nn.Module] = [
+                nn.Conv2d(inputs, width, kernel_size=3, padding=1),
+                nn.ReLU(inplace=True),
+            ]
             if index == len(widths):
                 parts.append(nn.MaxPool2d(kernel_size=2, stride=2))
             layers.append((f"conv{stage}_{index}", nn.Sequential(*parts)))

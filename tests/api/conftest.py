@@ -16,7 +16,12 @@ def settings_of(tmp_path: Path) -> Callable[..., Settings]:
     """Makes settings: any free port, a database in the test's directory, and no process that the test does not need."""
 
     def make(**changes: Any) -> Settings:
-        defaults = {"port": 0, "database": tmp_path / "planner.db", "concurrency": 1, "spare_solvers": 0}
+        defaults = {
+            "port": 0,
+            "database": tmp_path / "planner.db",
+            "concurrency": 1,
+            "spare_solvers": 0,
+        }
         return Settings.model_validate(defaults | changes)
 
     return make

@@ -31,10 +31,22 @@ def four_equal_layers(name: str = "four-equal-layers") -> ModelProfile:
     """A measured model of four layers, one million parameters each."""
     rows = tuple(measurement(size) for size in (1, 2, 4))
     layers = tuple(
-        LayerProfile(name=f"block{index}", kind="block", modules=(str(index),), parameters=10**6, measurements=rows)
+        LayerProfile(
+            name=f"block{index}",
+            kind="block",
+            modules=(str(index),),
+            parameters=10**6,
+            measurements=rows,
+        )
         for index in range(4)
     )
-    return ModelProfile(model=name, device="cpu-rank", dtype="fp32", tokens_per_sample=128, layers=layers)
+    return ModelProfile(
+        model=name,
+        device="cpu-rank",
+        dtype="fp32",
+        tokens_per_sample=128,
+        layers=layers,
+    )
 
 
 def recomputable_layers() -> ModelProfile:
@@ -42,10 +54,19 @@ def recomputable_layers() -> ModelProfile:
     profile = four_equal_layers("recomputable-layers")
     plain = profile.layers[0].measurements
     full = [
-        row.model_copy(update={"recompute": "full", "recompute_seconds": row.forward_seconds, "activation_bytes": 4096})
+        row.model_copy(
+            update={
+                "recompute": "full",
+                "recompute_seconds": row.forward_seconds,
+                "activation_bytes": 4096,
+            }
+        )
         for row in plain
     ]
-    layers = [layer.model_copy(update={"measurements": (*plain, *full)}) for layer in profile.layers]
+    layers = [
+        layer.model_copy(update={"measurements": (*plain, *full)})
+        for layer in profile.layers
+    ]
     return profile.model_copy(update={"layers": tuple(layers)})
 
 
@@ -53,12 +74,26 @@ def cluster(*, devices: int = 2, memory_bytes: int = GIB) -> dict[str, Any]:
     """One node of inline devices."""
     device = {"id": "cpu-rank", "memory_bytes": memory_bytes, "reserved_bytes": 0}
     link = {"latency_seconds": 1e-5, "bandwidth_bytes_per_second": 1e9}
-    return {"node_groups": [{"device": device, "nodes": 1, "devices_per_node": devices, "intra_node": link}]}
+    return {
+        "node_groups": [
+            {
+                "device": device,
+                "nodes": 1,
+                "devices_per_node": devices,
+                "intra_node": link,
+            }
+        ]
+    }
 
 
 def job(**changes: Any) -> dict[str, Any]:
     """A step of eight samples."""
-    return {"global_batch_size": 8, "sequence_length": 128, "precision": "fp32", "optimizer": "adamw"} | changes
+    return {
+        "global_batch_size": 8,
+        "sequence_length": 128,
+        "precision": "fp32",
+        "optimizer": "adamw",
+    } | changes
 
 
 def plan_body(profile: ModelProfile | None = None, /, **changes: Any) -> dict[str, Any]:

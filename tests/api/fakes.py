@@ -51,7 +51,9 @@ def plan_of(request: PlanRequest, profile: ModelProfile) -> Plan:
         layout=Layout(),
         micro_batches=8,
         stages=(Stage(index=0, pipeline_rank=0, layers=_layers(profile), ranks=(0,)),),
-        placement=(RankPlacement(rank=0, node=0, device=0, pipeline=0, data=0, tensor=0),),
+        placement=(
+            RankPlacement(rank=0, node=0, device=0, pipeline=0, data=0, tensor=0),
+        ),
         prediction=Prediction(
             step_seconds=0.5,
             tokens_per_second=2048.0,
@@ -67,7 +69,9 @@ def plan_of(request: PlanRequest, profile: ModelProfile) -> Plan:
 
 
 def _layers(profile: ModelProfile) -> tuple[PlannedLayer, ...]:
-    return tuple(PlannedLayer(name=layer.name, modules=layer.modules) for layer in profile.layers)
+    return tuple(
+        PlannedLayer(name=layer.name, modules=layer.modules) for layer in profile.layers
+    )
 
 
 def progress(done: int, incumbent: float | None) -> Any:
@@ -111,16 +115,33 @@ class Rich(Instant):
         """The plan on one rank, and much to say about it."""
         plan = super().__call__(task, report)
         assert isinstance(plan, Plan)
-        found: dict[str, Any] = {"layout": Layout(), "micro_batches": 8, "layers_per_stage": (4,)}
+        found: dict[str, Any] = {
+            "layout": Layout(),
+            "micro_batches": 8,
+            "layers_per_stage": (4,),
+        }
         found |= {"step_seconds": 1.0, "peak_bytes": GIB}
-        relaxed: dict[str, Any] = {"layout": Layout(), "step_seconds": 0.25, "optimal": False}
+        relaxed: dict[str, Any] = {
+            "layout": Layout(),
+            "step_seconds": 0.25,
+            "optimal": False,
+        }
         overtaking = Overtaking(alternative=0, change=-0.23)
         return plan.model_copy(
             update={
                 "explanation": (f"There is one rank {MARKUP}.",),
-                "alternatives": (Alternative(**found, slowdown=1.0, reason=f"slower {MARKUP}"),),
+                "alternatives": (
+                    Alternative(**found, slowdown=1.0, reason=f"slower {MARKUP}"),
+                ),
                 "pareto": (ParetoPoint(**found, devices=2, cost_per_token=1e-6),),
-                "relaxations": (Relaxation(**relaxed, constraint="memory", change=f"4 GiB more {MARKUP}", gain=0.5),),
+                "relaxations": (
+                    Relaxation(
+                        **relaxed,
+                        constraint="memory",
+                        change=f"4 GiB more {MARKUP}",
+                        gain=0.5,
+                    ),
+                ),
                 "sensitivity": (
                     Sensitivity(
                         quantity="compute_seconds",
@@ -162,7 +183,13 @@ class Unfit(Instant):
     def __call__(self, task: Task, report: Callable[[Any], None]) -> Answer:
         """No plan."""
         super().__call__(task, report)
-        miss = Miss(layout=Layout(), pipeline_rank=0, needed_bytes=3 * GIB, capacity_bytes=GIB, missing_bytes=2 * GIB)
+        miss = Miss(
+            layout=Layout(),
+            pipeline_rank=0,
+            needed_bytes=3 * GIB,
+            capacity_bytes=GIB,
+            missing_bytes=2 * GIB,
+        )
         report_of_search = REPORT.model_copy(update={"optimal": self.proven})
         return Infeasible(reasons=("memory",), nearest=(miss,), search=report_of_search)
 
@@ -173,7 +200,11 @@ class Refusing(Instant):
 
     def __call__(self, task: Task, report: Callable[[Any], None]) -> Answer:
         """An error that the client can mend."""
-        raise MismatchError("the profile is of another device.", field="profile.device", mend="profile it again.")
+        raise MismatchError(
+            "the profile is of another device.",
+            field="profile.device",
+            mend="profile it again.",
+        )
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,9 @@ class Live:
     def events(self, job_id: str, **headers: str) -> list[dict[str, Any]]:
         """All events of a job until its stream ends."""
         events: list[dict[str, Any]] = []
-        with self.client.stream("GET", f"/v1/jobs/{job_id}/events", headers=headers) as response:
+        with self.client.stream(
+            "GET", f"/v1/jobs/{job_id}/events", headers=headers
+        ) as response:
             assert response.headers["content-type"].startswith("text/event-stream")
             fields: dict[str, Any] = {}
             for line in response.iter_lines():
@@ -71,7 +73,9 @@ def running(settings: Settings, work: Work | None = None) -> Iterator[Live]:
     try:
         until(lambda: server.started or not thread.is_alive())
         port = server.servers[0].sockets[0].getsockname()[1]
-        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_SECONDS) as client:
+        with httpx2.Client(
+            base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_SECONDS
+        ) as client:
             yield Live(server, client, settings)
     finally:
         server.should_exit = True

@@ -31,9 +31,21 @@ def proxied(client: httpx2.Client, prefix: str) -> Iterator[httpx2.Client]:
                 self.send_error(404)
                 return
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            kept = {name: value for name, value in self.headers.items() if name.lower() not in OF_ONE_HOP}
-            headers = kept | {"Host": "inside.example", "X-Forwarded-Host": self.headers["Host"]}
-            answer = client.request(self.command, self.path.removeprefix(prefix), content=body, headers=headers)
+            kept = {
+                name: value
+                for name, value in self.headers.items()
+                if name.lower() not in OF_ONE_HOP
+            }
+            headers = kept | {
+                "Host": "inside.example",
+                "X-Forwarded-Host": self.headers["Host"],
+            }
+            answer = client.request(
+                self.command,
+                self.path.removeprefix(prefix),
+                content=body,
+                headers=headers,
+            )
             self.send_response(answer.status_code)
             for name, value in answer.headers.multi_items():
                 if name not in OF_ONE_HOP:
@@ -46,7 +58,9 @@ def proxied(client: httpx2.Client, prefix: str) -> Iterator[httpx2.Client]:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
-            with httpx2.Client(base_url=f"http://127.0.0.1:{server.server_port}", timeout=60) as outside:
+            with httpx2.Client(
+                base_url=f"http://127.0.0.1:{server.server_port}", timeout=60
+            ) as outside:
                 yield outside
         finally:
             server.shutdown()

@@ -74,17 +74,26 @@ def read_page(answer: httpx2.Response, status: int = 200) -> Page:
     assert "script" not in policy
     page = Page(answer.text)
     assert page.all("script") == []
-    assert not any(name.startswith("on") for found in page.elements for name in found.attributes)
+    assert not any(
+        name.startswith("on") for found in page.elements for name in found.attributes
+    )
     addresses = [
-        value for found in page.elements for name, value in found.attributes.items() if name in ("href", "src")
+        value
+        for found in page.elements
+        for name, value in found.attributes.items()
+        if name in ("href", "src")
     ]
     assert all(address.startswith(("/", "data:")) for address in addresses)
     assert len(page.all("h1")) == len(page.all("main")) == 1
     assert all(found.attributes.get("alt") for found in page.all("img"))
     assert all(found.attributes.get("scope") for found in page.all("th"))
     labelled = {found.attributes["for"] for found in page.all("label")}
-    inputs = [found for name in ("input", "select", "textarea") for found in page.all(name)]
+    inputs = [
+        found for name in ("input", "select", "textarea") for found in page.all(name)
+    ]
     assert {found.attributes["id"] for found in inputs} == labelled
-    ids = [found.attributes["id"] for found in page.elements if "id" in found.attributes]
+    ids = [
+        found.attributes["id"] for found in page.elements if "id" in found.attributes
+    ]
     assert len(set(ids)) == len(ids)
     return page

@@ -31,14 +31,18 @@ class Chunked(Instant):
         """The plan on one rank, in chunks."""
         plan = super().__call__(task, report)
         assert isinstance(plan, Plan)
-        return plan.model_copy(update={"layout": plan.layout.model_copy(update={"sequence_chunks": 2})})
+        return plan.model_copy(
+            update={"layout": plan.layout.model_copy(update={"sequence_chunks": 2})}
+        )
 
 
 def test_a_plan_is_downloaded(settings: Settings, journal: Path) -> None:
     """The list leads to a file with the target's text, name, type and warnings, which a client need not fetch twice."""
     with running(settings, Instant(journal)) as live:
         plan = Plan.model_validate(live.plan(plan_body()).json())
-        listed = {each["name"]: each for each in live.get("/v1/exports").json()["exports"]}
+        listed = {
+            each["name"]: each for each in live.get("/v1/exports").json()["exports"]
+        }
         assert listed.keys() == TARGETS.keys()
         assert listed[TARGET.name] == {
             "name": "torch-pipelining",
@@ -52,9 +56,17 @@ def test_a_plan_is_downloaded(settings: Settings, journal: Path) -> None:
         export = TARGET.write(plan)
         assert (answer.status_code, answer.text) == (200, export.text)
         assert answer.headers["content-type"].startswith("text/csv")
-        assert answer.headers["content-disposition"] == f'attachment; filename="{TARGET.file_name(plan)}"'
-        assert answer.headers["export-warnings"] == ", ".join(map(structured, export.warnings))
-        assert live.get(url, **{"If-None-Match": answer.headers["etag"]}).status_code == 304
+        assert (
+            answer.headers["content-disposition"]
+            == f'attachment; filename="{TARGET.file_name(plan)}"'
+        )
+        assert answer.headers["export-warnings"] == ", ".join(
+            map(structured, export.warnings)
+        )
+        assert (
+            live.get(url, **{"If-None-Match": answer.headers["etag"]}).status_code
+            == 304
+        )
 
 
 def test_what_cannot_be_written_is_refused(settings: Settings, journal: Path) -> None:
@@ -69,7 +81,12 @@ def test_what_cannot_be_written_is_refused(settings: Settings, journal: Path) ->
         assert (refused.status_code, refused.json()["code"]) == (422, "unsupported")
         assert refused.json()["errors"][0]["field"] == "layout.sequence_chunks"
         assert "--fix sequence_chunks=1" in refused.json()["errors"][0]["mend"]
-        assert live.get(f"/v1/plans/none/exports/{TARGET.name}").json()["errors"][0]["field"] == "plan_id"
+        assert (
+            live.get(f"/v1/plans/none/exports/{TARGET.name}").json()["errors"][0][
+                "field"
+            ]
+            == "plan_id"
+        )
 
 
 @pytest.mark.parametrize(
@@ -93,5 +110,9 @@ def test_the_download_is_described() -> None:
     download = paths["/v1/plans/{plan_id}/exports/{target}"]["get"]
     assert download["operationId"] == "get_export"
     answer = download["responses"]["200"]
-    assert answer["content"].keys() == {target.media_type for target in TARGETS.values()}
-    assert {"Content-Disposition", "ETag", "Export-Warnings"} <= answer["headers"].keys()
+    assert answer["content"].keys() == {
+        target.media_type for target in TARGETS.values()
+    }
+    assert {"Content-Disposition", "ETag", "Export-Warnings"} <= answer[
+        "headers"
+    ].keys()

@@ -43,15 +43,28 @@ def code_of(answer: httpx2.Response) -> str:
 
 def test_head_is_get_without_the_body(live: Live, plan_id: str) -> None:
     """Every path that takes GET takes HEAD, with the same headers, the length of the body too."""
-    paths = (f"/v1/plans/{plan_id}", f"/v1/plans/{plan_id}/timeline.svg", "/v1/plans/none", "/", "/healthz", "/docs")
+    paths = (
+        f"/v1/plans/{plan_id}",
+        f"/v1/plans/{plan_id}/timeline.svg",
+        "/v1/plans/none",
+        "/",
+        "/healthz",
+        "/docs",
+    )
     for path in paths:
         got, head = live.get(path), live.client.head(path)
         for answer in (got, head):
             del answer.headers["x-request-id"], answer.headers["date"]
-        assert (head.status_code, head.headers, head.content) == (got.status_code, got.headers, b""), path
+        assert (head.status_code, head.headers, head.content) == (
+            got.status_code,
+            got.headers,
+            b"",
+        ), path
 
 
-def test_head_of_a_stream_ends(settings: Settings, journal: Path, tmp_path: Path) -> None:
+def test_head_of_a_stream_ends(
+    settings: Settings, journal: Path, tmp_path: Path
+) -> None:
     """Asking for the headers of a job's events does not follow the job: the connection goes on."""
     with running(settings, Gated(journal, tmp_path / "gate")) as live:
         job_id = live.plan(plan_body(), wait=0).json()["id"]
@@ -74,7 +87,11 @@ def test_head_of_a_stream_ends(settings: Settings, journal: Path, tmp_path: Path
 def test_all_methods_of_a_path_are_told(live: Live, path: str, methods: str) -> None:
     """405 names the methods of all routes of the path, not only those of the first."""
     answer = live.client.put(path)
-    assert (answer.status_code, code_of(answer), answer.headers["allow"]) == (405, "method-not-allowed", methods)
+    assert (answer.status_code, code_of(answer), answer.headers["allow"]) == (
+        405,
+        "method-not-allowed",
+        methods,
+    )
     assert answer.json()["errors"][0]["mend"] == f"use {methods}."
 
 
@@ -83,7 +100,9 @@ def test_a_precondition_that_does_not_hold(live: Live, plan_id: str) -> None:
     path = f"/v1/plans/{plan_id}"
     tag = live.get(path).headers["etag"]
     for method in ("GET", "DELETE"):
-        answer = live.client.request(method, path, headers={"If-Match": f'"other", W/{tag}'})
+        answer = live.client.request(
+            method, path, headers={"If-Match": f'"other", W/{tag}'}
+        )
         assert (answer.status_code, code_of(answer)) == (412, "precondition-failed")
     assert live.get(path, **{"If-Match": f'"other", {tag}'}).status_code == 200
 
@@ -97,7 +116,9 @@ def test_a_compressed_body_is_refused(live: Live) -> None:
 
 def test_the_media_type_that_is_taken_is_told(live: Live) -> None:
     """415 for another media type has it in Accept."""
-    answer = live.client.post("/v1/plans", content=b"{}", headers={"Content-Type": "text/plain"})
+    answer = live.client.post(
+        "/v1/plans", content=b"{}", headers={"Content-Type": "text/plain"}
+    )
     assert (answer.status_code, answer.headers["accept"]) == (415, "application/json")
 
 
@@ -133,7 +154,9 @@ def test_a_flood_of_mistakes_is_told_shortly(live: Live) -> None:
 
 def test_preferences(settings_of: SettingsOf, journal: Path, tmp_path: Path) -> None:
     """Those that can be understood are applied, and told; others are left out, as RFC 7240 asks for."""
-    with running(settings_of(default_wait_seconds=0.1), Gated(journal, tmp_path / "gate")) as live:
+    with running(
+        settings_of(default_wait_seconds=0.1), Gated(journal, tmp_path / "gate")
+    ) as live:
         for prefer, applied in (
             ("", None),
             ("respond-async", "respond-async"),
@@ -146,12 +169,21 @@ def test_preferences(settings_of: SettingsOf, journal: Path, tmp_path: Path) -> 
             ("wait=", None),
         ):
             answer = live.post("/v1/plans", plan_body(), Prefer=prefer)
-            assert (answer.status_code, answer.headers.get("preference-applied")) == (202, applied), prefer
+            assert (answer.status_code, answer.headers.get("preference-applied")) == (
+                202,
+                applied,
+            ), prefer
 
 
 def test_names_of_the_service(live: Live) -> None:
     """On loopback without keys no name of another site is answered: a page could have pointed its own name here."""
-    for host in ("localhost", "LOCALHOST.:80", "planner.localhost", "[::1]:8000", "192.0.2.1"):
+    for host in (
+        "localhost",
+        "LOCALHOST.:80",
+        "planner.localhost",
+        "[::1]:8000",
+        "192.0.2.1",
+    ):
         assert live.get("/v1/plans", Host=host).status_code == 200, host
     for host in ("evil.example", "localhost.evil.example:8000", "[::1"):
         answer = live.get("/v1/plans", Host=host)
@@ -162,18 +194,48 @@ def test_names_of_the_service(live: Live) -> None:
 def test_allowed_hosts() -> None:
     """The setting adds names; without it any name will do where keys are asked for, or others reach the port."""
     named = names_of("Planner.example.org, *.cluster", host="127.0.0.1", has_keys=False)
-    hosts = ("planner.example.org:80", "a.cluster", "localhost", "10.0.0.1", "evil.example", "cluster")
-    assert [is_own(host, named) for host in hosts] == [True, True, True, True, False, False]
-    for host, has_keys, expected in (("127.0.0.1", True, True), ("0.0.0.0", False, True), ("::1", False, False)):
-        assert is_own("evil.example", names_of("", host=host, has_keys=has_keys)) == expected
+    hosts = (
+        "planner.example.org:80",
+        "a.cluster",
+        "localhost",
+        "10.0.0.1",
+        "evil.example",
+        "cluster",
+    )
+    assert [is_own(host, named) for host in hosts] == [
+        True,
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
+    for host, has_keys, expected in (
+        ("127.0.0.1", True, True),
+        ("0.0.0.0", False, True),
+        ("::1", False, False),
+    ):
+        assert (
+            is_own("evil.example", names_of("", host=host, has_keys=has_keys))
+            == expected
+        )
 
 
-def test_a_client_has_only_its_share(settings_of: SettingsOf, journal: Path, tmp_path: Path) -> None:
+def test_a_client_has_only_its_share(
+    settings_of: SettingsOf, journal: Path, tmp_path: Path
+) -> None:
     """Who has as many solves under way as one may have gets 429; joining one that exists, and other clients, go on."""
-    with running(settings_of(max_jobs_per_client=2), Gated(journal, tmp_path / "gate")) as live:
+    with running(
+        settings_of(max_jobs_per_client=2), Gated(journal, tmp_path / "gate")
+    ) as live:
 
         def ask(batch: int, **headers: str) -> httpx2.Response:
-            return live.post("/v1/plans", plan_body(job=job(global_batch_size=batch)), Prefer="wait=0", **headers)
+            return live.post(
+                "/v1/plans",
+                plan_body(job=job(global_batch_size=batch)),
+                Prefer="wait=0",
+                **headers,
+            )
 
         first = [ask(batch) for batch in (8, 16)]
         assert [answer.status_code for answer in (*first, ask(8))] == [202, 202, 202]
@@ -186,13 +248,20 @@ def test_a_client_has_only_its_share(settings_of: SettingsOf, journal: Path, tmp
         until(lambda: ask(32).status_code == 202)
 
 
-def test_keys_share_apart(settings_of: SettingsOf, journal: Path, tmp_path: Path) -> None:
+def test_keys_share_apart(
+    settings_of: SettingsOf, journal: Path, tmp_path: Path
+) -> None:
     """With keys the share is of a key, wherever its requests come from."""
     keys = "\n".join(f"{name} plan {digest_of(name)}" for name in ("ann", "ben"))
-    with running(settings_of(max_jobs_per_client=1, keys=keys), Gated(journal, tmp_path / "gate")) as live:
+    with running(
+        settings_of(max_jobs_per_client=1, keys=keys), Gated(journal, tmp_path / "gate")
+    ) as live:
 
         def ask(name: str, batch: int) -> int:
-            body, headers = plan_body(job=job(global_batch_size=batch)), {"Authorization": f"Bearer {name}"}
+            body, headers = (
+                plan_body(job=job(global_batch_size=batch)),
+                {"Authorization": f"Bearer {name}"},
+            )
             return live.post("/v1/plans", body, Prefer="wait=0", **headers).status_code
 
         assert [ask("ann", 8), ask("ann", 16), ask("ben", 16)] == [202, 429, 202]
@@ -204,7 +273,11 @@ def test_a_full_disk_is_told_and_got_over(settings: Settings, journal: Path) -> 
         store: Store = live.server._app.state.services.store
         store._run("PRAGMA max_page_count = 1")
         answer = live.plan(plan_body())
-        assert (answer.status_code, code_of(answer), answer.headers["retry-after"]) == (503, "not-ready", "10")
+        assert (answer.status_code, code_of(answer), answer.headers["retry-after"]) == (
+            503,
+            "not-ready",
+            "10",
+        )
         assert "full" in answer.json()["detail"]
         assert live.get("/healthz").status_code == 200
         store._run("PRAGMA max_page_count = 1000000")
@@ -229,12 +302,18 @@ def test_a_job_whose_end_could_not_be_stored_is_done_again(
         assert live.get(stuck.headers["location"]).json()["status"] == "succeeded"
 
 
-def test_orderly_stops_are_no_attempts(settings: Settings, journal: Path, tmp_path: Path) -> None:
+def test_orderly_stops_are_no_attempts(
+    settings: Settings, journal: Path, tmp_path: Path
+) -> None:
     """A job that three deployments interrupted is not given up as one that the service died under."""
     for start in range(4):
         with running(settings, Gated(journal, tmp_path / "gate")) as live:
             job_id = live.plan(plan_body(), wait=0).json()["id"]
-            until(lambda live=live, job_id=job_id: live.get(f"/v1/jobs/{job_id}").json()["status"] == "running")
+            until(
+                lambda live=live, job_id=job_id: (
+                    live.get(f"/v1/jobs/{job_id}").json()["status"] == "running"
+                )
+            )
             assert live.get(f"/v1/jobs/{job_id}").json()["problem"] is None, start
     (tmp_path / "gate").touch()
     with running(settings, Gated(journal, tmp_path / "gate")) as live:
@@ -245,7 +324,12 @@ def test_the_description_knows_what_is_answered(live: Live, plan_id: str) -> Non
     """What says If-None-Match in its description of answers is what has an ETag, and what has nothing has no type."""
     paths = live.get("/openapi.json").json()["paths"]
     for path, item in paths.items():
-        if path.startswith("/v1/plans/{plan_id}") and "{m" not in path and "{t" not in path and "get" in item:
+        if (
+            path.startswith("/v1/plans/{plan_id}")
+            and "{m" not in path
+            and "{t" not in path
+            and "get" in item
+        ):
             tagged = "etag" in live.get(path.format(plan_id=plan_id)).headers
             assert ("304" in item["get"]["responses"]) == tagged, path
     job_id = live.plan(plan_body(job=job(global_batch_size=64)), wait=0).json()["id"]
@@ -260,7 +344,9 @@ def test_the_page_of_the_interface(live: Live) -> None:
         for method, operation in item.items():
             assert f"{method.upper()} {path}" in page
             assert f"id='{operation['operationId']}'" in page
-    assert all(f"id='schema-{name}'" in page for name in document["components"]["schemas"])
+    assert all(
+        f"id='schema-{name}'" in page for name in document["components"]["schemas"]
+    )
     assert "<script" not in page
     assert "http://" not in page
     assert "https://" not in page

@@ -48,11 +48,15 @@ def status(live: Live, job_id: str) -> str:
     return str(live.get(f"/v1/jobs/{job_id}").json()["status"])
 
 
-def test_equal_requests_share_a_job(settings: Settings, journal: Path, tmp_path: Path) -> None:
+def test_equal_requests_share_a_job(
+    settings: Settings, journal: Path, tmp_path: Path
+) -> None:
     """Clients that ask for the same plan at the same time wait for one solve."""
     with running(settings, Gated(journal, tmp_path / "gate")) as live:
         jobs: list[str] = []
-        threads = [threading.Thread(target=lambda: jobs.append(asked(live))) for _ in range(5)]
+        threads = [
+            threading.Thread(target=lambda: jobs.append(asked(live))) for _ in range(5)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -64,21 +68,34 @@ def test_equal_requests_share_a_job(settings: Settings, journal: Path, tmp_path:
     assert len(pids(journal)) == 1
 
 
-def test_events_tell_the_whole_story_and_resume(settings: Settings, journal: Path, tmp_path: Path) -> None:
+def test_events_tell_the_whole_story_and_resume(
+    settings: Settings, journal: Path, tmp_path: Path
+) -> None:
     """The stream starts at the first event, follows live, ends with the job, and goes on after Last-Event-ID."""
     with running(settings, Gated(journal, tmp_path / "gate")) as live:
         job_id = asked(live)
         until(lambda: live.get(f"/v1/jobs/{job_id}").json()["incumbent"] == 1.0)
         threading.Timer(0.2, (tmp_path / "gate").touch).start()
         events = live.events(job_id)
-        assert [event["event"] for event in events] == ["queued", "started", "incumbent", "incumbent", "done"]
+        assert [event["event"] for event in events] == [
+            "queued",
+            "started",
+            "incumbent",
+            "incumbent",
+            "done",
+        ]
         assert [event["id"] for event in events] == ["1", "2", "3", "4", "5"]
-        assert [event["data"]["incumbent_seconds"] for event in events[2:4]] == [2.0, 1.0]
+        assert [event["data"]["incumbent_seconds"] for event in events[2:4]] == [
+            2.0,
+            1.0,
+        ]
         assert events[-1]["data"] == {"status": "succeeded"}
         assert live.events(job_id, **{"Last-Event-ID": "3"}) == events[3:]
 
 
-def test_cancelling_kills_the_process(settings: Settings, journal: Path, tmp_path: Path) -> None:
+def test_cancelling_kills_the_process(
+    settings: Settings, journal: Path, tmp_path: Path
+) -> None:
     """DELETE ends the solver at once, may be repeated, and a new request starts a new job."""
     with running(settings, Gated(journal, tmp_path / "gate")) as live:
         job_id = asked(live)
@@ -91,7 +108,9 @@ def test_cancelling_kills_the_process(settings: Settings, journal: Path, tmp_pat
         assert asked(live) != job_id
 
 
-def test_a_queued_job_can_be_cancelled(settings: Settings, journal: Path, tmp_path: Path) -> None:
+def test_a_queued_job_can_be_cancelled(
+    settings: Settings, journal: Path, tmp_path: Path
+) -> None:
     """A job that is cancelled before its turn never starts."""
     with running(settings, Gated(journal, tmp_path / "gate")) as live:
         first, second = asked(live), asked(live, global_batch_size=16)
@@ -104,13 +123,17 @@ def test_a_queued_job_can_be_cancelled(settings: Settings, journal: Path, tmp_pa
     assert len(pids(journal)) == 1
 
 
-def test_a_client_that_waits_learns_of_the_cancellation(settings: Settings, journal: Path, tmp_path: Path) -> None:
+def test_a_client_that_waits_learns_of_the_cancellation(
+    settings: Settings, journal: Path, tmp_path: Path
+) -> None:
     """Whoever waits for a plan that somebody cancels gets 409, not silence."""
     with running(settings, Gated(journal, tmp_path / "gate")) as live:
         job_id = asked(live)
         until(lambda: pids(journal))
         answers: list[int] = []
-        waiter = threading.Thread(target=lambda: answers.append(live.plan(plan_body()).status_code))
+        waiter = threading.Thread(
+            target=lambda: answers.append(live.plan(plan_body()).status_code)
+        )
         waiter.start()
         until(lambda: live.metric("planner_plan_requests_total") == 2)
         live.client.delete(f"/v1/jobs/{job_id}")
@@ -118,7 +141,9 @@ def test_a_client_that_waits_learns_of_the_cancellation(settings: Settings, jour
         assert answers == [409]
 
 
-def test_the_queue_is_bounded(settings_of: SettingsOf, journal: Path, tmp_path: Path) -> None:
+def test_the_queue_is_bounded(
+    settings_of: SettingsOf, journal: Path, tmp_path: Path
+) -> None:
     """One solve at work and one waiting: the third is told to come back, with the limits; known plans still answer."""
     settings = settings_of(queue_length=1)
     with running(settings, Gated(journal, tmp_path / "gate")) as live:
@@ -147,7 +172,11 @@ def test_the_queue_is_bounded(settings_of: SettingsOf, journal: Path, tmp_path: 
     ],
 )
 def test_a_failed_solve_says_why(
-    settings: Settings, journal: Path, work: Callable[[Path], Work], http_status: int, code: str
+    settings: Settings,
+    journal: Path,
+    work: Callable[[Path], Work],
+    http_status: int,
+    code: str,
 ) -> None:
     """Refusals keep their field and mend; a crash shows no traceback; both stand in the job; the service goes on."""
     with running(settings, work(journal)) as live:
@@ -176,7 +205,9 @@ def test_a_refusal_names_field_and_mend(settings: Settings, journal: Path) -> No
         }
 
 
-def test_an_overrunning_solver_is_killed(settings_of: SettingsOf, journal: Path, tmp_path: Path) -> None:
+def test_an_overrunning_solver_is_killed(
+    settings_of: SettingsOf, journal: Path, tmp_path: Path
+) -> None:
     """Past its time limit and grace a solver is stopped, and the job says so."""
     settings = settings_of(solver_grace_seconds=0.3)
     with running(settings, Gated(journal, tmp_path / "gate")) as live:
@@ -188,13 +219,18 @@ def test_an_overrunning_solver_is_killed(settings_of: SettingsOf, journal: Path,
 
 def follow(url: httpx2.URL, connected: threading.Event, lines: list[str]) -> None:
     """Read a stream until the server ends it."""
-    with httpx2.Client(timeout=PATIENCE_SECONDS) as client, client.stream("GET", url) as response:
+    with (
+        httpx2.Client(timeout=PATIENCE_SECONDS) as client,
+        client.stream("GET", url) as response,
+    ):
         for line in response.iter_lines():
             lines.append(line)
             connected.set()
 
 
-def test_a_stop_leaves_the_queue_to_the_next_start(settings: Settings, journal: Path, tmp_path: Path) -> None:
+def test_a_stop_leaves_the_queue_to_the_next_start(
+    settings: Settings, journal: Path, tmp_path: Path
+) -> None:
     """Stopping kills solvers and ends streams properly; the jobs are solved after the next start."""
     gate, connected, lines = tmp_path / "gate", threading.Event(), list[str]()
     with running(settings, Gated(journal, gate)) as live:
@@ -221,7 +257,12 @@ def left_behind(settings: Settings, body: dict[str, object], attempts: int) -> s
     from planner.spec import Cluster, Job, Options
 
     profile = four_equal_layers()
-    request = make_request(profile, Cluster.model_validate(body["cluster"]), Job.model_validate(body["job"]), Options())
+    request = make_request(
+        profile,
+        Cluster.model_validate(body["cluster"]),
+        Job.model_validate(body["job"]),
+        Options(),
+    )
     store = Store(settings.database)
     store.add_profile(digest(profile), profile.model_dump_json(by_alias=True))
     text = request.model_dump_json(by_alias=True, exclude={"profile"})
@@ -242,7 +283,9 @@ def test_jobs_of_a_killed_service_are_solved(settings: Settings, journal: Path) 
         assert live.get(f"/v1/plans/{plan_id}").json()["id"] == plan_id
 
 
-def test_a_job_that_kills_the_service_is_given_up(settings: Settings, journal: Path) -> None:
+def test_a_job_that_kills_the_service_is_given_up(
+    settings: Settings, journal: Path
+) -> None:
     """After several attempts a job is failed, not tried for ever."""
     left_behind(settings, plan_body(), attempts=MAX_ATTEMPTS)
     with running(settings, Instant(journal)) as live:
@@ -252,7 +295,9 @@ def test_a_job_that_kills_the_service_is_given_up(settings: Settings, journal: P
 
 
 @pytest.mark.parametrize("method", ["GET", "DELETE"])
-def test_an_unknown_job_is_not_found(settings: Settings, journal: Path, method: str) -> None:
+def test_an_unknown_job_is_not_found(
+    settings: Settings, journal: Path, method: str
+) -> None:
     """No such job: 404."""
     with running(settings, Instant(journal)) as live:
         answer = live.client.request(method, "/v1/jobs/none")
@@ -261,8 +306,13 @@ def test_an_unknown_job_is_not_found(settings: Settings, journal: Path, method: 
 
 
 @pytest.mark.parametrize("given", ["first", "-1", "1.5", "9" * 30])
-def test_a_wrong_last_event_id_is_refused(settings: Settings, journal: Path, tmp_path: Path, given: str) -> None:
+def test_a_wrong_last_event_id_is_refused(
+    settings: Settings, journal: Path, tmp_path: Path, given: str
+) -> None:
     """Only numbers of events resume a stream."""
     with running(settings, Gated(journal, tmp_path / "gate")) as live:
         answer = live.get(f"/v1/jobs/{asked(live)}/events", **{"Last-Event-ID": given})
-        assert (answer.status_code, answer.json()["errors"][0]["field"]) == (422, "Last-Event-ID")
+        assert (answer.status_code, answer.json()["errors"][0]["field"]) == (
+            422,
+            "Last-Event-ID",
+        )

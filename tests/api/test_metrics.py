@@ -30,12 +30,19 @@ def test_counters_are_kept_by_label() -> None:
     metrics.solves.add(status="failed")
     metrics.solves.add(status="succeeded")
     text = metrics.text(queue_length=3, running=2)
-    assert 'planner_solves_total{status="failed"} 1\nplanner_solves_total{status="succeeded"} 2\n' in text
+    assert (
+        'planner_solves_total{status="failed"} 1\nplanner_solves_total{status="succeeded"} 2\n'
+        in text
+    )
     assert "planner_queue_length 3\n" in text
     assert "planner_running_solves 2\n" in text
 
 
 def test_every_metric_has_its_type() -> None:
     """Each name is declared once, before its rows."""
-    declared = [line.split()[2] for line in Metrics().text(queue_length=0, running=0).splitlines() if "# TYPE" in line]
+    declared = [
+        line.split()[2]
+        for line in Metrics().text(queue_length=0, running=0).splitlines()
+        if "# TYPE" in line
+    ]
     assert len(declared) == len(set(declared)) == 9

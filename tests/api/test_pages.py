@@ -25,13 +25,24 @@ from tests.api.read_page import Page, read_page
 from tests.api.test_plans import measured_run
 
 SettingsOf = Callable[..., Settings]
-FORM = {"model": "gpt2", "device": "a100-sxm4-80gb", "nodes": "1", "devices_per_node": "8", "global_batch_size": "64"}
-FORM |= {"sequence_length": "1024", "constraints": "tensor_parallel_degree=1,2; micro_batch_size=..4\nzero_stage=1"}
+FORM = {
+    "model": "gpt2",
+    "device": "a100-sxm4-80gb",
+    "nodes": "1",
+    "devices_per_node": "8",
+    "global_batch_size": "64",
+}
+FORM |= {
+    "sequence_length": "1024",
+    "constraints": "tensor_parallel_degree=1,2; micro_batch_size=..4\nzero_stage=1",
+}
 
 
 def marked_body() -> dict[str, object]:
     """A request with markup wherever words go."""
-    body = plan_body(four_equal_layers(MARKUP), job=job(constraints={"schedule": MARKUP}))
+    body = plan_body(
+        four_equal_layers(MARKUP), job=job(constraints={"schedule": MARKUP})
+    )
     for layer in body["profile"]["layers"]:
         layer["name"] += MARKUP
     body["profile"]["device"] = body["cluster"]["name"] = MARKUP
@@ -46,11 +57,15 @@ def post(live: Live, answers: dict[str, str]) -> tuple[int, str]:
     return answer.status_code, answer.headers.get("location", "")
 
 
-def test_a_plan_has_a_page_of_all_that_it_says(settings: Settings, journal: Path) -> None:
+def test_a_plan_has_a_page_of_all_that_it_says(
+    settings: Settings, journal: Path
+) -> None:
     """Layout, time, memory, stages, alternatives and the rest stand there, escaped, and every link leads somewhere."""
     with running(settings, Rich(journal)) as live:
         plan_id = live.plan(marked_body()).json()["id"]
-        live.post(f"/v1/plans/{plan_id}/measurements", measured_run(plan_id, devices=MARKUP))
+        live.post(
+            f"/v1/plans/{plan_id}/measurements", measured_run(plan_id, devices=MARKUP)
+        )
         page = read_page(live.get(f"/plans/{plan_id}"))
         assert page.all("h1")[0].text == f"{MARKUP} on 2 devices"
         words = page.all("main")[0].text
@@ -71,11 +86,19 @@ def test_a_plan_has_a_page_of_all_that_it_says(settings: Settings, journal: Path
         ):
             assert cell in page.table(caption), caption
         assert f"/plans/{plan_id}" in read_page(live.get("/")).links()
-        assert [link for link in sorted(set(page.links())) if live.get(link).status_code != 200] == []
-        assert live.get(f"/v1/plans/{plan_id}", Accept="text/html").json()["id"] == plan_id
+        assert [
+            link
+            for link in sorted(set(page.links()))
+            if live.get(link).status_code != 200
+        ] == []
+        assert (
+            live.get(f"/v1/plans/{plan_id}", Accept="text/html").json()["id"] == plan_id
+        )
 
 
-def test_targets_that_refuse_the_plan_tell_why(settings: Settings, journal: Path) -> None:
+def test_targets_that_refuse_the_plan_tell_why(
+    settings: Settings, journal: Path
+) -> None:
     """Every target stands on the page: with a link that works, or with the reason why there is none."""
     with running(settings, Instant(journal)) as live:
         plan_id = live.plan(plan_body()).json()["id"]
@@ -84,7 +107,8 @@ def test_targets_that_refuse_the_plan_tell_why(settings: Settings, journal: Path
             url = f"/v1/plans/{plan_id}/exports/{name}"
             assert (live.get(url).status_code == 200) == (url in page.links()), name
         assert page.table("other runtimes").count("cannot: ") == sum(
-            f"/v1/plans/{plan_id}/exports/{name}" not in page.links() for name in TARGETS
+            f"/v1/plans/{plan_id}/exports/{name}" not in page.links()
+            for name in TARGETS
         )
 
 
@@ -100,7 +124,9 @@ def test_no_plan_has_a_page_too(settings: Settings, journal: Path) -> None:
         assert "no plan fits" in read_page(live.get("/")).table("Plans")
 
 
-def test_a_form_becomes_the_plan_that_it_asks_for(settings: Settings, journal: Path) -> None:
+def test_a_form_becomes_the_plan_that_it_asks_for(
+    settings: Settings, journal: Path
+) -> None:
     """The form's plan is the one of the same document; asked again it is known; its page fills in the form."""
     with running(settings, Instant(journal)) as live:
         status, place = post(live, FORM)
@@ -115,10 +141,21 @@ def test_a_form_becomes_the_plan_that_it_asks_for(settings: Settings, journal: P
             "micro_batch_size": {"min": None, "max": 4},
             "zero_stage": 1,
         }
-        again = next(link for link in read_page(live.get(plan_page)).links() if link.startswith("/plan?"))
+        again = next(
+            link
+            for link in read_page(live.get(plan_page)).links()
+            if link.startswith("/plan?")
+        )
         form = read_page(live.get(again))
-        filled = {found.attributes["name"]: found.attributes["value"] for found in form.all("input")}
-        chosen = [found.attributes["value"] for found in form.all("option") if "selected" in found.attributes]
+        filled = {
+            found.attributes["name"]: found.attributes["value"]
+            for found in form.all("input")
+        }
+        chosen = [
+            found.attributes["value"]
+            for found in form.all("option")
+            if "selected" in found.attributes
+        ]
         assert chosen == ["gpt2", "a100-sxm4-80gb", "bf16-mixed", "adamw", "step_time"]
         assert (filled["nodes"], filled["time_limit_seconds"]) == ("1", "60")
         assert "micro_batch_size=..4" in form.all("textarea")[0].text
@@ -136,7 +173,11 @@ def test_a_form_becomes_the_plan_that_it_asks_for(settings: Settings, journal: P
         ({"precision": MARKUP}, "precision", "'bf16-mixed'"),
         ({"device": "h1000"}, "device", "h1000"),
         ({"model": MARKUP}, "model", "catalogue"),
-        ({"objective": "devices"}, "deadline_seconds", "the objective devices needs it"),
+        (
+            {"objective": "devices"},
+            "deadline_seconds",
+            "the objective devices needs it",
+        ),
         ({"time_limit_seconds": "1e6"}, "time_limit_seconds", "at most"),
         ({"constraints": "tensor=2"}, "constraints", "tensor_parallel_degree"),
         ({"constraints": "zero_stage=9"}, "constraints", "zero_stage"),
@@ -154,7 +195,9 @@ def test_mistakes_stand_beside_their_fields(
         if found.attributes.get("class") == "wrong" and "id" in found.attributes
     }
     assert words in told[f"{field}-wrong"], told
-    (control,) = [found for found in page.elements if found.attributes.get("id") == field]
+    (control,) = [
+        found for found in page.elements if found.attributes.get("id") == field
+    ]
     assert control.attributes["aria-invalid"] == "true"
     assert f"{field}-wrong" in control.attributes["aria-describedby"]
     assert typed(page)[field] == changes.get(field, "")
@@ -171,7 +214,10 @@ def form_service(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 def typed(page: Page) -> dict[str, str]:
     """What stands in the fields of a form."""
-    answers = {found.attributes["name"]: found.attributes["value"] for found in page.all("input")}
+    answers = {
+        found.attributes["name"]: found.attributes["value"]
+        for found in page.all("input")
+    }
     answers |= {found.attributes["name"]: found.text for found in page.all("textarea")}
     selects = [found for found in page.elements if found.name in ("select", "option")]
     name = ""
@@ -188,19 +234,36 @@ def test_a_form_that_is_none_is_refused(form_service: Live) -> None:
     assert form_service.client.post("/plan", json=FORM).status_code == 415
     many = "&".join(f"nodes={number}" for number in range(1000)).encode()
     headers = {"Content-Type": "application/x-www-form-urlencoded"}
-    assert form_service.client.post("/plan", content=many, headers=headers).status_code == 422
-    assert form_service.client.post("/plan", content=b"model=%ff%00&nodes=%zz", headers=headers).status_code == 422
+    assert (
+        form_service.client.post("/plan", content=many, headers=headers).status_code
+        == 422
+    )
+    assert (
+        form_service.client.post(
+            "/plan", content=b"model=%ff%00&nodes=%zz", headers=headers
+        ).status_code
+        == 422
+    )
 
 
-def test_a_job_has_a_page_that_renews_itself_until_it_ends(settings: Settings, journal: Path, tmp_path: Path) -> None:
+def test_a_job_has_a_page_that_renews_itself_until_it_ends(
+    settings: Settings, journal: Path, tmp_path: Path
+) -> None:
     """It shows incumbent, bound and gap; once there is a plan it leads there, and then asks no more."""
     with running(settings, Gated(journal, tmp_path / "gate")) as live:
         _, place = post(live, FORM)
         until(lambda: "1.00 s" in live.get(place).text)
         page = read_page(live.get(place))
-        refresh = [found for found in page.all("meta") if found.attributes.get("http-equiv") == "refresh"]
+        refresh = [
+            found
+            for found in page.all("meta")
+            if found.attributes.get("http-equiv") == "refresh"
+        ]
         assert [found.attributes["content"] for found in refresh] == ["2"]
-        assert all(words in page.all("dl")[0].text for words in ("running", "250 ms", "75.0 %", "2 of 10 layouts"))
+        assert all(
+            words in page.all("dl")[0].text
+            for words in ("running", "250 ms", "75.0 %", "2 of 10 layouts")
+        )
         assert page.all("h1")[0].text == "gpt2 on 8 devices: running"
         start = read_page(live.get("/"))
         assert place in start.links()
@@ -210,7 +273,9 @@ def test_a_job_has_a_page_that_renews_itself_until_it_ends(settings: Settings, j
         assert live.get(live.get(place).headers["location"]).status_code == 200
 
 
-def test_a_job_can_be_cancelled_from_its_page(settings: Settings, journal: Path, tmp_path: Path) -> None:
+def test_a_job_can_be_cancelled_from_its_page(
+    settings: Settings, journal: Path, tmp_path: Path
+) -> None:
     """The button ends the solve; the page then offers to ask again, and renews itself no more."""
     with running(settings, Gated(journal, tmp_path / "gate")) as live:
         _, place = post(live, FORM)
@@ -223,9 +288,13 @@ def test_a_job_can_be_cancelled_from_its_page(settings: Settings, journal: Path,
         assert "/plan" in page.links()
 
 
-def test_a_full_queue_is_told_above_the_form(settings_of: SettingsOf, journal: Path, tmp_path: Path) -> None:
+def test_a_full_queue_is_told_above_the_form(
+    settings_of: SettingsOf, journal: Path, tmp_path: Path
+) -> None:
     """429 with Retry-After, and the form as it was filled in."""
-    with running(settings_of(queue_length=0), Gated(journal, tmp_path / "gate")) as live:
+    with running(
+        settings_of(queue_length=0), Gated(journal, tmp_path / "gate")
+    ) as live:
         post(live, FORM)
         answer = live.client.post("/plan", data=FORM | {"nodes": "2"})
         assert int(answer.headers["retry-after"]) >= 1
@@ -236,13 +305,20 @@ def test_a_full_queue_is_told_above_the_form(settings_of: SettingsOf, journal: P
 
 def test_browsers_get_pages_for_errors(form_service: Live) -> None:
     """Under a page's path; documents stay documents, whoever asks."""
-    page = read_page(form_service.get("/plans/<b>none", Accept="text/html,*/*"), status=404)
+    page = read_page(
+        form_service.get("/plans/<b>none", Accept="text/html,*/*"), status=404
+    )
     assert "there is no plan '<b>none'" in page.all("main")[0].text
     assert form_service.get("/plans/none").json()["code"] == "not-found"
-    assert form_service.get("/v1/plans/none", Accept="text/html").json()["code"] == "not-found"
+    assert (
+        form_service.get("/v1/plans/none", Accept="text/html").json()["code"]
+        == "not-found"
+    )
 
 
-@pytest.mark.parametrize(("path", "name"), [("/models", "llama-3.1-70b"), ("/devices", "h100-sxm5-80gb")])
+@pytest.mark.parametrize(
+    ("path", "name"), [("/models", "llama-3.1-70b"), ("/devices", "h100-sxm5-80gb")]
+)
 def test_catalogues_lead_to_the_form(form_service: Live, path: str, name: str) -> None:
     """Every entry stands there, and its link fills it in."""
     page = read_page(form_service.get(path))
@@ -259,9 +335,15 @@ def test_old_plans_are_reached_from_the_start(
     monkeypatch.setattr("api.pages.start.RECENT_PLANS", 1)
     with running(settings, Instant(journal)) as live:
         assert "/plan" in read_page(live.get("/")).links()
-        ids = [live.plan(plan_body(job=job(global_batch_size=8 * size))).json()["id"] for size in (1, 2)]
+        ids = [
+            live.plan(plan_body(job=job(global_batch_size=8 * size))).json()["id"]
+            for size in (1, 2)
+        ]
         first = read_page(live.get("/"))
-        assert (f"/plans/{ids[1]}" in first.links(), f"/plans/{ids[0]}" in first.links()) == (True, False)
+        assert (
+            f"/plans/{ids[1]}" in first.links(),
+            f"/plans/{ids[0]}" in first.links(),
+        ) == (True, False)
         older = next(link for link in first.links() if link.startswith("/?cursor="))
         assert f"/plans/{ids[0]}" in read_page(live.get(older)).links()
 
@@ -269,45 +351,86 @@ def test_old_plans_are_reached_from_the_start(
 def test_behind_a_proxy_all_links_hold(settings_of: SettingsOf, journal: Path) -> None:
     """Under a prefix that the proxy strips, every link, picture, form and Location leads back through the proxy."""
     with (
-        running(settings_of(root_path="/planner", allowed_hosts="inside.example"), Instant(journal)) as live,
+        running(
+            settings_of(root_path="/planner", allowed_hosts="inside.example"),
+            Instant(journal),
+        ) as live,
         proxied(live.client, "/planner") as outside,
     ):
-        answer = outside.post("/planner/v1/plans", json=plan_body(), headers={"Prefer": "wait=60"})
+        answer = outside.post(
+            "/planner/v1/plans", json=plan_body(), headers={"Prefer": "wait=60"}
+        )
         plan_id = answer.json()["id"]
         assert outside.get(answer.headers["content-location"]).json()["id"] == plan_id
-        made = outside.post(f"/planner/v1/plans/{plan_id}/measurements", json=measured_run(plan_id))
+        made = outside.post(
+            f"/planner/v1/plans/{plan_id}/measurements", json=measured_run(plan_id)
+        )
         assert made.headers["location"] == made.json()["url"]
         stored = outside.post("/planner/v1/profiles", json=plan_body()["profile"])
         assert stored.headers["location"] == stored.json()["url"]
         host = outside.base_url.netloc.decode()
         (form,) = read_page(outside.get("/planner/plan")).all("form")
-        sent = outside.post(form.attributes["action"], data=FORM, headers={"Origin": f"http://{host}"})
+        sent = outside.post(
+            form.attributes["action"], data=FORM, headers={"Origin": f"http://{host}"}
+        )
         until(lambda: outside.get(sent.headers["location"]).status_code == 303)
-        pages = [read_page(outside.get(f"/planner{path}")) for path in ("/", "/plan", "/models", f"/plans/{plan_id}")]
+        pages = [
+            read_page(outside.get(f"/planner{path}"))
+            for path in ("/", "/plan", "/models", f"/plans/{plan_id}")
+        ]
         links = {link for page in pages for link in page.links()}
-        links |= {found.attributes["src"] for page in pages for found in page.all("img")}
-        links |= {plan["url"] for plan in outside.get("/planner/v1/plans").json()["plans"]}
-        links |= {made.json()["url"], stored.json()["url"], outside.get(sent.headers["location"]).headers["location"]}
-        links.add(outside.get(sent.headers["location"].replace("/jobs", "/v1/jobs")).json()["plan_url"])
+        links |= {
+            found.attributes["src"] for page in pages for found in page.all("img")
+        }
+        links |= {
+            plan["url"] for plan in outside.get("/planner/v1/plans").json()["plans"]
+        }
+        links |= {
+            made.json()["url"],
+            stored.json()["url"],
+            outside.get(sent.headers["location"]).headers["location"],
+        }
+        links.add(
+            outside.get(sent.headers["location"].replace("/jobs", "/v1/jobs")).json()[
+                "plan_url"
+            ]
+        )
         some = {link for link in links if "/plan?model=" not in link}
-        assert [link for link in sorted(some) if outside.get(link).status_code != 200] == []
-        refused = outside.post(form.attributes["action"], data=FORM, headers={"Origin": "http://elsewhere.example"})
+        assert [
+            link for link in sorted(some) if outside.get(link).status_code != 200
+        ] == []
+        refused = outside.post(
+            form.attributes["action"],
+            data=FORM,
+            headers={"Origin": "http://elsewhere.example"},
+        )
         assert refused.status_code == 403
 
 
 def test_commands_plan_by_a_service_behind_a_proxy(
-    settings_of: SettingsOf, journal: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings_of: SettingsOf,
+    journal: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`planner run --planner` follows the job's Location through the prefix to the plan."""
     monkeypatch.setattr("planner.cli.replan.WAIT_SECONDS", 0.0)
-    gate, settings = tmp_path / "gate", settings_of(root_path="/planner", allowed_hosts="inside.example")
+    gate, settings = (
+        tmp_path / "gate",
+        settings_of(root_path="/planner", allowed_hosts="inside.example"),
+    )
     gate.touch()
-    with running(settings, Gated(journal, gate)) as live, proxied(live.client, "/planner") as outside:
+    with (
+        running(settings, Gated(journal, gate)) as live,
+        proxied(live.client, "/planner") as outside,
+    ):
         plan = Plan.model_validate(live.plan(plan_body()).json())
         gate.unlink()
         opener = threading.Timer(0.5, gate.touch)
         opener.start()
-        found = by_service(plan, str(outside.base_url.join("/planner")))(Cluster.model_validate(cluster(devices=4)))
+        found = by_service(plan, str(outside.base_url.join("/planner")))(
+            Cluster.model_validate(cluster(devices=4))
+        )
         opener.join()
         assert isinstance(found, Plan)
         assert (found.request.cluster.devices, found.id != plan.id) == (4, True)
@@ -317,7 +440,9 @@ def test_fields_stand_where_documents_have_them() -> None:
     """The defaults ask for a valid plan but for the model's profile; every field's problem finds its field."""
     body, problems = body_of(defaults())
     assert problems == []
-    assert body["cluster"]["node_groups"] == [{"device": "h100-sxm5-80gb", "nodes": "1", "devices_per_node": "8"}]
+    assert body["cluster"]["node_groups"] == [
+        {"device": "h100-sxm5-80gb", "nodes": "1", "devices_per_node": "8"}
+    ]
     named = {field.name: field_of(Problem(field.name, "")) for field in FIELDS}
     assert named == {name: name for name in named}
     assert field_of(Problem("cluster.node_groups[0].nodes", "")) == "nodes"
@@ -331,18 +456,37 @@ def test_a_request_that_no_form_can_say_fills_in_none() -> None:
     profile = counted_profile("gpt2", sequence_length=1024, dtype="bf16")
     wanted = Job(global_batch_size=8, sequence_length=1024)
     group = {"device": "a100-sxm4-80gb", "nodes": 1, "devices_per_node": 8}
-    for groups, model, sayable in (([group], "gpt2", True), ([group, group], "gpt2", False), ([group], None, False)):
-        request = make_request(profile, Cluster.model_validate({"node_groups": groups}), wanted, Options(), model=model)
+    for groups, model, sayable in (
+        ([group], "gpt2", True),
+        ([group, group], "gpt2", False),
+        ([group], None, False),
+    ):
+        request = make_request(
+            profile,
+            Cluster.model_validate({"node_groups": groups}),
+            wanted,
+            Options(),
+            model=model,
+        )
         assert (answers_of(request) is not None) == sayable
-    inline = make_request(profile, Cluster.model_validate(cluster()), wanted, Options(), model="gpt2")
+    inline = make_request(
+        profile, Cluster.model_validate(cluster()), wanted, Options(), model="gpt2"
+    )
     assert answers_of(inline) is None
 
 
 def test_text_is_no_markup() -> None:
     """Children and attributes are escaped; addresses within the service get the prefix, others stay."""
-    tree = [tag("a", MARKUP, href="/x", title=MARKUP), tag("a", "&", href="//elsewhere"), tag("input", disabled=True)]
+    tree = [
+        tag("a", MARKUP, href="/x", title=MARKUP),
+        tag("a", "&", href="//elsewhere"),
+        tag("input", disabled=True),
+    ]
     text = render(tree, "/planner")
     (here, there, control) = Page(text).elements
-    assert (here.text, here.attributes) == (MARKUP, {"href": "/planner/x", "title": MARKUP})
+    assert (here.text, here.attributes) == (
+        MARKUP,
+        {"href": "/planner/x", "title": MARKUP},
+    )
     assert there.attributes == {"href": "//elsewhere"}
     assert control.attributes == {"disabled": ""}

@@ -16,13 +16,28 @@ from tests.api.live import running, until
 
 def measured_run(plan_id: str, **changes: Any) -> dict[str, Any]:
     """What `planner run` writes."""
-    run = {"plan_id": plan_id, "model": "four-equal-layers", "devices": "cpu", "steps": 2, "losses": [2.0, 1.0]}
+    run = {
+        "plan_id": plan_id,
+        "model": "four-equal-layers",
+        "devices": "cpu",
+        "steps": 2,
+        "losses": [2.0, 1.0],
+    }
     return (
-        run | {"step_seconds": [0.7, 0.6], "median_step_seconds": 0.6, "tokens_per_second": 10, "ranks": []} | changes
+        run
+        | {
+            "step_seconds": [0.7, 0.6],
+            "median_step_seconds": 0.6,
+            "tokens_per_second": 10,
+            "ranks": [],
+        }
+        | changes
     )
 
 
-def test_a_plan_is_solved_once_and_then_known(settings: Settings, journal: Path) -> None:
+def test_a_plan_is_solved_once_and_then_known(
+    settings: Settings, journal: Path
+) -> None:
     """The same request gets the same bytes under the same id, from one solve."""
     with running(settings, Instant(journal)) as live:
         first, second = live.plan(plan_body()), live.plan(plan_body())
@@ -46,7 +61,11 @@ def test_a_plan_is_solved_once_and_then_known(settings: Settings, journal: Path)
 def test_another_request_is_another_plan(settings: Settings, journal: Path) -> None:
     """Whatever changes the request changes the id."""
     with running(settings, Instant(journal)) as live:
-        bodies = [plan_body(), plan_body(job=job(global_batch_size=16)), plan_body(options={"top": 1})]
+        bodies = [
+            plan_body(),
+            plan_body(job=job(global_batch_size=16)),
+            plan_body(options={"top": 1}),
+        ]
         ids = {live.plan(body).json()["id"] for body in bodies}
         assert len(ids) == len(bodies)
 
@@ -55,7 +74,9 @@ def test_a_profile_can_be_named_by_its_id(settings: Settings, journal: Path) -> 
     """A stored profile's id stands for the profile: the plan is the same."""
     profile = four_equal_layers()
     with running(settings, Instant(journal)) as live:
-        stored = live.post("/v1/profiles", profile.model_dump(mode="json", by_alias=True))
+        stored = live.post(
+            "/v1/profiles", profile.model_dump(mode="json", by_alias=True)
+        )
         assert stored.status_code == 201
         assert stored.json()["id"] == digest(profile)
         by_id = live.plan(plan_body(profile=None, profile_id=stored.json()["id"]))
@@ -71,7 +92,9 @@ def test_a_profile_is_stored_once(settings: Settings, journal: Path) -> None:
         assert (first.status_code, second.status_code) == (201, 200)
         assert first.json() == second.json()
         assert first.json()["parameters"] == 4 * 10**6
-        assert parse(type(profile), live.get(first.headers["location"]).json()) == profile
+        assert (
+            parse(type(profile), live.get(first.headers["location"]).json()) == profile
+        )
 
 
 def test_a_plan_is_immutable_and_revalidates(settings: Settings, journal: Path) -> None:
@@ -84,7 +107,11 @@ def test_a_plan_is_immutable_and_revalidates(settings: Settings, journal: Path) 
         assert "immutable" in first.headers["cache-control"]
         for header in (tag, f'"other", {tag}', f"W/{tag}", "*"):
             again = live.get(url, **{"If-None-Match": header})
-            assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", tag)
+            assert (again.status_code, again.content, again.headers["etag"]) == (
+                304,
+                b"",
+                tag,
+            )
         assert live.get(url, **{"If-None-Match": '"other"'}).status_code == 200
 
 
@@ -129,7 +156,10 @@ def test_an_unproven_no_is_asked_again(settings: Settings, journal: Path) -> Non
 def test_plans_are_listed_in_pages(settings: Settings, journal: Path) -> None:
     """Following `next` shows every plan once, newest first, whatever is added meanwhile."""
     with running(settings, Instant(journal)) as live:
-        ids = [live.plan(plan_body(job=job(global_batch_size=8 * size))).json()["id"] for size in (1, 2, 3)]
+        ids = [
+            live.plan(plan_body(job=job(global_batch_size=8 * size))).json()["id"]
+            for size in (1, 2, 3)
+        ]
         first = live.get("/v1/plans?limit=2").json()
         live.plan(plan_body(job=job(global_batch_size=32)))
         second = live.get(f"/v1/plans?limit=2&cursor={first['next']}").json()
@@ -147,7 +177,9 @@ def test_a_wrong_page_is_refused(settings: Settings, journal: Path, query: str) 
         assert answer.json()["errors"][0]["field"] == query.split("=")[0]
 
 
-def test_measured_runs_are_kept_with_their_plan(settings: Settings, journal: Path) -> None:
+def test_measured_runs_are_kept_with_their_plan(
+    settings: Settings, journal: Path
+) -> None:
     """A measured run reads back as sent, and is set against the prediction."""
     with running(settings, Instant(journal)) as live:
         plan_id = live.plan(plan_body()).json()["id"]
@@ -160,12 +192,17 @@ def test_measured_runs_are_kept_with_their_plan(settings: Settings, journal: Pat
         assert live.get(f"{url}/99").status_code == 404
 
 
-def test_a_measured_run_of_another_plan_is_refused(settings: Settings, journal: Path) -> None:
+def test_a_measured_run_of_another_plan_is_refused(
+    settings: Settings, journal: Path
+) -> None:
     """A run must name the plan that it is filed under."""
     with running(settings, Instant(journal)) as live:
         plan_id = live.plan(plan_body()).json()["id"]
         answer = live.post(f"/v1/plans/{plan_id}/measurements", measured_run("f" * 64))
-        assert (answer.status_code, answer.json()["code"]) == (422, "documents-do-not-match")
+        assert (answer.status_code, answer.json()["code"]) == (
+            422,
+            "documents-do-not-match",
+        )
 
 
 def test_plans_outlive_the_service(settings: Settings, journal: Path) -> None:
@@ -174,11 +211,16 @@ def test_plans_outlive_the_service(settings: Settings, journal: Path) -> None:
         before = live.plan(plan_body())
     with running(settings, Instant(journal)) as live:
         after = live.plan(plan_body())
-        assert (after.content, after.headers["etag"]) == (before.content, before.headers["etag"])
+        assert (after.content, after.headers["etag"]) == (
+            before.content,
+            before.headers["etag"],
+        )
         assert live.metric("planner_cache_hits_total") == 1
 
 
-def test_a_slow_plan_is_a_job(settings: Settings, journal: Path, tmp_path: Path) -> None:
+def test_a_slow_plan_is_a_job(
+    settings: Settings, journal: Path, tmp_path: Path
+) -> None:
     """Past the wait the answer is 202 with the job; once that has ended, the same request gets the plan."""
     with running(settings, Gated(journal, tmp_path / "gate")) as live:
         accepted = live.plan(plan_body(), wait=0)
@@ -189,20 +231,29 @@ def test_a_slow_plan_is_a_job(settings: Settings, journal: Path, tmp_path: Path)
         assert url == f"/v1/jobs/{accepted.json()['id']}"
         until(lambda: live.get(url).json()["incumbent"] == 1.0)
         job_view = live.get(url).json()
-        assert (job_view["status"], job_view["bound"], job_view["gap"]) == ("running", 0.25, 0.75)
+        assert (job_view["status"], job_view["bound"], job_view["gap"]) == (
+            "running",
+            0.25,
+            0.75,
+        )
         assert job_view["progress"]["layouts_considered"] == 10
         (tmp_path / "gate").touch()
         plan = live.plan(plan_body())
         assert plan.json()["id"] == accepted.json()["plan_id"]
         ended = live.get(url).json()
-        assert (ended["status"], ended["plan_url"]) == ("succeeded", f"/v1/plans/{plan.json()['id']}")
+        assert (ended["status"], ended["plan_url"]) == (
+            "succeeded",
+            f"/v1/plans/{plan.json()['id']}",
+        )
 
 
 def test_the_page_shows_plans_escaped(settings: Settings, journal: Path) -> None:
     """The start page lists plans, escapes what clients sent, and loads nothing from elsewhere."""
     with running(settings, Instant(journal)) as live:
         assert "None yet" in live.get("/").text
-        plan_id = live.plan(plan_body(four_equal_layers("<script>alert(1)</script>"))).json()["id"]
+        plan_id = live.plan(
+            plan_body(four_equal_layers("<script>alert(1)</script>"))
+        ).json()["id"]
         page = live.get("/")
         assert page.headers["content-type"].startswith("text/html")
         assert f"/v1/plans/{plan_id}/timeline.svg" in page.text

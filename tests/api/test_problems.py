@@ -21,5 +21,7 @@ def test_a_pointer_leads_back(path: list[str | int]) -> None:
     """Whatever the names, the pointer of a path finds the value at that path."""
     document: object = "here"
     for part in reversed(path):
-        document = {part: document} if isinstance(part, str) else [None] * part + [document]
+        document = (
+            {part: document} if isinstance(part, str) else [None] * part + [document]
+        )
     assert resolve(json_pointer(tuple(path)), document) == "here"

@@ -23,16 +23,26 @@ MOMENT = 1e-9
 """Days: whatever there is is older."""
 
 
-def test_a_service_keeps_what_is_young_or_measured(settings_of: SettingsOf, journal: Path) -> None:
+def test_a_service_keeps_what_is_young_or_measured(
+    settings_of: SettingsOf, journal: Path
+) -> None:
     """By default everything stays; with limits the next start deletes old plans and jobs, but no measured plan."""
     with running(settings_of(), Instant(journal)) as live:
         plain = live.plan(plan_body()).json()["id"]
         measured = live.plan(plan_body(job=job(global_batch_size=16))).json()["id"]
         live.post(f"/v1/plans/{measured}/measurements", measured_run(measured))
-    with running(settings_of(keep_plans_days=1, keep_jobs_days=1), Instant(journal)) as live:
-        until(lambda: 'planner_swept_rows_total{table="jobs"} 0' in live.get("/metrics").text)
+    with running(
+        settings_of(keep_plans_days=1, keep_jobs_days=1), Instant(journal)
+    ) as live:
+        until(
+            lambda: (
+                'planner_swept_rows_total{table="jobs"} 0' in live.get("/metrics").text
+            )
+        )
         assert live.get(f"/v1/plans/{plain}").status_code == 200
-    with running(settings_of(keep_plans_days=MOMENT, keep_jobs_days=MOMENT), Instant(journal)) as live:
+    with running(
+        settings_of(keep_plans_days=MOMENT, keep_jobs_days=MOMENT), Instant(journal)
+    ) as live:
         until(lambda: live.metric('planner_swept_rows_total{table="plans"}') == 1)
         assert live.get(f"/v1/plans/{plain}").status_code == 404
         assert live.get(f"/v1/plans/{measured}").status_code == 200
@@ -42,7 +52,9 @@ def test_a_service_keeps_what_is_young_or_measured(settings_of: SettingsOf, jour
 
 
 def test_a_failed_sweep_is_tried_again(
-    settings_of: SettingsOf, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    settings_of: SettingsOf,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A full disk stops neither the service nor the sweeps after it."""
     calls = []

@@ -65,7 +65,11 @@ def service(directory: Path) -> Iterator[tuple[subprocess.Popen[str], httpx2.Cli
     ) as process:
         try:
             assert process.stderr is not None
-            address = next(found[0] for line in process.stderr if (found := re.search(r"http://[\d.:]+", line)))
+            address = next(
+                found[0]
+                for line in process.stderr
+                if (found := re.search(r"http://[\d.:]+", line))
+            )
             with httpx2.Client(base_url=address, timeout=PATIENCE_SECONDS) as client:
                 yield process, client
         finally:
@@ -73,14 +77,20 @@ def service(directory: Path) -> Iterator[tuple[subprocess.Popen[str], httpx2.Cli
 
 
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGKILL])
-def test_a_restart_goes_on_where_the_service_ended(tmp_path: Path, ending: signal.Signals) -> None:
+def test_a_restart_goes_on_where_the_service_ended(
+    tmp_path: Path, ending: signal.Signals
+) -> None:
     """However it ends, no solver stays behind, and the next start solves what was asked for."""
     journal = tmp_path / "journal"
     with service(tmp_path) as (process, client):
-        accepted = client.post("/v1/plans", json=plan_body(), headers={"Prefer": "wait=0"})
+        accepted = client.post(
+            "/v1/plans", json=plan_body(), headers={"Prefer": "wait=0"}
+        )
         assert accepted.status_code == 202
         until(journal.exists)
-        (solver,) = until(lambda: [int(line) for line in journal.read_text().splitlines()])
+        (solver,) = until(
+            lambda: [int(line) for line in journal.read_text().splitlines()]
+        )
         process.send_signal(ending)
         assert process.stderr is not None
         log = process.stderr.read()
@@ -90,7 +100,11 @@ def test_a_restart_goes_on_where_the_service_ended(tmp_path: Path, ending: signa
         assert "Finished server process" in log
     (tmp_path / "gate").touch()
     with service(tmp_path) as (process, client):
-        until(lambda: client.get(accepted.headers["location"]).json()["status"] == "succeeded")
+        until(
+            lambda: (
+                client.get(accepted.headers["location"]).json()["status"] == "succeeded"
+            )
+        )
         process.send_signal(signal.SIGTERM)
         process.communicate()
 
@@ -133,7 +147,14 @@ def test_the_service_needs_no_torch() -> None:
         "list_plans",
     }
     assert found["missing"] == []
-    assert {"Plan", "Infeasible", "Forecast", "JobView", "ProblemDocument", "ErrorItem"} <= set(found["schemas"])
+    assert {
+        "Plan",
+        "Infeasible",
+        "Forecast",
+        "JobView",
+        "ProblemDocument",
+        "ErrorItem",
+    } <= set(found["schemas"])
 
 
 def test_a_taken_database_is_refused_before_the_start(tmp_path: Path) -> None:

@@ -20,8 +20,14 @@ def test_command_line_over_environment_over_file(tmp_path: Path) -> None:
     """Each source wins over the one before; None on the command line is not given."""
     config = tmp_path / "planner.toml"
     config.write_text('host = "file"\nport = 1\nqueue_length = 1\nconcurrency = 1\n')
-    environment = {"PLANNER_HOST": "environment", "PLANNER_PORT": "2", "PLANNER_QUEUE_LENGTH": "2"}
-    settings = load_settings({"port": 3, "host": None}, config=config, environment=environment)
+    environment = {
+        "PLANNER_HOST": "environment",
+        "PLANNER_PORT": "2",
+        "PLANNER_QUEUE_LENGTH": "2",
+    }
+    settings = load_settings(
+        {"port": 3, "host": None}, config=config, environment=environment
+    )
     assert (settings.port, settings.host) == (3, "environment")
     assert (settings.queue_length, settings.concurrency) == (2, 1)
 
@@ -29,9 +35,14 @@ def test_command_line_over_environment_over_file(tmp_path: Path) -> None:
 def test_every_setting_is_a_variable() -> None:
     """Each field can be set from the environment."""
     defaults = Settings()
-    environment = {f"PLANNER_{name.upper()}": str(getattr(defaults, name)) for name in Settings.model_fields}
+    environment = {
+        f"PLANNER_{name.upper()}": str(getattr(defaults, name))
+        for name in Settings.model_fields
+    }
     assert load_settings(environment=environment) == defaults
-    assert load_settings(environment={"PLANNER_DATABASE": "/data/x.db"}).database == Path("/data/x.db")
+    assert load_settings(
+        environment={"PLANNER_DATABASE": "/data/x.db"}
+    ).database == Path("/data/x.db")
 
 
 def test_other_variables_are_not_ours() -> None:
@@ -58,7 +69,8 @@ def test_a_wrong_variable_is_named(environment: dict[str, str], words: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("prot = 1", "port"), ("port = ", "TOML"), ("port = -1", "planner.toml: port")]
+    ("text", "words"),
+    [("prot = 1", "port"), ("port = ", "TOML"), ("port = -1", "planner.toml: port")],
 )
 def test_a_wrong_file_is_named(tmp_path: Path, text: str, words: str) -> None:
     """The error names the file."""
@@ -78,8 +90,16 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def guide_rows(heading: str) -> dict[str, list[str]]:
     """Rows of the guide's table under a heading, by the code in their first cell."""
     guide = Path(__file__).parents[2] / "docs" / "guides" / "serve.md"
-    part = guide.read_text(encoding="utf-8").split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
-    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in part.splitlines() if row.startswith("| `")]
+    part = (
+        guide.read_text(encoding="utf-8")
+        .split(f"## {heading}\n", 1)[1]
+        .split("\n## ", 1)[0]
+    )
+    rows = [
+        [cell.strip() for cell in row.strip("|").split("|")]
+        for row in part.splitlines()
+        if row.startswith("| `")
+    ]
     return {row[0].strip("`"): row[1:] for row in rows}
 
 
@@ -87,20 +107,37 @@ def test_the_guide_has_every_setting_with_its_default() -> None:
     """The table of settings is complete, and its defaults are those in force."""
     rows = guide_rows("Settings")
     assert set(rows) == set(Settings.model_fields)
-    defaults = {name: field.default for name, field in Settings.model_fields.items() if name != "concurrency"}
+    defaults = {
+        name: field.default
+        for name, field in Settings.model_fields.items()
+        if name != "concurrency"
+    }
     assert {name: rows[name][0].strip("`") for name in defaults} == {
-        name: f"{value:g}" if isinstance(value, float) else str(value) or "none" for name, value in defaults.items()
+        name: f"{value:g}" if isinstance(value, float) else str(value) or "none"
+        for name, value in defaults.items()
     }
 
 
 def test_the_guide_has_every_metric() -> None:
     """The table of metrics is complete, with the type that /metrics tells."""
     text = Metrics().text(queue_length=0, running=0)
-    types = dict(line.split()[2:4] for line in text.splitlines() if line.startswith("# TYPE"))
-    assert {name.partition("{")[0]: cells[0] for name, cells in guide_rows("Metrics").items()} == types
+    types = dict(
+        line.split()[2:4] for line in text.splitlines() if line.startswith("# TYPE")
+    )
+    assert {
+        name.partition("{")[0]: cells[0]
+        for name, cells in guide_rows("Metrics").items()
+    } == types
 
 
 def test_the_guide_has_every_limit() -> None:
     """The table of limits names the setting behind each, and the status of the refusal."""
-    assert {cells[0].strip("`") for cells in guide_rows("Limits").values()} <= set(Settings.model_fields)
-    assert {cells[1] for cells in guide_rows("Limits").values()} == {"413", "422", "429", "500"}
+    assert {cells[0].strip("`") for cells in guide_rows("Limits").values()} <= set(
+        Settings.model_fields
+    )
+    assert {cells[1] for cells in guide_rows("Limits").values()} == {
+        "413",
+        "422",
+        "429",
+        "500",
+    }

@@ -35,7 +35,12 @@ def test_a_killed_service_leaves_no_solver(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment) as parent:
+    with subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as parent:
         assert parent.stdout is not None
         solver = int(parent.stdout.readline())
         assert is_alive(solver)
@@ -44,7 +49,9 @@ def test_a_killed_service_leaves_no_solver(tmp_path: Path) -> None:
     until(lambda: not is_alive(solver))
 
 
-def test_a_dead_spare_is_replaced(settings_of: Callable[..., Settings], journal: Path) -> None:
+def test_a_dead_spare_is_replaced(
+    settings_of: Callable[..., Settings], journal: Path
+) -> None:
     """When the system killed an idle solver, the next task gets a new one."""
     with running(settings_of(spare_solvers=1), Instant(journal)) as live:
         (spare,) = multiprocessing.active_children()

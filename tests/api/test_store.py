@@ -31,10 +31,22 @@ def job_in(store: Store, plan_id: str = "p", job_id: str = "j") -> JobRow:
     return job
 
 
-def plan_row(plan_id: str = "p", *, final: bool = True, step_seconds: float | None = 1.0) -> PlanRow:
+def plan_row(
+    plan_id: str = "p", *, final: bool = True, step_seconds: float | None = 1.0
+) -> PlanRow:
     """A result."""
     status = "infeasible" if step_seconds is None else "succeeded"
-    return PlanRow(0, plan_id, "q", status, "gpt2", 8, step_seconds, final, "2026-01-01T00:00:00.000Z")
+    return PlanRow(
+        0,
+        plan_id,
+        "q",
+        status,
+        "gpt2",
+        8,
+        step_seconds,
+        final,
+        "2026-01-01T00:00:00.000Z",
+    )
 
 
 def test_a_job_goes_from_queued_to_succeeded(store: Store) -> None:
@@ -46,7 +58,12 @@ def test_a_job_goes_from_queued_to_succeeded(store: Store) -> None:
     ended = store.job("j")
     assert ended is not None
     assert (ended.status, ended.finished, ended.attempts) == ("succeeded", True, 1)
-    assert [event.name for event in store.events("j", after=0)] == ["queued", "started", "incumbent", "done"]
+    assert [event.name for event in store.events("j", after=0)] == [
+        "queued",
+        "started",
+        "incumbent",
+        "done",
+    ]
     assert [event.number for event in store.events("j", after=2)] == [3, 4]
     found = store.plan("p")
     assert found is not None
@@ -68,7 +85,11 @@ def test_whoever_ends_a_job_first_wins(store: Store) -> None:
     assert ended is not None
     assert (ended.status, ended.progress) == ("cancelled", None)
     assert store.plan("p") is None
-    assert [event.name for event in store.events("j", after=0)] == ["queued", "started", "done"]
+    assert [event.name for event in store.events("j", after=0)] == [
+        "queued",
+        "started",
+        "done",
+    ]
 
 
 def test_a_plan_has_one_active_job(store: Store) -> None:
@@ -83,7 +104,11 @@ def test_a_plan_has_one_active_job(store: Store) -> None:
 def test_a_final_result_stays(store: Store) -> None:
     """Only a result that is not final may be replaced."""
     for index, (row, expected) in enumerate(
-        [(plan_row(final=False, step_seconds=None), "0"), (plan_row(step_seconds=2.0), "1"), (plan_row(), "1")]
+        [
+            (plan_row(final=False, step_seconds=None), "0"),
+            (plan_row(step_seconds=2.0), "1"),
+            (plan_row(), "1"),
+        ]
     ):
         job = job_in(store, job_id=str(index))
         store.start_job(job.id)
@@ -164,18 +189,32 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 
 def test_an_old_plan_goes_with_its_ended_jobs(store: Store) -> None:
     """Plans, unneeded profiles and ended jobs older than their limits are deleted; what is measured or active stays."""
-    for name, created_at in (("old", "2026-01-01"), ("measured", "2026-01-01"), ("young", "2026-03-01")):
+    for name, created_at in (
+        ("old", "2026-01-01"),
+        ("measured", "2026-01-01"),
+        ("young", "2026-03-01"),
+    ):
         job = job_in(store, name, f"job of {name}")
         store.start_job(job.id)
-        row = replace(plan_row(name), profile_id=f"profile of {name}", created_at=f"{created_at}T00:00:00.000Z")
+        row = replace(
+            plan_row(name),
+            profile_id=f"profile of {name}",
+            created_at=f"{created_at}T00:00:00.000Z",
+        )
         store.finish_with_result(job, row, "{}")
         store.add_profile(row.profile_id, "{}")
     store.add_measurement("measured", "{}")
     store.add_profile("asked for by nobody", "{}")
     active = job_in(store, "active", "job that goes on")
     assert store.sweep(plans_before=None, jobs_before=None) == Swept(0, 0, 0)
-    assert store.sweep(plans_before="2026-02-01", jobs_before="2026-02-01") == Swept(1, 0, 0)
-    assert [store.plan(name) is not None for name in ("old", "measured", "young")] == [False, True, True]
+    assert store.sweep(plans_before="2026-02-01", jobs_before="2026-02-01") == Swept(
+        1, 0, 0
+    )
+    assert [store.plan(name) is not None for name in ("old", "measured", "young")] == [
+        False,
+        True,
+        True,
+    ]
     assert (store.job("job of old"), store.events("job of old", after=0)) == (None, [])
     assert len(store.measurements("measured")) == 1
     swept = store.sweep(plans_before=days_ago(-1), jobs_before=days_ago(-1))

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 
 from benchmarks.search import CASES, main
 from benchmarks.search_cases import different_layers, equal_layers, heterogeneous, small
-from benchmarks.search_partitions import compare, in_order, layer_milliseconds, partitions, won
+from benchmarks.search_partitions import (
+    compare,
+    in_order,
+    layer_milliseconds,
+    partitions,
+    won,
+)
 from benchmarks.search_rows import Planned, Row, exponent
 from benchmarks.search_text import growth, text
 from planner.errors import DocumentError
@@ -29,10 +35,16 @@ node3 -- Conv2d(3, 64) -- forward_compute_time=0.250, backward_compute_time=0.50
 """
 
 
-@given(st.floats(-2, 3), st.floats(0.1, 100), st.lists(st.integers(1, 10**5), min_size=2, max_size=6, unique=True))
+@given(
+    st.floats(-2, 3),
+    st.floats(0.1, 100),
+    st.lists(st.integers(1, 10**5), min_size=2, max_size=6, unique=True),
+)
 def test_exponent_of_a_power(power: float, factor: float, sizes: list[int]) -> None:
     """Times that are a power of the size have that power as their exponent."""
-    points = [(size, factor * size**power) for size in sizes if factor * size**power > 1e-8]
+    points = [
+        (size, factor * size**power) for size in sizes if factor * size**power > 1e-8
+    ]
     if len(points) > 1:
         assert exponent(points) == pytest.approx(power, abs=1e-6)
 
@@ -53,13 +65,18 @@ def test_order_follows_every_edge(data: st.DataObject) -> None:
     count = data.draw(st.integers(2, 9))
     names = data.draw(st.permutations([f"node{number}" for number in range(count)]))
     pairs = st.sets(st.integers(0, count - 1), min_size=2, max_size=2).map(sorted)
-    edges = [(names[first], names[last]) for first, last in data.draw(st.lists(pairs, max_size=12))]
+    edges = [
+        (names[first], names[last])
+        for first, last in data.draw(st.lists(pairs, max_size=12))
+    ]
     order = in_order(data.draw(st.permutations(names)), edges)
     assert sorted(order) == sorted(names)
     assert all(order.index(first) < order.index(last) for first, last in edges)
 
 
-@pytest.mark.parametrize("text_", ["", DIAMOND + "\tnode10 -- node1\n", DIAMOND + "\tnode3 -- node11\n"])
+@pytest.mark.parametrize(
+    "text_", ["", DIAMOND + "\tnode10 -- node1\n", DIAMOND + "\tnode3 -- node11\n"]
+)
 def test_what_is_no_profile_is_refused(text_: str) -> None:
     """No layers, a circle, or an edge to nowhere: an error, not a number."""
     with pytest.raises(DocumentError):
@@ -79,7 +96,10 @@ def test_partitions_of_a_folder(tmp_path: Path) -> None:
         (tmp_path / "deep" / name).mkdir(parents=True)
         (tmp_path / "deep" / name / "graph.txt").write_text(DIAMOND, encoding="utf-8")
     (row,) = partitions(tmp_path)
-    assert [(one["profile"], one["layers"]) for one in row.details] == [("first", 4), ("second", 4)]
+    assert [(one["profile"], one["layers"]) for one in row.details] == [
+        ("first", 4),
+        ("second", 4),
+    ]
     assert [each["parts"] for each in row.details[0]["parts"]] == [2, 4]
     assert row.met
     assert "first" in text([row], {"cores": 2, "load": 0.0}, {"cores": 2, "load": 0.0})
@@ -87,15 +107,27 @@ def test_partitions_of_a_folder(tmp_path: Path) -> None:
 
 def test_winners_of_a_family() -> None:
     """A group counts when its chosen plan takes at most 3 % longer than the fastest."""
-    groups = [RankGroup(f"one: {place}", 6, 5, 1.0, regret) for place, regret in enumerate((1.0, 1.029, 1.031))]
+    groups = [
+        RankGroup(f"one: {place}", 6, 5, 1.0, regret)
+        for place, regret in enumerate((1.0, 1.029, 1.031))
+    ]
     found = won("one", groups)
-    assert (found["groups"], found["close"], found["plans"], found["worst"]) == (3, 2, 15, 1.031)
+    assert (found["groups"], found["close"], found["plans"], found["worst"]) == (
+        3,
+        2,
+        15,
+        1.031,
+    )
 
 
 def test_small_instances_agree() -> None:
     """A few random requests through the benchmark: as brute force says, and accepted by the validator."""
     (row,) = small(3)
-    assert (row.met, row.checked, row.result) == (True, "yes", "3 instances, 0 mismatches")
+    assert (row.met, row.checked, row.result) == (
+        True,
+        "yes",
+        "3 instances, 0 mismatches",
+    )
 
 
 def test_layers_differ_or_are_equal() -> None:
@@ -121,16 +153,27 @@ def planned(seconds: float, gap: float = 0.0) -> Planned:
 def test_growth_is_told_once() -> None:
     """Rows of a growing case become one line with their exponent, met only when all are proven."""
     sizes = (64, 256, 1024)
-    rows = [Row("devices", f"{size}", "", "proven", True, "yes", planned(size**0.5), size) for size in sizes]
+    rows = [
+        Row("devices", f"{size}", "", "proven", True, "yes", planned(size**0.5), size)
+        for size in sizes
+    ]
     (line,) = growth(rows)
-    assert (line.met, line.checked, line.result) == (True, "yes", "clock 0.50, processor 0.50")
-    rows[1] = Row("devices", "256", "", "gap", False, "step differs", planned(16.0, gap=0.1), 256)
+    assert (line.met, line.checked, line.result) == (
+        True,
+        "yes",
+        "clock 0.50, processor 0.50",
+    )
+    rows[1] = Row(
+        "devices", "256", "", "gap", False, "step differs", planned(16.0, gap=0.1), 256
+    )
     (line,) = growth(rows)
     assert (line.met, line.checked) == (False, "step differs")
     assert line.is_wrong
 
 
-def test_command_prints_one_object(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_command_prints_one_object(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """Cases run in processes of their own; `--json` is one object, and what is missing is told, not guessed."""
     assert main(["--case", "partitions", "--json", "--data", str(tmp_path)]) == 0
     document = json.loads(capsys.readouterr().out)

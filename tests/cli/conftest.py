@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.support import Command, tiny_cluster, tiny_job, tiny_profile, write_question
+from tests.cli.support import (
+    Command,
+    tiny_cluster,
+    tiny_job,
+    tiny_profile,
+    write_question,
+)
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 
 from planner.cli.main import main
-from planner.spec import Cluster, DeviceSpec, Job, LayerProfile, Link, Measurement, ModelProfile, NodeGroup
+from planner.spec import (
+    Cluster,
+    DeviceSpec,
+    Job,
+    LayerProfile,
+    Link,
+    Measurement,
+    ModelProfile,
+    NodeGroup,
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,9 @@ class Command:
         return Ended(code, printed.out, printed.err)
 
 
-def tiny_profile(*, layers: int = 4, micro_batch_sizes: tuple[int, ...] = (1, 2), device: str = "cpu") -> ModelProfile:
+def tiny_profile(
+    *, layers: int = 4, micro_batch_sizes: tuple[int, ...] = (1, 2), device: str = "cpu"
+) -> ModelProfile:
     """Equal layers of 1000 parameters, 1 ms forward and 2 ms backward per sample, measured on a device."""
     rows = tuple(
         Measurement(
@@ -67,10 +78,18 @@ def tiny_profile(*, layers: int = 4, micro_batch_sizes: tuple[int, ...] = (1, 2)
     return ModelProfile(
         model="tiny",
         device=device,
-        device_spec=DeviceSpec(id=device, memory_bytes=10**9, peak_flops_per_second={"fp32": 1e10}),
+        device_spec=DeviceSpec(
+            id=device, memory_bytes=10**9, peak_flops_per_second={"fp32": 1e10}
+        ),
         tokens_per_sample=8,
         layers=tuple(
-            LayerProfile(name=f"layer{index}", kind="block", modules=(str(index),), parameters=1000, measurements=rows)
+            LayerProfile(
+                name=f"layer{index}",
+                kind="block",
+                modules=(str(index),),
+                parameters=1000,
+                measurements=rows,
+            )
             for index in range(layers)
         ),
     )
@@ -78,7 +97,12 @@ def tiny_profile(*, layers: int = 4, micro_batch_sizes: tuple[int, ...] = (1, 2)
 
 def tiny_cluster(*, devices: int = 4, memory_bytes: int = 10**8) -> Cluster:
     """One node of CPU ranks that reserve nothing, linked at 1 GB/s."""
-    spec = DeviceSpec(id="cpu", memory_bytes=memory_bytes, peak_flops_per_second={"fp32": 1e10}, reserved_bytes=0)
+    spec = DeviceSpec(
+        id="cpu",
+        memory_bytes=memory_bytes,
+        peak_flops_per_second={"fp32": 1e10},
+        reserved_bytes=0,
+    )
     link = Link(latency_seconds=1e-5, bandwidth_bytes_per_second=1e9)
     group = NodeGroup(device=spec, nodes=1, devices_per_node=devices, intra_node=link)
     return Cluster(name="tiny-cluster", node_groups=(group,))
@@ -86,10 +110,17 @@ def tiny_cluster(*, devices: int = 4, memory_bytes: int = 10**8) -> Cluster:
 
 def tiny_job(*, global_batch_size: int = 8) -> Job:
     """Samples of 8 tokens in fp32 with AdamW."""
-    return Job(global_batch_size=global_batch_size, sequence_length=8, precision="fp32", optimizer="adamw")
+    return Job(
+        global_batch_size=global_batch_size,
+        sequence_length=8,
+        precision="fp32",
+        optimizer="adamw",
+    )
 
 
-def write_question(folder: Path, profile: ModelProfile, cluster: Cluster, job: Job) -> list[str]:
+def write_question(
+    folder: Path, profile: ModelProfile, cluster: Cluster, job: Job
+) -> list[str]:
     """Write the three documents, and return the options that name them."""
     options = []
     for name, document in (("profile", profile), ("cluster", cluster), ("job", job)):

@@ -22,7 +22,10 @@ def test_devices(planner: Command) -> None:
     assert set(found) == set(catalogue())
     h100 = found["h100-sxm5-80gb"]
     assert h100["memory_bytes"] == 80_000_000_000
-    assert h100["intra_node"]["bandwidth_bytes_per_second"] > h100["inter_node"]["bandwidth_bytes_per_second"]
+    assert (
+        h100["intra_node"]["bandwidth_bytes_per_second"]
+        > h100["inter_node"]["bandwidth_bytes_per_second"]
+    )
 
 
 def test_one_device(planner: Command) -> None:
@@ -41,12 +44,21 @@ def test_devices_tell_what_products_reach(planner: Command) -> None:
     hopper = constants_for("*", "Hopper")
     best = 0.803 * hopper.matmul_fraction
     assert {int(size): fraction for size, fraction in told["fractions"].items()} == {
-        size: pytest.approx(best / (1 + 3 * hopper.matmul_edge / size)) for size in map(int, told["fractions"])
+        size: pytest.approx(best / (1 + 3 * hopper.matmul_edge / size))
+        for size in map(int, told["fractions"])
     }
-    assert told["source"].startswith("fitted to runs of all frameworks on Hopper; measured: ")
-    assert f" 128       {100 * told['fractions']['128']:.1f} %" in planner("devices", "h100-sxm5-80gb").out
+    assert told["source"].startswith(
+        "fitted to runs of all frameworks on Hopper; measured: "
+    )
+    assert (
+        f" 128       {100 * told['fractions']['128']:.1f} %"
+        in planner("devices", "h100-sxm5-80gb").out
+    )
     other = planner("devices", "mi300x-192gb", "--json").json["matrix_products"]
-    assert other["source"] == "nobody measured runs on CDNA3: the median of Ampere, Blackwell, Hopper, Volta"
+    assert (
+        other["source"]
+        == "nobody measured runs on CDNA3: the median of Ampere, Blackwell, Hopper, Volta"
+    )
     own = planner("devices", "--file", EXAMPLES / "device.yaml", "--json").json
     assert "matrix_products" not in own
 
@@ -56,19 +68,29 @@ def test_own_device(planner: Command) -> None:
     shown = planner("devices", "--file", EXAMPLES / "device.yaml").out
     assert "800 TFLOP/s  data sheet" in shown
     found = planner("devices", "--file", EXAMPLES / "device.yaml", "--json").json
-    assert DeviceSpec.model_validate(found) == read(DeviceSpec, EXAMPLES / "device.yaml")
+    assert DeviceSpec.model_validate(found) == read(
+        DeviceSpec, EXAMPLES / "device.yaml"
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("h100",), "Did you mean h100-sxm5-80gb, h100-sxm5-96gb, h100-pcie-80gb, h100-nvl-94gb?"),
+        (
+            ("h100",),
+            "Did you mean h100-sxm5-80gb, h100-sxm5-96gb, h100-pcie-80gb, h100-nvl-94gb?",
+        ),
         (("--file", "absent.yaml"), "absent.yaml: there is no such file"),
-        (("l4-24gb", "--file", EXAMPLES / "device.yaml"), "leave out the id, or --file"),
+        (
+            ("l4-24gb", "--file", EXAMPLES / "device.yaml"),
+            "leave out the id, or --file",
+        ),
         (("--file", EXAMPLES / "a100x8.yaml"), "node_groups: unknown field"),
     ],
 )
-def test_wrong_devices(planner: Command, words: tuple[str | Path, ...], told: str) -> None:
+def test_wrong_devices(
+    planner: Command, words: tuple[str | Path, ...], told: str
+) -> None:
     """What is no device is told with its mend."""
     ended = planner("devices", *words)
     assert (ended.code, ended.out) == (2, "")
@@ -86,7 +108,10 @@ def test_models(planner: Command) -> None:
 def test_models_of_a_family(planner: Command) -> None:
     """A family stands under its name with its sources; the others are left out, as JSON too."""
     shown = planner("models", "--family", "mixtral").out
-    assert "mixtral-8x7b       46.7 B     12.9 B      32             32768  Jiang et al. 2024; mistralai/" in shown
+    assert (
+        "mixtral-8x7b       46.7 B     12.9 B      32             32768  Jiang et al. 2024; mistralai/"
+        in shown
+    )
     assert "gpt2" not in shown
     found = planner("models", "--family", "LLAMA", "--json").json
     assert {model["family"] for model in found} == {"Llama 2", "Llama 3.1", "Llama 3.2"}
@@ -104,7 +129,9 @@ def test_schemas(planner: Command, name: str) -> None:
     """Every schema is JSON, forbids unknown fields, and tells its fields by the names used in files."""
     schema = planner("schema", name).json
     assert schema["additionalProperties"] is False
-    assert set(schema["properties"]) == {field.alias or key for key, field in SCHEMAS[name].model_fields.items()}
+    assert set(schema["properties"]) == {
+        field.alias or key for key, field in SCHEMAS[name].model_fields.items()
+    }
 
 
 def test_schema_list(planner: Command) -> None:

@@ -21,7 +21,9 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_write_replaces_a_file_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_write_replaces_a_file_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The document ends with a new line, no draft stays behind, and the word about it goes to stderr."""
     path = tmp_path / "plan.json"
     path.write_text("old")
@@ -76,7 +78,10 @@ def test_outputs_are_refused_before_the_work(tmp_path: Path, path: str) -> None:
     ],
 )
 def test_colour(
-    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, environment: dict[str, str], coloured: bool
+    monkeypatch: pytest.MonkeyPatch,
+    stream: io.StringIO,
+    environment: dict[str, str],
+    coloured: bool,
 ) -> None:
     """Only a terminal is coloured, and never when NO_COLOR is set."""
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -85,7 +90,9 @@ def test_colour(
     assert console.has_colour(stream) is coloured
 
 
-def test_progress_draws_on_a_terminal_and_cleans_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_draws_on_a_terminal_and_cleans_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The bar is drawn with its counts, and the line is empty again at the end."""
     monkeypatch.setattr(console, "REDRAW_SECONDS", 0.0)
     stream = Terminal()
@@ -122,7 +129,9 @@ def test_table_aligns_numbers_right() -> None:
     assert text.splitlines() == ["name      n", "a         1", "bcdefg  100"]
 
 
-@pytest.mark.parametrize(("fraction", "filled"), [(0.0, 0), (0.5, 5), (1.0, 10), (1.7, 10), (-1.0, 0)])
+@pytest.mark.parametrize(
+    ("fraction", "filled"), [(0.0, 0), (0.5, 5), (1.0, 10), (1.7, 10), (-1.0, 0)]
+)
 def test_bar_stays_in_its_width(fraction: float, filled: int) -> None:
     """A bar has always its width; more than full is drawn as full."""
     drawn = console.bar(fraction, 10)

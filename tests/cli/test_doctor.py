@@ -30,9 +30,13 @@ def test_this_machine_is_sound(planner: Command) -> None:
 
 
 @pytest.mark.usefixtures("without_ranks")
-def test_what_is_broken_fails(planner: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_broken_fails(
+    planner: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A broken part ends with 1 and tells its mend."""
-    monkeypatch.setitem(CHECKS, "solver", lambda name: Finding(name, "broken", "is broken", "reinstall"))
+    monkeypatch.setitem(
+        CHECKS, "solver", lambda name: Finding(name, "broken", "is broken", "reinstall")
+    )
     ended = planner("doctor")
     assert ended.code == 1
     assert "broken  solver" in ended.out
@@ -40,7 +44,9 @@ def test_what_is_broken_fails(planner: Command, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("without_ranks")
-def test_a_check_that_raises_is_a_broken_part(planner: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_raises_is_a_broken_part(
+    planner: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The doctor survives what it finds."""
 
     def explode(name: str) -> Finding:
@@ -53,9 +59,15 @@ def test_a_check_that_raises_is_a_broken_part(planner: Command, monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("without_ranks")
-def test_without_torch_planning_still_works(planner: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch_planning_still_works(
+    planner: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An installation for planning only is told as such, and is sound."""
-    monkeypatch.setattr(doctor_checks, "_versions", lambda packages: ("", ["torch"] if "torch" in packages else []))
+    monkeypatch.setattr(
+        doctor_checks,
+        "_versions",
+        lambda packages: ("", ["torch"] if "torch" in packages else []),
+    )
     monkeypatch.setattr(doctor_checks, "_has_torch", lambda: False)
     ended = planner("doctor", "--json")
     findings = {each["name"]: each for each in ended.json["checks"]}
@@ -70,8 +82,16 @@ def test_gloo_is_tried_with_real_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def launch_links(ranks: int, options: LinkOptions) -> Links:
         asked.append((ranks, options.backend))
-        row = LinkMeasurement(operation="all_reduce", bytes=1024, ranks=ranks, seconds=1e-4)
-        return Links(intra_node=Link(latency_seconds=1e-5, bandwidth_bytes_per_second=1e9, measurements=(row,)))
+        row = LinkMeasurement(
+            operation="all_reduce", bytes=1024, ranks=ranks, seconds=1e-4
+        )
+        return Links(
+            intra_node=Link(
+                latency_seconds=1e-5,
+                bandwidth_bytes_per_second=1e9,
+                measurements=(row,),
+            )
+        )
 
     monkeypatch.setattr("profiler.links.launch_links", launch_links)
     assert CHECKS["gloo"]("gloo").status == "ok"

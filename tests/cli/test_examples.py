@@ -42,7 +42,9 @@ def test_examples_parse(name: str) -> None:
     read(KINDS[name], EXAMPLES / name)
 
 
-@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind is Cluster])
+@pytest.mark.parametrize(
+    "name", [name for name, kind in KINDS.items() if kind is Cluster]
+)
 def test_clusters_are_complete(name: str) -> None:
     """Every cluster names known devices and links, and as many devices, in all or by group, as its name says."""
     cluster = read(Cluster, EXAMPLES / name)

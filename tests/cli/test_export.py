@@ -14,7 +14,9 @@ from tests.cli.support import Command
 TARGET = find("torch-pipelining")
 
 
-def test_the_text_goes_to_stdout_and_warnings_to_stderr(planner: Command, plan_path: Path) -> None:
+def test_the_text_goes_to_stdout_and_warnings_to_stderr(
+    planner: Command, plan_path: Path
+) -> None:
     """What is printed is the target's text and nothing else, so that it can be piped."""
     export = TARGET.write(read(Plan, plan_path))
     done = planner("export", plan_path, "--to", TARGET.name)
@@ -22,7 +24,9 @@ def test_the_text_goes_to_stdout_and_warnings_to_stderr(planner: Command, plan_p
     assert done.err == "".join(f"warning: {each}\n" for each in export.warnings)
 
 
-def test_the_text_goes_to_a_file(planner: Command, plan_path: Path, tmp_path: Path) -> None:
+def test_the_text_goes_to_a_file(
+    planner: Command, plan_path: Path, tmp_path: Path
+) -> None:
     """With -o stdout stays empty, and the file holds the text to the byte; -o - is stdout."""
     path = tmp_path / "actions.csv"
     done = planner("export", plan_path, "--to", TARGET.name, "-o", path)
@@ -45,7 +49,10 @@ def test_json_is_one_object(planner: Command, plan_path: Path, tmp_path: Path) -
     }
     assert planner("export", plan_path, "--to", TARGET.name, "--json").json == wanted
     path = tmp_path / "actions.csv"
-    assert planner("export", plan_path, "--to", TARGET.name, "--json", "-o", path).json == wanted
+    assert (
+        planner("export", plan_path, "--to", TARGET.name, "--json", "-o", path).json
+        == wanted
+    )
     assert path.read_text(encoding="utf-8") == export.text
 
 
@@ -64,15 +71,24 @@ def test_targets_are_listed(planner: Command) -> None:
     assert listed[0].keys() == {"name", "title", "version", "media_type"}
 
 
-def test_the_list_of_a_plan_tells_who_can_take_it(planner: Command, plan_path: Path) -> None:
+def test_the_list_of_a_plan_tells_who_can_take_it(
+    planner: Command, plan_path: Path
+) -> None:
     """With a plan, every target says whether it can, with how many warnings, or which field it cannot."""
     done = planner("export", plan_path, "--list")
     said = dict(line.split(maxsplit=1) for line in done.out.splitlines()[1:])
     assert said[TARGET.name].startswith("yes, with 2 warnings ")
     assert said["torchrun"].startswith("yes")
-    assert said["megatron-lm"].startswith("no: stages ")  # four layers without embedding and head
-    rows = {each["name"]: each for each in planner("export", plan_path, "--list", "--json").json["exports"]}
-    assert rows[TARGET.name]["warnings"] == list(TARGET.write(read(Plan, plan_path)).warnings)
+    assert said["megatron-lm"].startswith(
+        "no: stages "
+    )  # four layers without embedding and head
+    rows = {
+        each["name"]: each
+        for each in planner("export", plan_path, "--list", "--json").json["exports"]
+    }
+    assert rows[TARGET.name]["warnings"] == list(
+        TARGET.write(read(Plan, plan_path)).warnings
+    )
     assert rows["megatron-lm"]["can"] is False
     assert rows["megatron-lm"]["errors"][0]["field"] == "stages"
 
@@ -85,12 +101,17 @@ def test_the_list_of_a_plan_tells_who_can_take_it(planner: Command, plan_path: P
         (("--to", "torchrun"), "plan.json: was not given"),
         (("missing.json", "--to", "torchrun"), "there is no such file"),
         (("PLAN", "--to", "megatron-lm"), "stages: "),
-        (("PLAN", "--to", "torchrun", "-o", "missing/script.sh"), "there is no folder 'missing'"),
+        (
+            ("PLAN", "--to", "torchrun", "-o", "missing/script.sh"),
+            "there is no folder 'missing'",
+        ),
         (("--list", "--to", "torchrun"), "--to: means nothing with --list"),
         (("--list", "-o", "targets.txt"), "--output: means nothing with --list"),
     ],
 )
-def test_what_cannot_be_exported_is_told(planner: Command, plan_path: Path, words: tuple[str, ...], told: str) -> None:
+def test_what_cannot_be_exported_is_told(
+    planner: Command, plan_path: Path, words: tuple[str, ...], told: str
+) -> None:
     """Exit code 2, nothing on stdout, and words that say what to give instead."""
     done = planner("export", *(plan_path if word == "PLAN" else word for word in words))
     assert (done.code, done.out) == (2, "")
@@ -98,7 +119,9 @@ def test_what_cannot_be_exported_is_told(planner: Command, plan_path: Path, word
     assert "mend: " in done.err
 
 
-def test_a_refusal_is_a_problem_document_under_json(planner: Command, plan_path: Path) -> None:
+def test_a_refusal_is_a_problem_document_under_json(
+    planner: Command, plan_path: Path
+) -> None:
     """Programs learn the field and what to do from stderr."""
     done = planner("export", plan_path, "--to", "megatron-lm", "--json")
     problem = json.loads(done.err)

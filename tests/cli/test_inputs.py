@@ -22,7 +22,10 @@ from tests.cli.support import tiny_job
     [
         ("tensor_parallel_degree=8", ("tensor_parallel_degree", 8)),
         ("tensor_parallel_degree=4,8", ("tensor_parallel_degree", [4, 8])),
-        ("pipeline_parallel_degree=2..8", ("pipeline_parallel_degree", {"min": 2, "max": 8})),
+        (
+            "pipeline_parallel_degree=2..8",
+            ("pipeline_parallel_degree", {"min": 2, "max": 8}),
+        ),
         ("pipeline_parallel_degree=2..", ("pipeline_parallel_degree", {"min": 2})),
         ("micro_batch_size=..4", ("micro_batch_size", {"max": 4})),
         ("schedule=1f1b", ("schedule", "1f1b")),
@@ -67,7 +70,13 @@ def test_wrong_constraints_are_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "division"),
-    [("even", "even"), ("even-layers", "even-layers"), ("4,5,5,4", (4, 5, 5, 4)), ("[4, 5]", (4, 5)), ("18", (18,))],
+    [
+        ("even", "even"),
+        ("even-layers", "even-layers"),
+        ("4,5,5,4", (4, 5, 5, 4)),
+        ("[4, 5]", (4, 5)),
+        ("18", (18,)),
+    ],
 )
 def test_divisions_are_rules_or_lists(text: str, division: object) -> None:
     """A list of one stage is a list, too; a job's document says the same."""
@@ -76,7 +85,9 @@ def test_divisions_are_rules_or_lists(text: str, division: object) -> None:
     assert parse(Job, job.model_dump(mode="json")) == job
 
 
-@pytest.mark.parametrize("text", ["uneven", "2..4", "4,0", "4,-5", "true", "null", "3,even"])
+@pytest.mark.parametrize(
+    "text", ["uneven", "2..4", "4,0", "4,-5", "true", "null", "3,even"]
+)
 def test_other_divisions_are_refused(text: str) -> None:
     """With the field and what it can be."""
     with pytest.raises(SpecError) as caught:
@@ -100,7 +111,9 @@ def test_an_empty_range_is_refused() -> None:
 def test_ranges_allow_what_they_say(low: int, more: int, value: int) -> None:
     """MIN..MAX allows exactly the numbers from MIN to MAX."""
     job = fix(tiny_job(), [f"micro_batch_size={low}..{low + more}"])
-    assert allows(job.constraints["micro_batch_size"], value) is (low <= value <= low + more)
+    assert allows(job.constraints["micro_batch_size"], value) is (
+        low <= value <= low + more
+    )
 
 
 def test_fix_adds_to_the_jobs_own_constraints() -> None:
@@ -108,16 +121,28 @@ def test_fix_adds_to_the_jobs_own_constraints() -> None:
     job = fix(tiny_job(), ["micro_batch_size=1..2", "schedule=gpipe"])
     job = fix(job, ["micro_batch_size=4"])
     assert job.constraints == {"micro_batch_size": 4, "schedule": "gpipe"}
-    assert isinstance(fix(job, ["tensor_parallel_degree=..2"]).constraints["tensor_parallel_degree"], Range)
+    assert isinstance(
+        fix(job, ["tensor_parallel_degree=..2"]).constraints["tensor_parallel_degree"],
+        Range,
+    )
 
 
 def test_layouts_inline_and_in_a_file(tmp_path: Path) -> None:
     """The same layout is read from a document, from words, and from one word with commas."""
     path = tmp_path / "layout.yaml"
-    path.write_text("{pipeline_parallel_degree: 2, schedule: gpipe, layers_per_stage: [3, 1]}")
-    expected = PredictionLayout(pipeline_parallel_degree=2, schedule="gpipe", layers_per_stage=(3, 1))
+    path.write_text(
+        "{pipeline_parallel_degree: 2, schedule: gpipe, layers_per_stage: [3, 1]}"
+    )
+    expected = PredictionLayout(
+        pipeline_parallel_degree=2, schedule="gpipe", layers_per_stage=(3, 1)
+    )
     fields = ["pipeline_parallel_degree=2", "schedule=gpipe", "layers_per_stage=3,1"]
-    assert read_layout([str(path)]) == read_layout(fields) == read_layout([",".join(fields)]) == expected
+    assert (
+        read_layout([str(path)])
+        == read_layout(fields)
+        == read_layout([",".join(fields)])
+        == expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -146,29 +171,39 @@ def test_a_cluster_may_name_a_file_for_its_device(tmp_path: Path) -> None:
     (tmp_path / "devices").mkdir()
     (tmp_path / "devices" / "mine.yaml").write_text(OWN_DEVICE, encoding="utf-8")
     cluster = tmp_path / "cluster.yaml"
-    groups = (
-        "{device: devices/mine.yaml, nodes: 1, devices_per_node: 2}, {device: l4-24gb, nodes: 1, devices_per_node: 8}"
-    )
+    groups = "{device: devices/mine.yaml, nodes: 1, devices_per_node: 2}, {device: l4-24gb, nodes: 1, devices_per_node: 8}"
     cluster.write_text(f"node_groups: [{groups}]", encoding="utf-8")
     own, listed = read_cluster(cluster).node_groups
-    assert own.device == DeviceSpec(id="mine", memory_bytes=1000, host_bandwidth_bytes_per_second=1e9)
+    assert own.device == DeviceSpec(
+        id="mine", memory_bytes=1000, host_bandwidth_bytes_per_second=1e9
+    )
     assert listed.device == "l4-24gb"
 
 
 @pytest.mark.parametrize(
     ("device", "told"),
-    [("absent.yaml", "absent.yaml: there is no such file"), ("wrong.yaml", "wrong.yaml: memory: unknown field")],
+    [
+        ("absent.yaml", "absent.yaml: there is no such file"),
+        ("wrong.yaml", "wrong.yaml: memory: unknown field"),
+    ],
 )
 def test_a_wrong_device_file_is_named(tmp_path: Path, device: str, told: str) -> None:
     """The mistake is told with the device's file, not the cluster's."""
-    (tmp_path / "wrong.yaml").write_text("{id: mine, memory_bytes: 1000, memory: 1}", encoding="utf-8")
+    (tmp_path / "wrong.yaml").write_text(
+        "{id: mine, memory_bytes: 1000, memory: 1}", encoding="utf-8"
+    )
     cluster = tmp_path / "cluster.yaml"
-    cluster.write_text(f"node_groups: [{{device: {device}, nodes: 1, devices_per_node: 2}}]", encoding="utf-8")
+    cluster.write_text(
+        f"node_groups: [{{device: {device}, nodes: 1, devices_per_node: 2}}]",
+        encoding="utf-8",
+    )
     with pytest.raises(DocumentError, match=told):
         read_cluster(cluster)
 
 
-@pytest.mark.parametrize("text", ["[]", "node_groups: 3", "node_groups: [4]", "node_groups: [{device: 5}]"])
+@pytest.mark.parametrize(
+    "text", ["[]", "node_groups: 3", "node_groups: [4]", "node_groups: [{device: 5}]"]
+)
 def test_broken_clusters_are_refused(tmp_path: Path, text: str) -> None:
     """What is no cluster at all is told as such, whatever stands where devices should."""
     path = tmp_path / "cluster.yaml"
@@ -182,7 +217,9 @@ def test_links_are_named_by_a_file(tmp_path: Path) -> None:
     inside = {"latency_seconds": 1e-5, "bandwidth_bytes_per_second": 1e9}
     between = {"latency_seconds": 1e-4, "bandwidth_bytes_per_second": 1e8}
     (tmp_path / "one.json").write_text(json.dumps(inside))
-    (tmp_path / "two.json").write_text(json.dumps({"intra_node": inside, "inter_node": between}))
+    (tmp_path / "two.json").write_text(
+        json.dumps({"intra_node": inside, "inter_node": between})
+    )
     group = {"device": "a100-sxm4-40gb", "nodes": 2, "devices_per_node": 4}
     groups = [
         group | {"name": "both", "intra_node": "two.json", "inter_node": "two.json"},
@@ -199,8 +236,15 @@ def test_links_are_named_by_a_file(tmp_path: Path) -> None:
 def test_a_file_without_the_named_link_is_told(tmp_path: Path) -> None:
     """A file of both links that was measured on one node only cannot stand for the link between nodes."""
     inside = {"latency_seconds": 1e-5, "bandwidth_bytes_per_second": 1e9}
-    (tmp_path / "links.json").write_text(json.dumps({"intra_node": inside, "inter_node": None}))
-    group = {"device": "a100-sxm4-40gb", "nodes": 2, "devices_per_node": 4, "inter_node": "links.json"}
+    (tmp_path / "links.json").write_text(
+        json.dumps({"intra_node": inside, "inter_node": None})
+    )
+    group = {
+        "device": "a100-sxm4-40gb",
+        "nodes": 2,
+        "devices_per_node": 4,
+        "inter_node": "links.json",
+    }
     cluster = tmp_path / "cluster.json"
     cluster.write_text(json.dumps({"node_groups": [group]}))
     with pytest.raises(DocumentError, match="holds no such link"):

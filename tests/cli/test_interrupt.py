@@ -32,11 +32,16 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize(("work", "code", "told"), [("stubborn", 130, "planner: interrupted\n"), ("obedient", 7, "")])
+@pytest.mark.parametrize(
+    ("work", "code", "told"),
+    [("stubborn", 130, "planner: interrupted\n"), ("obedient", 7, "")],
+)
 def test_sigint_ends_the_work(work: str, code: int, told: str) -> None:
     """Work that asks is left to end, and KeyboardInterrupt goes on; work that never asks is ended with the process."""
     command = [sys.executable, "-c", HARNESS.format(work=work)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "working\n"
         process.send_signal(signal.SIGINT)
@@ -59,7 +64,9 @@ def test_results_and_errors_pass_through() -> None:
 def test_outside_of_the_main_thread() -> None:
     """A thread cannot look for signals, so it just works."""
     found: list[threading.Thread] = []
-    thread = threading.Thread(target=lambda: found.append(interruptible(lambda _: threading.current_thread())))
+    thread = threading.Thread(
+        target=lambda: found.append(interruptible(lambda _: threading.current_thread()))
+    )
     thread.start()
     thread.join()
     assert found == [thread]

@@ -17,7 +17,14 @@ import pytest
 from planner import __version__
 from planner.cli import main as frame
 from planner.cli.main import VERBS, main
-from planner.errors import LayoutError, Problem, RunError, ScheduleError, SpecError, UnsupportedError
+from planner.errors import (
+    LayoutError,
+    Problem,
+    RunError,
+    ScheduleError,
+    SpecError,
+    UnsupportedError,
+)
 from tests.cli.support import Command
 
 
@@ -27,7 +34,9 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def run(arguments: object) -> int:
         raise error
 
-    monkeypatch.setattr(frame, "_module", lambda name: SimpleNamespace(configure=_json_only, run=run))
+    monkeypatch.setattr(
+        frame, "_module", lambda name: SimpleNamespace(configure=_json_only, run=run)
+    )
 
 
 def _json_only(parser: object) -> None:
@@ -82,7 +91,16 @@ def test_every_verb_has_a_module(verb: str) -> None:
         ["partition", "--costs", "1,-3", "--parts", "1"],
         ["partition", "--costs", "1,nan", "--parts", "1"],
         ["schedule", "1f1b", "--stages", "-4", "--micro-batches", "8"],
-        ["schedule", "1f1b", "--stages", "4", "--micro-batches", "8", "--forward", "1s"],
+        [
+            "schedule",
+            "1f1b",
+            "--stages",
+            "4",
+            "--micro-batches",
+            "8",
+            "--forward",
+            "1s",
+        ],
         ["schedule", "1f1b", "--stage", "4", "--micro-batches", "8"],
         ["links", "--ranks", "two"],
         ["serve", "--port", "http"],
@@ -110,13 +128,17 @@ def test_wrong_usage_is_one_readable_error(planner: Command, words: list[str]) -
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_exit_codes(planner: Command, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int) -> None:
+def test_exit_codes(
+    planner: Command, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
+) -> None:
     """What the user can mend ends with 2; what failed on its own ends with 1."""
     fail_with(monkeypatch, error)
     assert planner("devices").code == code
 
 
-def test_every_problem_has_its_lines(planner: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_problem_has_its_lines(
+    planner: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An error with several problems names each: field, what is wrong, mend."""
     problems = (Problem("a.b", "is 0.", "give 1."), Problem("c", "is missing."))
     fail_with(monkeypatch, SpecError("", problems=problems))
@@ -124,7 +146,9 @@ def test_every_problem_has_its_lines(planner: Command, monkeypatch: pytest.Monke
     assert lines == ["error: a.b: is 0.", "  mend: give 1.", "error: c: is missing."]
 
 
-def test_json_errors_are_problem_documents(planner: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_errors_are_problem_documents(
+    planner: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With --json the error is an object with type, title, detail and one entry per problem, on stderr."""
     fail_with(monkeypatch, LayoutError("is 0.", field="a", mend="give 1."))
     ended = planner("devices", "--json")
@@ -136,7 +160,9 @@ def test_json_errors_are_problem_documents(planner: Command, monkeypatch: pytest
     assert problem["exit_code"] == 2
 
 
-def test_unexpected_errors_hide_the_traceback(planner: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unexpected_errors_hide_the_traceback(
+    planner: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A defect of ours is one line that says how to report it; PLANNER_DEBUG=1 shows the traceback."""
     monkeypatch.delenv("PLANNER_DEBUG", raising=False)
     fail_with(monkeypatch, KeyError("lost"))
@@ -148,7 +174,9 @@ def test_unexpected_errors_hide_the_traceback(planner: Command, monkeypatch: pyt
     assert "Traceback" in planner("devices").err
 
 
-def test_missing_torch_tells_how_to_install_it(planner: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_torch_tells_how_to_install_it(
+    planner: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without torch, a verb that needs it names the extra to install, and is no defect."""
     fail_with(monkeypatch, ModuleNotFoundError("No module named 'torch'", name="torch"))
     ended = planner("devices")
@@ -168,7 +196,9 @@ def test_closed_pipe_is_quiet() -> None:
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-m", "planner.cli.main", "devices"]
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(
+        command, stdout=write, stderr=subprocess.PIPE, text=True, check=False
+    )
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
 
@@ -178,7 +208,9 @@ def test_a_real_interrupt_ends_the_process(tmp_path: Path) -> None:
     pipe = tmp_path / "plan.json"
     os.mkfifo(pipe)
     process = subprocess.Popen(
-        [sys.executable, "-m", "planner.cli.main", "check", str(pipe)], stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "planner.cli.main", "check", str(pipe)],
+        stderr=subprocess.PIPE,
+        text=True,
     )
     with pipe.open("w"):  # returns when the command has begun to read
         process.send_signal(signal.SIGINT)
@@ -186,14 +218,18 @@ def test_a_real_interrupt_ends_the_process(tmp_path: Path) -> None:
     assert (process.returncode, told) == (130, "planner: interrupted\n")
 
 
-def test_main_reads_the_process_arguments(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_main_reads_the_process_arguments(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Without arguments `main` takes those of the process, as the installed command calls it."""
     monkeypatch.setattr(sys, "argv", ["planner", "--version"])
     assert main() == 0
     assert capsys.readouterr().out.strip() == f"planner {__version__}"
 
 
-def test_the_package_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_package_is_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """``python -m planner``, for who has several Pythons."""
     monkeypatch.setattr(sys, "argv", ["planner", "--version"])
     with pytest.raises(SystemExit) as ended:

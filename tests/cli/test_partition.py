@@ -17,13 +17,19 @@ COSTS = "10,40,30,10,20,50,10"
 @pytest.mark.parametrize("method", ["histogram", "block", "optimal"])
 def test_json(planner: Command, method: str) -> None:
     """Every method puts each layer into exactly one part, and its costs and bottleneck add up."""
-    ended = planner("partition", "--costs", COSTS, "--parts", "3", "--method", method, "--json")
+    ended = planner(
+        "partition", "--costs", COSTS, "--parts", "3", "--method", method, "--json"
+    )
     costs = [int(cost) for cost in COSTS.split(",")]
     found = ended.json
     assert ended.code == 0
-    assert [layer for part in found["parts"] for layer in part] == list(range(len(costs)))
+    assert [layer for part in found["parts"] for layer in part] == list(
+        range(len(costs))
+    )
     assert found["sizes"] == [len(part) for part in found["parts"]]
-    assert found["costs"] == [sum(costs[layer] for layer in part) for part in found["parts"]]
+    assert found["costs"] == [
+        sum(costs[layer] for layer in part) for part in found["parts"]
+    ]
     assert found["bottleneck"] == max(found["costs"])
 
 
@@ -31,7 +37,15 @@ def test_optimal_is_no_worse(planner: Command) -> None:
     """No method beats the optimal one."""
 
     def bottleneck(method: str) -> float:
-        words = ("--costs", "7,3,9,1,8,2,2,5", "--parts", "3", "--method", method, "--json")
+        words = (
+            "--costs",
+            "7,3,9,1,8,2,2,5",
+            "--parts",
+            "3",
+            "--method",
+            method,
+            "--json",
+        )
         value: float = planner("partition", *words).json["bottleneck"]
         return value
 
@@ -40,7 +54,9 @@ def test_optimal_is_no_worse(planner: Command) -> None:
 
 def test_text(planner: Command) -> None:
     """The table shows the parts, and how far the costliest is above the mean."""
-    ended = planner("partition", "--costs", COSTS, "--parts", "3", "--method", "histogram")
+    ended = planner(
+        "partition", "--costs", COSTS, "--parts", "3", "--method", "histogram"
+    )
     assert (ended.code, ended.err) == (0, "")
     assert "2-4" in ended.out
     assert "bottleneck 60 (5.9 % above the mean)" in ended.out
@@ -62,7 +78,14 @@ def test_more_parts_than_layers(planner: Command) -> None:
 def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """GPT-2 small, priced for an A100 at two sizes."""
     path = tmp_path_factory.mktemp("profile") / "profile.json"
-    words = ("--device", "analytic:a100-sxm4-80gb", "--sequence-length", "128", "--micro-batch-sizes", "1,4")
+    words = (
+        "--device",
+        "analytic:a100-sxm4-80gb",
+        "--sequence-length",
+        "128",
+        "--micro-batch-sizes",
+        "1,4",
+    )
     assert main(["profile", "gpt2", *words, "-o", str(path)]) == 0
     return path
 
@@ -70,13 +93,31 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("by", ["time", "memory"])
 def test_a_profile_is_balanced(planner: Command, profile: Path, by: str) -> None:
     """torchgpipe's promise: the parts' costs are sums of what the profile says of their layers, and nearly equal."""
-    words = ("partition", "--profile", profile, "--parts", "4", "--method", "block", "--by", by)
+    words = (
+        "partition",
+        "--profile",
+        profile,
+        "--parts",
+        "4",
+        "--method",
+        "block",
+        "--by",
+        by,
+    )
     found = planner(*words, "--json").json
     layers = json.loads(profile.read_text())["layers"]
-    assert [name for part in found["layers"] for name in part] == [layer["name"] for layer in layers]
-    assert (found["by"], found["micro_batch_size"], found["sequence_length"]) == (by, 1, 128)
+    assert [name for part in found["layers"] for name in part] == [
+        layer["name"] for layer in layers
+    ]
+    assert (found["by"], found["micro_batch_size"], found["sequence_length"]) == (
+        by,
+        1,
+        128,
+    )
     expected = {layer["name"]: cost(layer, by) for layer in layers}
-    assert found["costs"] == pytest.approx([sum(expected[name] for name in part) for part in found["layers"]])
+    assert found["costs"] == pytest.approx(
+        [sum(expected[name] for name in part) for part in found["layers"]]
+    )
     assert max(found["costs"]) - min(found["costs"]) <= max(expected.values())
     assert "embedding .." in planner(*words).out
 
@@ -86,19 +127,48 @@ def cost(layer: dict[str, Any], by: str) -> float:
     row = layer["measurements"][0]
     if by == "memory":
         return float(16 * layer["parameters"] + row["activation_bytes"])
-    return float(row["forward_seconds"] + row["backward_input_seconds"] + row["backward_weight_seconds"])
+    return float(
+        row["forward_seconds"]
+        + row["backward_input_seconds"]
+        + row["backward_weight_seconds"]
+    )
 
 
 def test_time_and_memory_differ(planner: Command, profile: Path) -> None:
     """The embedding is heavy and quick, so parts of equal memory are not parts of equal time."""
-    words = ("partition", "--profile", profile, "--parts", "4", "--method", "block", "--json")
-    assert planner(*words, "--by", "time").json["sizes"] != planner(*words, "--by", "memory").json["sizes"]
+    words = (
+        "partition",
+        "--profile",
+        profile,
+        "--parts",
+        "4",
+        "--method",
+        "block",
+        "--json",
+    )
+    assert (
+        planner(*words, "--by", "time").json["sizes"]
+        != planner(*words, "--by", "memory").json["sizes"]
+    )
 
 
-def test_micro_batches_in_flight_weigh_activations(planner: Command, profile: Path) -> None:
+def test_micro_batches_in_flight_weigh_activations(
+    planner: Command, profile: Path
+) -> None:
     """Each further micro-batch adds the same activations; plain SGD keeps no states: 8 bytes instead of 16."""
-    words = ("partition", "--profile", profile, "--parts", "1", "--by", "memory", "--json")
-    one, two, three = (planner(*words, "--micro-batches", str(n)).json["bottleneck"] for n in (1, 2, 3))
+    words = (
+        "partition",
+        "--profile",
+        profile,
+        "--parts",
+        "1",
+        "--by",
+        "memory",
+        "--json",
+    )
+    one, two, three = (
+        planner(*words, "--micro-batches", str(n)).json["bottleneck"] for n in (1, 2, 3)
+    )
     assert three - two == two - one > 0
     layers = json.loads(profile.read_text())["layers"]
     sgd = planner(*words, "--optimizer", "sgd").json["bottleneck"]
@@ -115,7 +185,9 @@ def test_micro_batches_in_flight_weigh_activations(planner: Command, profile: Pa
         (("--costs", "1,2"), "not allowed with"),
     ],
 )
-def test_wrong_wishes_of_a_profile(planner: Command, profile: Path, words: tuple[str, ...], told: str) -> None:
+def test_wrong_wishes_of_a_profile(
+    planner: Command, profile: Path, words: tuple[str, ...], told: str
+) -> None:
     """Sizes that the profile does not have, and options that would change nothing, are refused."""
     ended = planner("partition", "--profile", profile, "--parts", "2", *words)
     assert (ended.code, ended.out) == (2, "")
@@ -129,7 +201,9 @@ def test_options_of_a_profile_need_one(planner: Command) -> None:
     assert "--profile" in ended.err
 
 
-def test_a_counted_profile_has_no_time(planner: Command, profile: Path, tmp_path: Path) -> None:
+def test_a_counted_profile_has_no_time(
+    planner: Command, profile: Path, tmp_path: Path
+) -> None:
     """Without seconds the layers can be balanced by memory only, and the error says so."""
     document = json.loads(profile.read_text())
     for layer in document["layers"]:
@@ -137,5 +211,11 @@ def test_a_counted_profile_has_no_time(planner: Command, profile: Path, tmp_path
             row |= {name: None for name in row if name.endswith("_seconds")}
     path = tmp_path / "counted.json"
     path.write_text(json.dumps(document))
-    assert "balance by memory" in planner("partition", "--profile", path, "--parts", "2").err
-    assert planner("partition", "--profile", path, "--parts", "2", "--by", "memory").code == 0
+    assert (
+        "balance by memory"
+        in planner("partition", "--profile", path, "--parts", "2").err
+    )
+    assert (
+        planner("partition", "--profile", path, "--parts", "2", "--by", "memory").code
+        == 0
+    )

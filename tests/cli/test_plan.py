@@ -13,7 +13,13 @@ from planner.spec import Layout, Plan, PlanRequest, parse
 from planner.spec.layout_words import layout_line, spans
 from planner.spec.plan import SearchReport
 from planner.validate import check
-from tests.cli.support import Command, tiny_cluster, tiny_job, tiny_profile, write_question
+from tests.cli.support import (
+    Command,
+    tiny_cluster,
+    tiny_job,
+    tiny_profile,
+    write_question,
+)
 
 
 def test_json_is_plan_json(planner: Command, question: list[str]) -> None:
@@ -26,13 +32,22 @@ def test_json_is_plan_json(planner: Command, question: list[str]) -> None:
     assert check(plan, tiny_profile()).ok
 
 
-def test_summary_and_file(planner: Command, question: list[str], tmp_path: Path) -> None:
+def test_summary_and_file(
+    planner: Command, question: list[str], tmp_path: Path
+) -> None:
     """With -o FILE the document goes to the file, the summary to stdout and the word about it to stderr."""
     path = tmp_path / "plan.json"
     ended = planner("plan", *question, "-o", path)
     plan = parse(Plan, json.loads(path.read_text()))
     assert ended.err == f"wrote {path}\n"
-    for word in (plan.id[:12], "MFU", "optimal: proven", "capacity", "next best", "layouts considered"):
+    for word in (
+        plan.id[:12],
+        "MFU",
+        "optimal: proven",
+        "capacity",
+        "next best",
+        "layouts considered",
+    ):
         assert word in ended.out
     assert "\033[" not in ended.out
 
@@ -43,17 +58,28 @@ def test_dash_is_stdout(planner: Command, question: list[str]) -> None:
     assert parse(Plan, ended.json).id[:12] in ended.err
 
 
-def test_the_same_question_has_the_same_id(planner: Command, question: list[str]) -> None:
+def test_the_same_question_has_the_same_id(
+    planner: Command, question: list[str]
+) -> None:
     """A plan's id is that of its request, so asking again gives it again."""
-    first, second = (parse(Plan, planner("plan", *question, "--json").json) for _ in range(2))
+    first, second = (
+        parse(Plan, planner("plan", *question, "--json").json) for _ in range(2)
+    )
     assert first.id == second.id == first.request.id
     assert isinstance(first.request, PlanRequest)
 
 
-def test_an_order_of_its_own(planner: Command, question: list[str], tmp_path: Path) -> None:
+def test_an_order_of_its_own(
+    planner: Command, question: list[str], tmp_path: Path
+) -> None:
     """`--fix schedule=synthesized` makes a plan that holds, can be drawn, and whose layout can be asked for again."""
     path, layout = tmp_path / "plan.json", tmp_path / "layout.json"
-    wish = ("schedule=1f1b,synthesized", "pipeline_parallel_degree=2", "virtual_stages_per_rank=1", "recompute=none")
+    wish = (
+        "schedule=1f1b,synthesized",
+        "pipeline_parallel_degree=2",
+        "virtual_stages_per_rank=1",
+        "recompute=none",
+    )
     fixed = [word for each in wish for word in ("--fix", each)]
     assert planner("plan", *question, *fixed, "-o", path).code == 0
     plan = parse(Plan, json.loads(path.read_text()))
@@ -70,13 +96,27 @@ def test_an_order_of_its_own(planner: Command, question: list[str], tmp_path: Pa
 @pytest.mark.parametrize(
     ("fixed", "holds"),
     [
-        (["pipeline_parallel_degree=4"], lambda plan: plan.layout.pipeline_parallel_degree == 4),
-        (["pipeline_parallel_degree=2.."], lambda plan: plan.layout.pipeline_parallel_degree >= 2),
-        (["schedule=fthenb", "data_parallel_degree=1,2"], lambda plan: plan.layout.schedule == "gpipe"),
-        (["micro_batch_size=2", "recompute=full"], lambda plan: plan.stages[0].layers[0].recompute == "full"),
+        (
+            ["pipeline_parallel_degree=4"],
+            lambda plan: plan.layout.pipeline_parallel_degree == 4,
+        ),
+        (
+            ["pipeline_parallel_degree=2.."],
+            lambda plan: plan.layout.pipeline_parallel_degree >= 2,
+        ),
+        (
+            ["schedule=fthenb", "data_parallel_degree=1,2"],
+            lambda plan: plan.layout.schedule == "gpipe",
+        ),
+        (
+            ["micro_batch_size=2", "recompute=full"],
+            lambda plan: plan.stages[0].layers[0].recompute == "full",
+        ),
     ],
 )
-def test_fixed_fields_hold(planner: Command, question: list[str], fixed: list[str], holds: Any) -> None:
+def test_fixed_fields_hold(
+    planner: Command, question: list[str], fixed: list[str], holds: Any
+) -> None:
     """What --fix asks for is what the plan does."""
     options = [word for each in fixed for word in ("--fix", each)]
     assert holds(parse(Plan, planner("plan", *question, *options, "--json").json))
@@ -85,12 +125,16 @@ def test_fixed_fields_hold(planner: Command, question: list[str], fixed: list[st
 @pytest.mark.parametrize("top", ["0", "1"])
 def test_top_alternatives(planner: Command, question: list[str], top: str) -> None:
     """--top tells how many alternatives come along."""
-    assert len(planner("plan", *question, "--top", top, "--json").json["alternatives"]) == int(top)
+    assert len(
+        planner("plan", *question, "--top", top, "--json").json["alternatives"]
+    ) == int(top)
 
 
 def test_no_plan_fits(planner: Command, tmp_path: Path) -> None:
     """When nothing fits the exit code is 3, with the reasons, and the nearest misses in bytes; no file is written."""
-    question = write_question(tmp_path, tiny_profile(), tiny_cluster(memory_bytes=60_000), tiny_job())
+    question = write_question(
+        tmp_path, tiny_profile(), tiny_cluster(memory_bytes=60_000), tiny_job()
+    )
     ended = planner("plan", *question, "-o", tmp_path / "plan.json")
     assert ended.code == 3
     assert "no plan fits" in ended.out
@@ -111,14 +155,27 @@ def test_no_plan_fits(planner: Command, tmp_path: Path) -> None:
         ("job", '{"global_batch_size": 8, "memory_headroom": "5%"}', "memory_headroom"),
         ("job", '{"global_batch_size": 8, "constraints": {"tensor": 8}}', "tensor"),
         ("cluster", '{"node_groups": []}', "node_groups"),
-        ("cluster", '{"node_groups": [{"device": "h1000", "nodes": 1, "devices_per_node": 1}]}', "h1000"),
-        ("cluster", '{"node_groups": [{"device": "h100-sxm5-80gb", "nodes": 0, "devices_per_node": 1}]}', "nodes"),
+        (
+            "cluster",
+            '{"node_groups": [{"device": "h1000", "nodes": 1, "devices_per_node": 1}]}',
+            "h1000",
+        ),
+        (
+            "cluster",
+            '{"node_groups": [{"device": "h100-sxm5-80gb", "nodes": 0, "devices_per_node": 1}]}',
+            "nodes",
+        ),
         ("profile", '{"model": "tiny"}', "layers"),
         ("profile", "[]", "profile.json"),
     ],
 )
 def test_broken_documents(
-    planner: Command, question: list[str], tmp_path: Path, name: str, text: str, told: str
+    planner: Command,
+    question: list[str],
+    tmp_path: Path,
+    name: str,
+    text: str,
+    told: str,
 ) -> None:
     """Corrupted JSON, unknown fields and wrong values end with 2, naming the document and the field."""
     (tmp_path / f"{name}.json").write_text(text)
@@ -138,13 +195,17 @@ def test_missing_documents(planner: Command, question: list[str]) -> None:
 
 def test_profile_of_another_device(planner: Command, tmp_path: Path) -> None:
     """Seconds of one device do not price another."""
-    question = write_question(tmp_path, tiny_profile(device="elsewhere"), tiny_cluster(), tiny_job())
+    question = write_question(
+        tmp_path, tiny_profile(device="elsewhere"), tiny_cluster(), tiny_job()
+    )
     ended = planner("plan", *question)
     assert ended.code == 2
     assert "elsewhere" in ended.err
 
 
-def test_profile_and_model_exclude_each_other(planner: Command, question: list[str]) -> None:
+def test_profile_and_model_exclude_each_other(
+    planner: Command, question: list[str]
+) -> None:
     """A question has one model; none and two are wrong usage."""
     assert planner("plan", *question, "--model", "gpt2").code == 2
     assert planner("plan", *question[2:]).code == 2
@@ -152,9 +213,22 @@ def test_profile_and_model_exclude_each_other(planner: Command, question: list[s
 
 def test_catalogue_models_need_no_torch(planner: Command, examples: Path) -> None:
     """A catalogue model is planned for by name; the plan carries the name instead of the profile."""
-    words = ("--cluster", examples / "a100x8.yaml", "--job", examples / "pretrain-4m-tokens.yaml")
+    words = (
+        "--cluster",
+        examples / "a100x8.yaml",
+        "--job",
+        examples / "pretrain-4m-tokens.yaml",
+    )
     ended = planner(
-        "plan", "--model", "llama-3.1-8b", *words, "--fix", "tensor_parallel_degree=8", "--top", "0", "--json"
+        "plan",
+        "--model",
+        "llama-3.1-8b",
+        *words,
+        "--fix",
+        "tensor_parallel_degree=8",
+        "--top",
+        "0",
+        "--json",
     )
     plan = parse(Plan, ended.json)
     assert (plan.request.model, plan.request.profile) == ("llama-3.1-8b", None)
@@ -167,7 +241,9 @@ def test_unknown_model(planner: Command, question: list[str]) -> None:
     assert "llama-3.1-70b" in ended.err
 
 
-def test_outputs_are_checked_first(planner: Command, question: list[str], tmp_path: Path) -> None:
+def test_outputs_are_checked_first(
+    planner: Command, question: list[str], tmp_path: Path
+) -> None:
     """An output that cannot be written is refused before the search starts."""
     ended = planner("plan", *question, "-o", tmp_path / "absent" / "plan.json")
     assert ended.code == 2
@@ -176,12 +252,28 @@ def test_outputs_are_checked_first(planner: Command, question: list[str], tmp_pa
 
 def test_layout_line_leaves_out_what_is_not_used() -> None:
     """Only choices that differ from the plain ones are told."""
-    assert layout_line(Layout()) == "data 1 x tensor 1 x pipeline 1, micro-batch 1, 1f1b, recompute none"
-    rich = Layout(expert_parallel_degree=2, virtual_stages_per_rank=3, zero_stage=1, sequence_parallel=True)
-    assert layout_line(rich).endswith("recompute none, 3 stages per rank, ZeRO 1, sequence parallel")
+    assert (
+        layout_line(Layout())
+        == "data 1 x tensor 1 x pipeline 1, micro-batch 1, 1f1b, recompute none"
+    )
+    rich = Layout(
+        expert_parallel_degree=2,
+        virtual_stages_per_rank=3,
+        zero_stage=1,
+        sequence_parallel=True,
+    )
+    assert layout_line(rich).endswith(
+        "recompute none, 3 stages per rank, ZeRO 1, sequence parallel"
+    )
     assert "expert 2" in layout_line(rich)
-    spread = Layout(data_parallel_degree=4, rank_order="tp-cp-pp-dp", micro_batch_shares=(3, 3, 1, 2))
-    assert layout_line(spread).endswith("recompute none, rank order tp-cp-pp-dp, shares 2 x 3 + 1 + 2")
+    spread = Layout(
+        data_parallel_degree=4,
+        rank_order="tp-cp-pp-dp",
+        micro_batch_shares=(3, 3, 1, 2),
+    )
+    assert layout_line(spread).endswith(
+        "recompute none, rank order tp-cp-pp-dp, shares 2 x 3 + 1 + 2"
+    )
 
 
 def test_proof_line_tells_the_gap() -> None:
@@ -200,12 +292,19 @@ def test_proof_line_tells_the_gap() -> None:
     assert "10.0 %" in proof_line(report)
     unbounded = report.model_copy(update={"lower_bound_seconds": 0.0, "gap": 1.0})
     assert "not proven, no bound was found in time" in proof_line(unbounded)
-    assert "optimal: proven, 9 layouts" in proof_line(report.model_copy(update={"optimal": True}))
+    assert "optimal: proven, 9 layouts" in proof_line(
+        report.model_copy(update={"optimal": True})
+    )
 
 
 @pytest.mark.parametrize(
     ("numbers", "text"),
-    [((0,), "0"), ((0, 1, 2), "0-2"), ((3, 0, 1), "0-1,3"), (tuple(range(0, 20, 2)), "0,2,4,6,... (10 ranks)")],
+    [
+        ((0,), "0"),
+        ((0, 1, 2), "0-2"),
+        ((3, 0, 1), "0-1,3"),
+        (tuple(range(0, 20, 2)), "0,2,4,6,... (10 ranks)"),
+    ],
 )
 def test_spans(numbers: tuple[int, ...], text: str) -> None:
     """Runs of ranks are told by their ends, long lists by their length."""
@@ -214,8 +313,12 @@ def test_spans(numbers: tuple[int, ...], text: str) -> None:
 
 def test_objectives_of_the_job(planner: Command, tmp_path: Path) -> None:
     """A job that asks for few devices gets few, and the text says which part of the cluster they are."""
-    wish = tiny_job().model_copy(update={"objective": "devices", "deadline_seconds": 0.06})
-    ended = planner("plan", *write_question(tmp_path, tiny_profile(), tiny_cluster(), wish))
+    wish = tiny_job().model_copy(
+        update={"objective": "devices", "deadline_seconds": 0.06}
+    )
+    ended = planner(
+        "plan", *write_question(tmp_path, tiny_profile(), tiny_cluster(), wish)
+    )
     assert ended.code == 0
     assert "on 2 of the 4 devices of tiny-cluster, node 0" in ended.out
     assert "fewest whose step meets the deadline of 0.06 s" in ended.out
@@ -225,7 +328,9 @@ def test_parts_of_the_cluster_are_counted(planner: Command, tmp_path: Path) -> N
     """A search for the cheapest token says how many parts it looked into."""
     wish = tiny_job().model_copy(update={"objective": "cost"})
     (group,) = tiny_cluster().node_groups
-    priced = tiny_cluster().model_copy(update={"node_groups": (group.model_copy(update={"price_per_hour": 1.0}),)})
+    priced = tiny_cluster().model_copy(
+        update={"node_groups": (group.model_copy(update={"price_per_hour": 1.0}),)}
+    )
     ended = planner("plan", *write_question(tmp_path, tiny_profile(), priced, wish))
     assert ended.code == 0
     assert "parts of the cluster considered" in ended.out
@@ -233,13 +338,19 @@ def test_parts_of_the_cluster_are_counted(planner: Command, tmp_path: Path) -> N
 
 def test_no_plan_meets_the_deadline(planner: Command, tmp_path: Path) -> None:
     """Too short a deadline is no plan: exit code 3, and how fast the fastest is."""
-    wish = tiny_job().model_copy(update={"objective": "devices", "deadline_seconds": 1e-6})
-    ended = planner("plan", *write_question(tmp_path, tiny_profile(), tiny_cluster(), wish))
+    wish = tiny_job().model_copy(
+        update={"objective": "devices", "deadline_seconds": 1e-6}
+    )
+    ended = planner(
+        "plan", *write_question(tmp_path, tiny_profile(), tiny_cluster(), wish)
+    )
     assert ended.code == 3
     assert "the fastest on 4 devices takes" in ended.out
 
 
-def test_a_wrong_objective_is_wrong_input(planner: Command, tmp_path: Path, question: list[str]) -> None:
+def test_a_wrong_objective_is_wrong_input(
+    planner: Command, tmp_path: Path, question: list[str]
+) -> None:
     """A deadline without the objective that has one, and a price that is missing, end with 2 and name the field."""
     job = json.loads((tmp_path / "job.json").read_text())
     (tmp_path / "job.json").write_text(json.dumps(job | {"deadline_seconds": 1.0}))
@@ -256,7 +367,11 @@ def test_prices_and_the_front(planner: Command, tmp_path: Path) -> None:
     """With prices the plan tells that of a million tokens, and --pareto a table with the plan marked in it."""
     group = tiny_cluster().node_groups[0].model_copy(update={"price_per_hour": 1.5})
     machines = tiny_cluster().model_copy(update={"node_groups": (group,)})
-    ended = planner("plan", *write_question(tmp_path, tiny_profile(), machines, tiny_job()), "--pareto")
+    ended = planner(
+        "plan",
+        *write_question(tmp_path, tiny_profile(), machines, tiny_job()),
+        "--pareto",
+    )
     assert "per million tokens" in ended.out
     table = ended.out[ended.out.index("Pareto front") :].splitlines()
     assert "price of 1M tokens" in table[1]
@@ -267,6 +382,9 @@ def test_prices_and_the_front(planner: Command, tmp_path: Path) -> None:
 def test_explain_full_relaxes_limits(planner: Command, question: list[str]) -> None:
     """--explain full tells what a constraint costs; brief does not."""
     fixed = ("--fix", "pipeline_parallel_degree=4", "--fix", "schedule=gpipe")
-    assert "Without pipeline_parallel_degree = 4: -" in planner("plan", *question, *fixed, "--explain", "full").out
+    assert (
+        "Without pipeline_parallel_degree = 4: -"
+        in planner("plan", *question, *fixed, "--explain", "full").out
+    )
     assert "Without pipeline" not in planner("plan", *question, *fixed).out
     assert planner("plan", *question, "--explain", "everything").code == 2

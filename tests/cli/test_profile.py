@@ -19,28 +19,57 @@ SEQUENTIAL = "tests.cli.tiny_models:sequential"
 def test_analytic_catalogue_profile(planner: Command, tmp_path: Path) -> None:
     """A catalogue model is priced for a catalogue device: seconds in every row, the source still `counted`."""
     path = tmp_path / "profile.json"
-    words = ("--sequence-length", "128", "--micro-batch-sizes", "1,2", "--tensor-parallel", "1", "--dtype", "bf16")
+    words = (
+        "--sequence-length",
+        "128",
+        "--micro-batch-sizes",
+        "1,2",
+        "--tensor-parallel",
+        "1",
+        "--dtype",
+        "bf16",
+    )
     ended = planner("profile", "gpt2", *ANALYTIC, *words, "-o", path)
     profile = read(ModelProfile, path)
     rows = [row for layer in profile.layers for row in layer.measurements]
     assert (ended.code, ended.err) == (0, f"wrote {path}\n")
     assert "14 layers" in ended.out
     assert "124 M parameters" in ended.out
-    assert (profile.model, profile.device, profile.dtype) == ("gpt2", "a100-sxm4-80gb", "bf16")
+    assert (profile.model, profile.device, profile.dtype) == (
+        "gpt2",
+        "a100-sxm4-80gb",
+        "bf16",
+    )
     assert {row.micro_batch_size for row in rows} == {1, 2}
-    assert {(row.sequence_length, row.tensor_parallel_degree, row.source) for row in rows} == {(128, 1, "counted")}
-    assert all(row.forward_seconds is not None and row.forward_seconds > 0 for row in rows)
+    assert {
+        (row.sequence_length, row.tensor_parallel_degree, row.source) for row in rows
+    } == {(128, 1, "counted")}
+    assert all(
+        row.forward_seconds is not None and row.forward_seconds > 0 for row in rows
+    )
 
 
 def test_stdout_is_the_document(planner: Command) -> None:
     """Without -o, and with `-o -`, stdout is the profile and nothing else."""
-    words = ("profile", "gpt2", *ANALYTIC, "--sequence-length", "64", "--micro-batch-sizes", "1")
-    assert parse(ModelProfile, planner(*words).json) == parse(ModelProfile, planner(*words, "-o", "-").json)
+    words = (
+        "profile",
+        "gpt2",
+        *ANALYTIC,
+        "--sequence-length",
+        "64",
+        "--micro-batch-sizes",
+        "1",
+    )
+    assert parse(ModelProfile, planner(*words).json) == parse(
+        ModelProfile, planner(*words, "-o", "-").json
+    )
 
 
 def test_analytic_profile_of_a_callable(planner: Command) -> None:
     """The user's own model is counted on meta tensors."""
-    profile = parse(ModelProfile, planner("profile", SEQUENTIAL, *ANALYTIC, "--json").json)
+    profile = parse(
+        ModelProfile, planner("profile", SEQUENTIAL, *ANALYTIC, "--json").json
+    )
     assert sum(layer.parameters for layer in profile.layers) == 4 * (16 * 16 + 16)
 
 
@@ -54,7 +83,10 @@ def test_analytic_profile_of_a_callable(planner: Command) -> None:
         (("gpt2", *ANALYTIC, "--tensor-parallel", "5"), "tensor"),
         (("gpt2", "--device", "analytic:v100-sxm2-32gb", "--dtype", "bf16"), "bf16"),
         (("gpt2", *ANALYTIC, "--concurrency", "4"), "--concurrency"),
-        (("gpt2", *ANALYTIC, "--micro-batch-sizes", "0,1"), "'0' is not a whole number of at least 1"),
+        (
+            ("gpt2", *ANALYTIC, "--micro-batch-sizes", "0,1"),
+            "'0' is not a whole number of at least 1",
+        ),
         (("resnet-50", *ANALYTIC, "--sequence-length", "8"), "--sequence-length"),
         (("absent/config.json", *ANALYTIC), "absent/config.json"),
         (("tests.cli.tiny_models:absent", *ANALYTIC), "absent"),
@@ -83,23 +115,42 @@ def test_default_sequence_length() -> None:
 def test_several_lengths(planner: Command, model: str) -> None:
     """One profile holds the rows of all lengths, whether counted before or now."""
     words = ("--sequence-length", "64,32", "--micro-batch-sizes", "1,2")
-    profile = parse(ModelProfile, planner("profile", model, *ANALYTIC, *words, "--json").json)
+    profile = parse(
+        ModelProfile, planner("profile", model, *ANALYTIC, *words, "--json").json
+    )
     for layer in profile.layers:
-        sizes = {(row.micro_batch_size, row.sequence_length) for row in layer.measurements}
+        sizes = {
+            (row.micro_batch_size, row.sequence_length) for row in layer.measurements
+        }
         assert sizes == {(1, 32), (2, 32), (1, 64), (2, 64)}
 
 
 def test_the_user_names_the_cut(planner: Command) -> None:
     """Layers start at the named modules; the profile says so, for the executor to cut alike."""
-    words = ("profile", "tests.profiler.graphs:resnet", *ANALYTIC, "--micro-batch-sizes", "1", "--json")
+    words = (
+        "profile",
+        "tests.profiler.graphs:resnet",
+        *ANALYTIC,
+        "--micro-batch-sizes",
+        "1",
+        "--json",
+    )
     named = parse(ModelProfile, planner(*words, "--cut", "layer2.*,fc").json)
-    assert [layer.name for layer in named.layers] == ["conv1", "layer2.0", "layer2.1", "layer2.2", "fc"]
+    assert [layer.name for layer in named.layers] == [
+        "conv1",
+        "layer2.0",
+        "layer2.1",
+        "layer2.2",
+        "fc",
+    ]
     assert named.cut == ("layer2.*", "fc")
     found = parse(ModelProfile, planner(*words).json)
     assert (len(found.layers), found.cut) == (7, ())
 
 
-@pytest.mark.parametrize(("cut", "told"), [("layer3", "did you mean"), ("layer1,,fc", "empty name")])
+@pytest.mark.parametrize(
+    ("cut", "told"), [("layer3", "did you mean"), ("layer1,,fc", "empty name")]
+)
 def test_wrong_cut(planner: Command, cut: str, told: str) -> None:
     """A name that no module has is refused with near ones."""
     ended = planner("profile", "tests.profiler.graphs:resnet", *ANALYTIC, "--cut", cut)
@@ -109,7 +160,14 @@ def test_wrong_cut(planner: Command, cut: str, told: str) -> None:
 
 def test_model_of_one_layer_is_told(planner: Command, tmp_path: Path) -> None:
     """What cannot be cut becomes one layer, with the reason in the profile and on stderr."""
-    words = ("--micro-batch-sizes", "1", "--dtype", "fp32", "-o", tmp_path / "profile.json")
+    words = (
+        "--micro-batch-sizes",
+        "1",
+        "--dtype",
+        "fp32",
+        "-o",
+        tmp_path / "profile.json",
+    )
     ended = planner("profile", "tests.profiler.graphs:untraceable", *ANALYTIC, *words)
     profile = read(ModelProfile, tmp_path / "profile.json")
     assert [layer.name for layer in profile.layers] == ["model"]
@@ -139,7 +197,12 @@ def test_noise_is_told() -> None:
     def profile(spread: float | None) -> ModelProfile:
         rows = (row.model_copy(update={"relative_spread": spread}),)
         layers = (LayerProfile(name="0", kind="a", parameters=1, measurements=rows),)
-        return ModelProfile(model="m", device="cpu", layers=layers, environment={"load_average": "3 before, 5 after"})
+        return ModelProfile(
+            model="m",
+            device="cpu",
+            layers=layers,
+            environment={"load_average": "3 before, 5 after"},
+        )
 
     (sentence,) = noise(profile(0.25))
     assert "25.0 %" in sentence
@@ -157,6 +220,18 @@ def test_context_parallel_ranks_are_counted_not_measured(planner: Command) -> No
 
 def test_context_parallel_rows_of_a_catalogue_model(planner: Command) -> None:
     """Beside those of whole sequences."""
-    words = ("--sequence-length", "64", "--micro-batch-sizes", "1", "--context-parallel", "1,2", "--json")
+    words = (
+        "--sequence-length",
+        "64",
+        "--micro-batch-sizes",
+        "1",
+        "--context-parallel",
+        "1,2",
+        "--json",
+    )
     profile = parse(ModelProfile, planner("profile", "gpt2", *ANALYTIC, *words).json)
-    assert {row.context_parallel_degree for layer in profile.layers for row in layer.measurements} == {1, 2}
+    assert {
+        row.context_parallel_degree
+        for layer in profile.layers
+        for row in layer.measurements
+    } == {1, 2}

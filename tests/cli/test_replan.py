@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from api.settings import Settings
-from planner.cli.replan import NodeReplanner, Replanner, by_search, by_service, discovered_by
+from planner.cli.replan import (
+    NodeReplanner,
+    Replanner,
+    by_search,
+    by_service,
+    discovered_by,
+)
 from planner.errors import DocumentError, RunError, UnsupportedError
 from planner.executor.elastic.roster import Roster
 from planner.spec import Cluster, Infeasible, NodeGroup, Plan, read
@@ -21,17 +27,27 @@ def test_the_best_of_fewer_devices(planner: Command, plan_path: Path) -> None:
     """A batch of 8 splits badly by 3: the answer is the faster of the plans of 3 and of 2 devices."""
     plan = read(Plan, plan_path)
     job = plan.request.job.model_copy(update={"constraints": {}})
-    free = plan.model_copy(update={"request": plan.request.model_copy(update={"job": job})})
+    free = plan.model_copy(
+        update={"request": plan.request.model_copy(update={"job": job})}
+    )
     search = by_search(free)
     best = Replanner(free, search).for_devices(3)
     assert isinstance(best, Plan)
-    answers = [answer for count in (2, 3) if isinstance(answer := search(tiny_cluster(devices=count)), Plan)]
+    answers = [
+        answer
+        for count in (2, 3)
+        if isinstance(answer := search(tiny_cluster(devices=count)), Plan)
+    ]
     assert len(answers) == 2
-    assert best.prediction == min((one.prediction for one in answers), key=lambda found: found.step_seconds)
+    assert best.prediction == min(
+        (one.prediction for one in answers), key=lambda found: found.step_seconds
+    )
     assert best.request.job == job
 
 
-def test_fewer_than_half_are_asked_only_while_nothing_fits(planner: Command, plan_path: Path) -> None:
+def test_fewer_than_half_are_asked_only_while_nothing_fits(
+    planner: Command, plan_path: Path
+) -> None:
     """And when nothing fits at all, the reasons are those of the most devices."""
     plan = read(Plan, plan_path)
 
@@ -40,7 +56,11 @@ def test_fewer_than_half_are_asked_only_while_nothing_fits(planner: Command, pla
 
         def search(cluster: Cluster) -> Plan | Infeasible:
             asked.append(cluster.devices)
-            return plan if cluster.devices <= fits else Infeasible(reasons=(f"{cluster.devices} do not",))
+            return (
+                plan
+                if cluster.devices <= fits
+                else Infeasible(reasons=(f"{cluster.devices} do not",))
+            )
 
         return Replanner(plan, search).for_devices(8), asked
 
@@ -52,7 +72,11 @@ def test_fewer_than_half_are_asked_only_while_nothing_fits(planner: Command, pla
 def test_a_service_is_asked(planner: Command, plan_path: Path, tmp_path: Path) -> None:
     """It gives the plan that the search here gives, and tells why it cannot."""
     plan = read(Plan, plan_path)
-    with running(Settings(port=0, database=tmp_path / "planner.db", concurrency=1, spare_solvers=0)) as live:
+    with running(
+        Settings(
+            port=0, database=tmp_path / "planner.db", concurrency=1, spare_solvers=0
+        )
+    ) as live:
         search = by_service(plan, str(live.client.base_url))
         found = search(tiny_cluster())
         assert isinstance(found, Plan)
@@ -60,14 +84,20 @@ def test_a_service_is_asked(planner: Command, plan_path: Path, tmp_path: Path) -
         assert isinstance(here, Plan)
         assert found.prediction == here.prediction
         assert isinstance(search(tiny_cluster(memory_bytes=10_000)), Infeasible)
-        far = tiny_cluster().model_copy(update={"node_groups": tiny_cluster().node_groups * 2})
-        with pytest.raises(RunError, match=r"inter_node: the device's data sheet has no such link"):
+        far = tiny_cluster().model_copy(
+            update={"node_groups": tiny_cluster().node_groups * 2}
+        )
+        with pytest.raises(
+            RunError, match=r"inter_node: the device's data sheet has no such link"
+        ):
             search(far)
     with pytest.raises(RunError, match="does not answer"):
         search(tiny_cluster())
 
 
-def test_several_nodes_are_no_matter_of_one_command(planner: Command, plan_path: Path) -> None:
+def test_several_nodes_are_no_matter_of_one_command(
+    planner: Command, plan_path: Path
+) -> None:
     """Refused before anything starts."""
     plan = read(Plan, plan_path)
     group = tiny_cluster().node_groups[0].model_copy(update={"nodes": 2})
@@ -83,7 +113,13 @@ def test_the_best_of_the_nodes_that_are_left(planner: Command, plan_path: Path) 
     asked: list[tuple[int, ...]] = []
 
     def search(cluster: Cluster) -> Plan | Infeasible:
-        asked.append(tuple(each.devices_per_node for each in cluster.node_groups for _ in range(each.nodes)))
+        asked.append(
+            tuple(
+                each.devices_per_node
+                for each in cluster.node_groups
+                for _ in range(each.nodes)
+            )
+        )
         if asked[-1] == (4, 2):
             raise UnsupportedError("unequal nodes.")
         seconds = abs(cluster.devices - 4.5)
@@ -94,17 +130,23 @@ def test_the_best_of_the_nodes_that_are_left(planner: Command, plan_path: Path) 
     assert asked == [(4, 2), (4,), (2, 2), (2,), (1, 1), (3,)]
     assert isinstance(best, Plan)
     assert best.id == "(4,)"
-    nothing = NodeReplanner(plan, lambda cluster: Infeasible(reasons=(str(cluster.devices),)))
+    nothing = NodeReplanner(
+        plan, lambda cluster: Infeasible(reasons=(str(cluster.devices),))
+    )
     assert nothing.for_nodes(Roster((3, 3))) == Infeasible(reasons=("6",))
 
 
 def of_groups(plan: Plan, *groups: NodeGroup) -> Plan:
     """The plan, of another cluster."""
     cluster = Cluster(node_groups=groups)
-    return plan.model_copy(update={"request": plan.request.model_copy(update={"cluster": cluster})})
+    return plan.model_copy(
+        update={"request": plan.request.model_copy(update={"cluster": cluster})}
+    )
 
 
-def test_nodes_of_several_kinds_are_asked_for_as_they_came(planner: Command, plan_path: Path) -> None:
+def test_nodes_of_several_kinds_are_asked_for_as_they_came(
+    planner: Command, plan_path: Path
+) -> None:
     """Each by its own node group, then fewer of each; what fits on neither half nor more is not asked for."""
     plan = read(Plan, plan_path)
     (group,) = plan.request.cluster.node_groups
@@ -113,7 +155,10 @@ def test_nodes_of_several_kinds_are_asked_for_as_they_came(planner: Command, pla
     asked: list[list[tuple[str, str | None, int, int]]] = []
 
     def search(cluster: Cluster) -> Plan | Infeasible:
-        devices = [None if isinstance(each.device, DeviceSpec) else each.device for each in cluster.node_groups]
+        devices = [
+            None if isinstance(each.device, DeviceSpec) else each.device
+            for each in cluster.node_groups
+        ]
         asked.append(
             [
                 (each.name, device, each.nodes, each.devices_per_node)
@@ -126,7 +171,10 @@ def test_nodes_of_several_kinds_are_asked_for_as_they_came(planner: Command, pla
     replanner.for_nodes(Roster((4, 2, 4), ("old", "old", "new")))
     name = "h100-sxm5-80gb"
     assert asked[0] == [("old", None, 1, 4), ("old", None, 1, 2), ("new", name, 1, 4)]
-    assert asked[1:] == [[("old", None, 1, 4), ("new", name, 1, 4)], [("old", None, 1, 4), ("old", None, 1, 2)]]
+    assert asked[1:] == [
+        [("old", None, 1, 4), ("new", name, 1, 4)],
+        [("old", None, 1, 4), ("old", None, 1, 2)],
+    ]
 
 
 def test_nodes_tell_their_group_by_its_name(planner: Command, plan_path: Path) -> None:
@@ -135,14 +183,24 @@ def test_nodes_tell_their_group_by_its_name(planner: Command, plan_path: Path) -
     (group,) = plan.request.cluster.node_groups
     alike = of_groups(plan, group, group.model_copy(update={"devices_per_node": 1}))
     NodeReplanner(alike, by_search(alike))
-    mixed = of_groups(plan, group, group.model_copy(update={"device": "h100-sxm5-80gb"}))
+    mixed = of_groups(
+        plan, group, group.model_copy(update={"device": "h100-sxm5-80gb"})
+    )
     with pytest.raises(DocumentError, match="names node groups of different devices"):
         NodeReplanner(mixed, by_search(mixed))
 
 
 def test_devices_are_discovered_by_a_command() -> None:
     """It prints their indices."""
-    assert discovered_by(f"{sys.executable} -c \"print('0 2'); print(3)\"")() == (0, 2, 3)
-    for command in (f'{sys.executable} -c "print(0.5)"', "no-such-command", f'{sys.executable} -c "exit(1)"'):
+    assert discovered_by(f"{sys.executable} -c \"print('0 2'); print(3)\"")() == (
+        0,
+        2,
+        3,
+    )
+    for command in (
+        f'{sys.executable} -c "print(0.5)"',
+        "no-such-command",
+        f'{sys.executable} -c "exit(1)"',
+    ):
         with pytest.raises(RunError, match="failed"):
             discovered_by(command)()

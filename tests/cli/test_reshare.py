@@ -23,7 +23,9 @@ FORWARD, BACKWARD = 1e-3, 2e-3
 def plan_of(pipeline: int, shares: Sequence[int], **fields: object) -> Plan:
     """Equal layers, in equal stages."""
     profile, data = tiny_profile(layers=LAYERS), len(shares)
-    job = tiny_job().model_copy(update={"global_batch_size": sum(shares), "constraints": {}})
+    job = tiny_job().model_copy(
+        update={"global_batch_size": sum(shares), "constraints": {}}
+    )
     layout = PredictionLayout(
         data_parallel_degree=data,
         pipeline_parallel_degree=pipeline,
@@ -32,7 +34,11 @@ def plan_of(pipeline: int, shares: Sequence[int], **fields: object) -> Plan:
         micro_batch_shares=shares if len(set(shares)) > 1 else None,
         **fields,  # type: ignore[arg-type]
     )
-    found = plan_layout(make_request(profile, tiny_cluster(devices=pipeline * data), job), profile, layout)
+    found = plan_layout(
+        make_request(profile, tiny_cluster(devices=pipeline * data), job),
+        profile,
+        layout,
+    )
     assert isinstance(found, Plan)
     return found
 
@@ -54,7 +60,11 @@ def played(pipeline: int, shares: Sequence[int], slowdown: Sequence[float]) -> f
     def seconds(share: int, factor: float) -> float:
         schedule = build("1f1b", ranks=pipeline, micro_batches=share)
         weight = {"backward_weight": BACKWARD * layers * factor / 2}
-        times = {"forward": FORWARD * layers * factor, "backward_input": BACKWARD * layers * factor / 2, **weight}
+        times = {
+            "forward": FORWARD * layers * factor,
+            "backward_input": BACKWARD * layers * factor / 2,
+            **weight,
+        }
         return float(simulate(schedule, Durations.uniform(pipeline, **times)).makespan)
 
     return max(map(seconds, shares, slowdown))
@@ -62,7 +72,9 @@ def played(pipeline: int, shares: Sequence[int], slowdown: Sequence[float]) -> f
 
 @pytest.mark.parametrize("pipeline", [1, 2])
 @pytest.mark.parametrize("slowdown", [(1, 1, 2), (3, 1, 1), (1, 1.5, 2.5)])
-def test_as_fast_as_the_best_of_all_shares(pipeline: int, slowdown: tuple[float, ...]) -> None:
+def test_as_fast_as_the_best_of_all_shares(
+    pipeline: int, slowdown: tuple[float, ...]
+) -> None:
     """And its plan promises what these replicas do."""
     plan = plan_of(pipeline, (5, 5, 5))
     profile = plan.request.profile
@@ -73,9 +85,13 @@ def test_as_fast_as_the_best_of_all_shares(pipeline: int, slowdown: tuple[float,
     best = min(played(pipeline, each, slowdown) for each in compositions(BATCH, 3))
     assert played(pipeline, shares, slowdown) == pytest.approx(best)
     rest = plan.prediction.step_seconds - played(pipeline, (5, 5, 5), (1, 1, 1))
-    assert found.seconds_now == pytest.approx(played(pipeline, (5, 5, 5), slowdown) + rest)
+    assert found.seconds_now == pytest.approx(
+        played(pipeline, (5, 5, 5), slowdown) + rest
+    )
     assert found.seconds_then == pytest.approx(best + rest)
-    assert found.plan.prediction.step_seconds == pytest.approx(found.seconds_then, rel=0.01)
+    assert found.plan.prediction.step_seconds == pytest.approx(
+        found.seconds_then, rel=0.01
+    )
     carried = found.plan.request.profile
     assert carried is not None
     assert check(found.plan, carried).ok
@@ -96,12 +112,20 @@ def test_a_plan_says_how_long_its_replicas_work() -> None:
     plan = plan_of(2, (6, 6, 3))
     assert plan.request.profile is not None
     once = (FORWARD + BACKWARD) * LAYERS / 2
-    assert replica_seconds(plan, plan.request.profile) == pytest.approx([6 * once, 6 * once, 3 * once], rel=0.01)
-    assert stage_seconds(plan, plan.request.profile) == pytest.approx([5 * once] * 2, rel=0.01)
-    assert PlanRebalancer(plan).busy_seconds(plan) == stage_seconds(plan, plan.request.profile)
+    assert replica_seconds(plan, plan.request.profile) == pytest.approx(
+        [6 * once, 6 * once, 3 * once], rel=0.01
+    )
+    assert stage_seconds(plan, plan.request.profile) == pytest.approx(
+        [5 * once] * 2, rel=0.01
+    )
+    assert PlanRebalancer(plan).busy_seconds(plan) == stage_seconds(
+        plan, plan.request.profile
+    )
     equal = plan_of(2, (5, 5, 5))
     assert equal.request.profile is not None
-    assert PlanRebalancer(equal).busy_seconds(equal) == pytest.approx(stage_seconds(equal, equal.request.profile))
+    assert PlanRebalancer(equal).busy_seconds(equal) == pytest.approx(
+        stage_seconds(equal, equal.request.profile)
+    )
 
 
 def test_layouts_of_equal_shares_stay_so() -> None:

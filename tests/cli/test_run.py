@@ -34,7 +34,9 @@ def measured_run(plan: Plan) -> MeasuredRun:
         median_step_seconds=step,
         tokens_per_second=plan.prediction.tokens_per_second / 2,
         ranks=tuple(
-            MeasuredRank(rank=row.rank, pipeline=row.pipeline, parameters=1000, peak_bytes=10**6)
+            MeasuredRank(
+                rank=row.rank, pipeline=row.pipeline, parameters=1000, peak_bytes=10**6
+            )
             for row in plan.placement
         ),
     )
@@ -53,16 +55,80 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return asked
 
 
-def test_options_reach_the_launcher(planner: Command, plan_path: Path, calls: list[dict[str, Any]]) -> None:
+def test_options_reach_the_launcher(
+    planner: Command, plan_path: Path, calls: list[dict[str, Any]]
+) -> None:
     """Every option is handed on."""
-    words = ("--model", "m:f", "--steps", "3", "--data", "d.txt", "--seed", "7", "--learning-rate", "0.1")
-    more = ("--reference-steps", "2", "--max-gradient-norm", "1", "--device", "cpu", "--timeout", "9", "--loss", "m:l")
-    more += ("--grace", "8", "--validation-data", "v.txt", "--validate-every", "4", "--validation-steps", "6")
-    kept = ("--checkpoint-dir", "kept", "--checkpoint-every", "5", "--keep", "2", "--resume")
+    words = (
+        "--model",
+        "m:f",
+        "--steps",
+        "3",
+        "--data",
+        "d.txt",
+        "--seed",
+        "7",
+        "--learning-rate",
+        "0.1",
+    )
+    more = (
+        "--reference-steps",
+        "2",
+        "--max-gradient-norm",
+        "1",
+        "--device",
+        "cpu",
+        "--timeout",
+        "9",
+        "--loss",
+        "m:l",
+    )
+    more += (
+        "--grace",
+        "8",
+        "--validation-data",
+        "v.txt",
+        "--validate-every",
+        "4",
+        "--validation-steps",
+        "6",
+    )
+    kept = (
+        "--checkpoint-dir",
+        "kept",
+        "--checkpoint-every",
+        "5",
+        "--keep",
+        "2",
+        "--resume",
+    )
     values = ("--weights", "w.safetensors", "--deterministic")
-    rates = ("--learning-rate-schedule", "linear", "--warmup-steps", "1", "--min-learning-rate", "0.01")
-    rates += ("--decay-steps", "9", "--weight-decay", "0", "--beta1", "0.8", "--beta2", "0.9", "--epsilon", "0.2")
-    assert planner("run", plan_path, *words, *more, *kept, *values, *rates, "--momentum", "0.7").code == 0
+    rates = (
+        "--learning-rate-schedule",
+        "linear",
+        "--warmup-steps",
+        "1",
+        "--min-learning-rate",
+        "0.01",
+    )
+    rates += (
+        "--decay-steps",
+        "9",
+        "--weight-decay",
+        "0",
+        "--beta1",
+        "0.8",
+        "--beta2",
+        "0.9",
+        "--epsilon",
+        "0.2",
+    )
+    assert (
+        planner(
+            "run", plan_path, *words, *more, *kept, *values, *rates, "--momentum", "0.7"
+        ).code
+        == 0
+    )
     (asked,) = calls
     assert asked.pop("log") is not None
     assert asked == {
@@ -102,9 +168,21 @@ def test_options_reach_the_launcher(planner: Command, plan_path: Path, calls: li
     }
 
 
-def test_elastic_reaches_the_launcher(planner: Command, plan_path: Path, calls: list[dict[str, Any]]) -> None:
+def test_elastic_reaches_the_launcher(
+    planner: Command, plan_path: Path, calls: list[dict[str, Any]]
+) -> None:
     """With its options, and a planner that knows the plan's profile."""
-    words = ("--elastic", "--restarts", "7", "--cooldown", "9", "--checkpoint-dir", "d", "--checkpoint-every", "2")
+    words = (
+        "--elastic",
+        "--restarts",
+        "7",
+        "--cooldown",
+        "9",
+        "--checkpoint-dir",
+        "d",
+        "--checkpoint-every",
+        "2",
+    )
     assert planner("run", plan_path, "--model", "m:f", *words).code == 0
     policy = calls[0]["elastic"]
     assert (policy.restarts, policy.cooldown_seconds, policy.discover) == (7, 9.0, None)
@@ -112,16 +190,26 @@ def test_elastic_reaches_the_launcher(planner: Command, plan_path: Path, calls: 
 
 
 @pytest.mark.parametrize(
-    "words", [("--planner", "http://h:1"), ("--restarts", "1"), ("--cooldown", "1"), ("--discover", "x")]
+    "words",
+    [
+        ("--planner", "http://h:1"),
+        ("--restarts", "1"),
+        ("--cooldown", "1"),
+        ("--discover", "x"),
+    ],
 )
-def test_elastic_options_need_elastic(planner: Command, plan_path: Path, words: tuple[str, str]) -> None:
+def test_elastic_options_need_elastic(
+    planner: Command, plan_path: Path, words: tuple[str, str]
+) -> None:
     """An option that would be ignored is refused."""
     ended = planner("run", plan_path, "--model", "m:f", *words)
     assert (ended.code, ended.out) == (2, "")
     assert f"{words[0]}: means nothing without --elastic" in ended.err
 
 
-def test_predicted_beside_measured(planner: Command, plan_path: Path, calls: list[dict[str, Any]]) -> None:
+def test_predicted_beside_measured(
+    planner: Command, plan_path: Path, calls: list[dict[str, Any]]
+) -> None:
     """The summary sets the promise beside what happened: half the time was predicted, so it is off by -50 %."""
     ended = planner("run", plan_path, "--model", "m:f")
     assert "2.0000 -> 1.0000" in ended.out
@@ -148,18 +236,32 @@ def test_a_prediction_that_is_far_off_tells_what_it_rests_on(
     profile = plan.request.profile
     assert profile is not None
     rows = [
-        {"measurements": [row.model_copy(update={"source": source}) for row in layer.measurements]}
+        {
+            "measurements": [
+                row.model_copy(update={"source": source}) for row in layer.measurements
+            ]
+        }
         for layer in profile.layers
     ]
-    layers = tuple(layer.model_copy(update=each) for layer, each in zip(profile.layers, rows, strict=True))
+    layers = tuple(
+        layer.model_copy(update=each)
+        for layer, each in zip(profile.layers, rows, strict=True)
+    )
     fitted = 0.1 if links == "measured" else None
-    link = Link(latency_seconds=1e-5, bandwidth_bytes_per_second=1e9, relative_residual=fitted)
+    link = Link(
+        latency_seconds=1e-5, bandwidth_bytes_per_second=1e9, relative_residual=fitted
+    )
     (group,) = plan.request.cluster.node_groups
     cluster = Cluster(node_groups=(group.model_copy(update={"intra_node": link}),))
-    known = {"profile": profile.model_copy(update={"layers": layers}), "cluster": cluster}
+    known = {
+        "profile": profile.model_copy(update={"layers": layers}),
+        "cluster": cluster,
+    }
     plan = plan.model_copy(update={"request": plan.request.model_copy(update=known)})
     run = measured_run(plan)
-    run = run.model_copy(update={"median_step_seconds": run.median_step_seconds * speed})
+    run = run.model_copy(
+        update={"median_step_seconds": run.median_step_seconds * speed}
+    )
     text = run_text(plan, run)
     assert {words for words in (COUNTED, UNMEASURED_LINKS) if words in text} == told
 
@@ -170,7 +272,9 @@ def test_the_replica_that_memory_is_predicted_for_is_told(plan_path: Path) -> No
     told = "predicted for the replica that has the least room"
     assert told not in run_text(plan, measured_run(plan))
     shared = plan.layout.model_copy(update={"micro_batch_shares": (3, 1)})
-    assert told in run_text(plan.model_copy(update={"layout": shared}), measured_run(plan))
+    assert told in run_text(
+        plan.model_copy(update={"layout": shared}), measured_run(plan)
+    )
 
 
 def test_bytes_on_the_host_are_told_beside_their_prediction(plan_path: Path) -> None:
@@ -178,18 +282,39 @@ def test_bytes_on_the_host_are_told_beside_their_prediction(plan_path: Path) -> 
     plan = read(Plan, plan_path)
     measured = measured_run(plan)
     assert "on the host" not in run_text(plan, measured)
-    rows = tuple(row.model_copy(update={"host_bytes": 1 << 30}) for row in plan.prediction.memory)
-    promised = plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"memory": rows})})
-    ranks = tuple(rank.model_copy(update={"host_bytes": 2 << 30}) for rank in measured.ranks)
-    lines = run_text(promised, measured.model_copy(update={"ranks": ranks})).splitlines()
-    (header,) = (index for index, line in enumerate(lines) if "measured on the host" in line)
-    assert lines[header + 1].split() == ["0", "0", "1.00", "GiB", "2.00", "GiB", "-50.0", "%"]
+    rows = tuple(
+        row.model_copy(update={"host_bytes": 1 << 30}) for row in plan.prediction.memory
+    )
+    promised = plan.model_copy(
+        update={"prediction": plan.prediction.model_copy(update={"memory": rows})}
+    )
+    ranks = tuple(
+        rank.model_copy(update={"host_bytes": 2 << 30}) for rank in measured.ranks
+    )
+    lines = run_text(
+        promised, measured.model_copy(update={"ranks": ranks})
+    ).splitlines()
+    (header,) = (
+        index for index, line in enumerate(lines) if "measured on the host" in line
+    )
+    assert lines[header + 1].split() == [
+        "0",
+        "0",
+        "1.00",
+        "GiB",
+        "2.00",
+        "GiB",
+        "-50.0",
+        "%",
+    ]
 
 
 def test_a_plan_that_promises_no_memory_is_told_without(plan_path: Path) -> None:
     """One written by hand has no rows: the report of a run that had ended well was a KeyError."""
     plan = read(Plan, plan_path)
-    silent = plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"memory": ()})})
+    silent = plan.model_copy(
+        update={"prediction": plan.prediction.model_copy(update={"memory": ()})}
+    )
     lines = run_text(silent, measured_run(plan)).splitlines()
     (header,) = (index for index, line in enumerate(lines) if "measured peak" in line)
     assert lines[header + 1].split() == ["0", "0", "-", "0.00", "GiB", "-"]
@@ -202,14 +327,21 @@ def test_the_node_that_this_machine_is_taken_for_is_told(
     assert "taken for" not in planner("run", plan_path, "--model", "m:f").err
     plan = json.loads(plan_path.read_text())
     (group,) = plan["request"]["cluster"]["node_groups"]
-    plan["request"]["cluster"]["node_groups"] = [{**group, "name": name} for name in ("old", "new")]
+    plan["request"]["cluster"]["node_groups"] = [
+        {**group, "name": name} for name in ("old", "new")
+    ]
     for row in plan["placement"]:
         row["node"] = 1
     plan_path.write_text(json.dumps(plan))
-    assert "this machine is taken for node 1, of new" in planner("run", plan_path, "--model", "m:f").err
+    assert (
+        "this machine is taken for node 1, of new"
+        in planner("run", plan_path, "--model", "m:f").err
+    )
 
 
-def test_json_and_file(planner: Command, plan_path: Path, calls: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_json_and_file(
+    planner: Command, plan_path: Path, calls: list[dict[str, Any]], tmp_path: Path
+) -> None:
     """The report is the same on stdout and in the file."""
     path = tmp_path / "measured.json"
     ended = planner("run", plan_path, "--model", "m:f", "--json", "-o", path)
@@ -223,20 +355,33 @@ def test_a_run_is_reported_to_the_service_of_its_plan(
 ) -> None:
     """It keeps the run beside the plan's prediction; a service without the plan is an error, after all is printed."""
     request = read(Plan, plan_path).request
-    with running(Settings(port=0, database=tmp_path / "planner.db", concurrency=1, spare_solvers=0)) as live:
+    with running(
+        Settings(
+            port=0, database=tmp_path / "planner.db", concurrency=1, spare_solvers=0
+        )
+    ) as live:
         address = str(live.client.base_url)
-        unknown = planner("run", plan_path, "--model", "m:f", "--report", address, "--json")
+        unknown = planner(
+            "run", plan_path, "--model", "m:f", "--report", address, "--json"
+        )
         assert unknown.code == 1
         assert unknown.json["plan_id"] == request.id
         assert "answered 404" in unknown.err
-        body = request.model_dump(mode="json", by_alias=True, include={"profile", "cluster", "job", "options"})
+        body = request.model_dump(
+            mode="json", by_alias=True, include={"profile", "cluster", "job", "options"}
+        )
         assert live.plan(body).json()["id"] == request.id
         ended = planner("run", plan_path, "--model", "m:f", "--report", address)
         assert "100.0 % longer than predicted" in ended.err
-        (kept,) = live.get(f"/v1/plans/{request.id}/measurements").json()["measurements"]
+        (kept,) = live.get(f"/v1/plans/{request.id}/measurements").json()[
+            "measurements"
+        ]
         assert kept["url"] in ended.err
     for words in (("--report", "here"), ("--elastic", "--planner", "localhost:80")):
-        assert "no address of a service" in planner("run", plan_path, "--model", "m:f", *words).err
+        assert (
+            "no address of a service"
+            in planner("run", plan_path, "--model", "m:f", *words).err
+        )
     assert len(calls) == 2, "a wrong address is told before anything is trained"
 
 
@@ -249,9 +394,20 @@ def test_the_model_must_be_known(planner: Command, plan_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "option",
-    ["--steps", "--learning-rate", "--seed", "--timeout", "--checkpoint-every", "--keep", "--weight-decay", "--beta1"],
+    [
+        "--steps",
+        "--learning-rate",
+        "--seed",
+        "--timeout",
+        "--checkpoint-every",
+        "--keep",
+        "--weight-decay",
+        "--beta1",
+    ],
 )
-def test_numbers_must_make_sense(planner: Command, plan_path: Path, option: str) -> None:
+def test_numbers_must_make_sense(
+    planner: Command, plan_path: Path, option: str
+) -> None:
     """Negative numbers are refused before anything starts."""
     ended = planner("run", plan_path, "--model", "m:f", f"{option}=-1")
     assert ended.code == 2
@@ -262,53 +418,107 @@ def test_numbers_must_make_sense(planner: Command, plan_path: Path, option: str)
 def two_node_plan(planner: Command, tmp_path: Path, examples: Path) -> Path:
     """A plan of a catalogue model for two nodes of one device each."""
     cluster = tmp_path / "two-nodes.yaml"
-    cluster.write_text("{node_groups: [{device: a100-sxm4-80gb, nodes: 2, devices_per_node: 1}]}")
+    cluster.write_text(
+        "{node_groups: [{device: a100-sxm4-80gb, nodes: 2, devices_per_node: 1}]}"
+    )
     job = tmp_path / "job.yaml"
     job.write_text("{global_batch_size: 8, sequence_length: 128}")
     path = tmp_path / "two-nodes.json"
-    assert planner("plan", "--model", "gpt2", "--cluster", cluster, "--job", job, "-o", path).code == 0
+    assert (
+        planner(
+            "plan", "--model", "gpt2", "--cluster", cluster, "--job", job, "-o", path
+        ).code
+        == 0
+    )
     return path
 
 
-def test_several_nodes_get_their_commands(planner: Command, two_node_plan: Path) -> None:
+def test_several_nodes_get_their_commands(
+    planner: Command, two_node_plan: Path
+) -> None:
     """Nothing is started; each node's torchrun command is printed, with the plan's own model."""
     ended = planner("run", two_node_plan, "--steps", "5")
     lines = ended.out.splitlines()
     assert ended.code == 0
     assert len(lines) == 2
     for node, line in enumerate(lines):
-        for word in ("torchrun", "--nnodes=2", f"--node-rank={node}", "--model gpt2", "--steps 5", "MASTER_ADDR"):
+        for word in (
+            "torchrun",
+            "--nnodes=2",
+            f"--node-rank={node}",
+            "--model gpt2",
+            "--steps 5",
+            "MASTER_ADDR",
+        ):
             assert word in line
     chosen = ("--learning-rate-schedule", "cosine", "--weight-decay", "0.0")
     assert " ".join(chosen) in planner("run", two_node_plan, *chosen).out
-    assert "which has no momentum" in planner("run", two_node_plan, "--momentum", "0.5").err
+    assert (
+        "which has no momentum"
+        in planner("run", two_node_plan, "--momentum", "0.5").err
+    )
     assert planner("run", two_node_plan, "--json").json["commands"]
     plan = json.loads(two_node_plan.read_text())
     (group,) = plan["request"]["cluster"]["node_groups"]
-    plan["request"]["cluster"]["node_groups"] = [{**group, "name": name, "nodes": 1} for name in ("old", "new")]
+    plan["request"]["cluster"]["node_groups"] = [
+        {**group, "name": name, "nodes": 1} for name in ("old", "new")
+    ]
     two_node_plan.write_text(json.dumps(plan))
     assert "1: node 0, of old\n  2: node 1, of new" in planner("run", two_node_plan).err
 
 
-def test_local_options_are_refused_for_several_nodes(planner: Command, two_node_plan: Path) -> None:
+def test_local_options_are_refused_for_several_nodes(
+    planner: Command, two_node_plan: Path
+) -> None:
     """An option that the printed commands would not honour is refused."""
-    for words in (("--metrics", "metrics.jsonl"), ("--report", "http://here:1"), ("--elastic",)):
+    for words in (
+        ("--metrics", "metrics.jsonl"),
+        ("--report", "http://here:1"),
+        ("--elastic",),
+    ):
         ended = planner("run", two_node_plan, *words)
         assert (ended.code, ended.out) == (2, "")
         assert words[0] in ended.err
 
 
-NODES = ("--elastic", "--nodes", "1:2", "--checkpoint-dir", "kept", "--checkpoint-every", "5")
+NODES = (
+    "--elastic",
+    "--nodes",
+    "1:2",
+    "--checkpoint-dir",
+    "kept",
+    "--checkpoint-every",
+    "5",
+)
 
 
-def test_every_node_of_an_elastic_run_starts_the_same_command(planner: Command, two_node_plan: Path) -> None:
+def test_every_node_of_an_elastic_run_starts_the_same_command(
+    planner: Command, two_node_plan: Path
+) -> None:
     """It is this command, with the options that were given; the shell fills in where the nodes meet."""
-    given = ("--timeout", "9", "--restarts", "7", "--heartbeat", "2", "--planner", "http://here:1", "--beta2", "0.95")
+    given = (
+        "--timeout",
+        "9",
+        "--restarts",
+        "7",
+        "--heartbeat",
+        "2",
+        "--planner",
+        "http://here:1",
+        "--beta2",
+        "0.95",
+    )
     ended = planner("run", two_node_plan, "--steps", "5", *NODES, *given)
     assert ended.code == 0, ended.err
     (line,) = ended.out.splitlines()
     assert line.startswith(f"planner run {two_node_plan} ")
-    for words in ("--model gpt2", "--steps 5", "--timeout 9.0", "--elastic --nodes 1:2", "--checkpoint-every 5"):
+    for words in (
+        "--model gpt2",
+        "--steps 5",
+        "--timeout 9.0",
+        "--elastic --nodes 1:2",
+        "--checkpoint-every 5",
+    ):
         assert words in line
     for words in (
         "--beta2 0.95",
@@ -318,8 +528,13 @@ def test_every_node_of_an_elastic_run_starts_the_same_command(planner: Command, 
         '--rendezvous "$RENDEZVOUS"',
     ):
         assert words in line
-    assert "which has no momentum" in planner("run", two_node_plan, *NODES, "--momentum", "0.5").err
-    assert planner("run", two_node_plan, *NODES, "--json").json == {"commands": [ended_line(planner, two_node_plan)]}
+    assert (
+        "which has no momentum"
+        in planner("run", two_node_plan, *NODES, "--momentum", "0.5").err
+    )
+    assert planner("run", two_node_plan, *NODES, "--json").json == {
+        "commands": [ended_line(planner, two_node_plan)]
+    }
 
 
 def test_nodes_of_other_sizes_have_a_command_of_their_own(
@@ -328,7 +543,10 @@ def test_nodes_of_other_sizes_have_a_command_of_their_own(
     """It tells their devices."""
     plan = json.loads(two_node_plan.read_text())
     (group,) = plan["request"]["cluster"]["node_groups"]
-    plan["request"]["cluster"]["node_groups"] = [group, {**group, "name": "others", "devices_per_node": 4}]
+    plan["request"]["cluster"]["node_groups"] = [
+        group,
+        {**group, "name": "others", "devices_per_node": 4},
+    ]
     path = tmp_path / "unequal.json"
     path.write_text(json.dumps(plan))
     lines = planner("run", path, *NODES).out.splitlines()
@@ -343,17 +561,36 @@ def test_nodes_of_other_kinds_have_a_command_of_their_own(
     """It tells their node group; where a device cannot tell it, a node must be told."""
     plan = json.loads(two_node_plan.read_text())
     (group,) = plan["request"]["cluster"]["node_groups"]
-    fast = {**group, "name": "fast", "inter_node": {"latency_seconds": 0.001, "bandwidth_bytes_per_second": 1e9}}
-    plan["request"]["cluster"]["node_groups"] = [fast, {**group, "name": "slow", "devices_per_node": 4}]
+    fast = {
+        **group,
+        "name": "fast",
+        "inter_node": {"latency_seconds": 0.001, "bandwidth_bytes_per_second": 1e9},
+    }
+    plan["request"]["cluster"]["node_groups"] = [
+        fast,
+        {**group, "name": "slow", "devices_per_node": 4},
+    ]
     path = tmp_path / "kinds.json"
     path.write_text(json.dumps(plan))
     ended = planner("run", path, *NODES)
-    assert [line.partition("--group ")[2].split()[0] for line in ended.out.splitlines()] == ["fast", "slow"]
-    assert "1: on nodes of fast, of 1 device\n  2: on nodes of slow, of 4 devices" in ended.err
-    (line,) = planner("run", path, *NODES, "--group", "slow", "--devices", "2").out.splitlines()
+    assert [
+        line.partition("--group ")[2].split()[0] for line in ended.out.splitlines()
+    ] == ["fast", "slow"]
+    assert (
+        "1: on nodes of fast, of 1 device\n  2: on nodes of slow, of 4 devices"
+        in ended.err
+    )
+    (line,) = planner(
+        "run", path, *NODES, "--group", "slow", "--devices", "2"
+    ).out.splitlines()
     assert "--group slow --devices 2" in line
-    assert "give this node's: fast or slow" in planner("run", path, *NODES, "--rendezvous", "h:1").err
-    assert "no node group 'other'" in planner("run", path, *NODES, "--group", "other").err
+    assert (
+        "give this node's: fast or slow"
+        in planner("run", path, *NODES, "--rendezvous", "h:1").err
+    )
+    assert (
+        "no node group 'other'" in planner("run", path, *NODES, "--group", "other").err
+    )
 
 
 def ended_line(planner: Command, plan: Path) -> str:
@@ -361,24 +598,44 @@ def ended_line(planner: Command, plan: Path) -> str:
     return planner("run", plan, *NODES).out.strip()
 
 
-def test_a_node_takes_part(planner: Command, two_node_plan: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_takes_part(
+    planner: Command, two_node_plan: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With its own devices and address; the summary is that of the plan that the run ended by."""
     asked: list[tuple[Any, Any]] = []
 
-    def run_node(plan: Plan, settings: Any, policy: Any, **options: Any) -> tuple[MeasuredRun, bool]:
+    def run_node(
+        plan: Plan, settings: Any, policy: Any, **options: Any
+    ) -> tuple[MeasuredRun, bool]:
         asked.append((settings, policy))
         return measured_run(plan).model_copy(update={"plan_id": "another"}), True
 
     monkeypatch.setattr("planner.cli.run_nodes.run_node", run_node)
-    place = ("--rendezvous", "h:7", "--address", "node-a", "--devices", "3", "--run-id", "mine")
+    place = (
+        "--rendezvous",
+        "h:7",
+        "--address",
+        "node-a",
+        "--devices",
+        "3",
+        "--run-id",
+        "mine",
+    )
     ended = planner("run", two_node_plan, *NODES, *place)
     assert ended.code == 0, ended.err
     ((settings, policy),) = asked
     assert (settings.model, settings.checkpoint_every) == ("gpt2", 5)
-    assert (policy.least, policy.most, policy.devices, policy.run_id) == (1, 2, 3, "mine")
+    assert (policy.least, policy.most, policy.devices, policy.run_id) == (
+        1,
+        2,
+        3,
+        "mine",
+    )
     assert (policy.rendezvous, policy.address) == ("h:7", "node-a")
     assert policy.ranks == ("-m", "planner.cli.node_rank")
-    assert "off by" not in ended.out, "another plan's predictions are not set beside this run"
+    assert "off by" not in ended.out, (
+        "another plan's predictions are not set beside this run"
+    )
 
 
 @pytest.mark.parametrize(
@@ -418,33 +675,72 @@ def test_a_run_that_is_stopped_tells_so(
 
 
 @pytest.mark.parametrize("option", ["--resume", "--checkpoint-every=5", "--keep=9"])
-def test_checkpoints_need_a_folder(planner: Command, plan_path: Path, option: str) -> None:
+def test_checkpoints_need_a_folder(
+    planner: Command, plan_path: Path, option: str
+) -> None:
     """How to keep checkpoints means nothing without where, so it is refused before anything starts."""
     ended = planner("run", plan_path, "--model", "m:f", option)
     assert (ended.code, ended.out) == (2, "")
-    assert f"{option.partition('=')[0][2:].replace('-', '_')}: tells how to keep checkpoints" in ended.err
+    assert (
+        f"{option.partition('=')[0][2:].replace('-', '_')}: tells how to keep checkpoints"
+        in ended.err
+    )
 
 
 @pytest.mark.torchrun
 def test_the_whole_way(planner: Command, tmp_path: Path) -> None:
     """Profile, plan, check, run and timeline by their files."""
-    files = {name: tmp_path / f"{name}.json" for name in ("profile", "cluster", "job", "plan", "measured")}
+    files = {
+        name: tmp_path / f"{name}.json"
+        for name in ("profile", "cluster", "job", "plan", "measured")
+    }
     journal = tmp_path / "journal.jsonl"
-    words = ("--device", "cpu", "--micro-batch-sizes", "1,2", "--time-budget", "0.1", "--journal", journal)
+    words = (
+        "--device",
+        "cpu",
+        "--micro-batch-sizes",
+        "1,2",
+        "--time-budget",
+        "0.1",
+        "--journal",
+        journal,
+    )
     assert planner("profile", SEQUENTIAL, *words, "-o", files["profile"]).code == 0
     profile = json.loads(files["profile"].read_text())
-    assert {row["source"] for layer in profile["layers"] for row in layer["measurements"]} == {"measured"}
+    assert {
+        row["source"] for layer in profile["layers"] for row in layer["measurements"]
+    } == {"measured"}
     assert journal.read_text()
     cluster = tiny_cluster(devices=2).model_dump(mode="json")
     cluster["node_groups"][0]["device"] = profile["device_spec"]
     files["cluster"].write_text(json.dumps(cluster))
-    files["job"].write_text(tiny_job().model_copy(update={"sequence_length": 0}).model_dump_json())
-    question = [word for name in ("profile", "cluster", "job") for word in (f"--{name}", files[name])]
+    files["job"].write_text(
+        tiny_job().model_copy(update={"sequence_length": 0}).model_dump_json()
+    )
+    question = [
+        word
+        for name in ("profile", "cluster", "job")
+        for word in (f"--{name}", files[name])
+    ]
     fixed = ("--fix", "pipeline_parallel_degree=2")
     assert planner("plan", *question, *fixed, "-o", files["plan"]).code == 0
     assert planner("check", files["plan"]).code == 0
-    run = ("--model", SEQUENTIAL, "--steps", "4", "--data", "synthetic", "--device", "cpu")
+    run = (
+        "--model",
+        SEQUENTIAL,
+        "--steps",
+        "4",
+        "--data",
+        "synthetic",
+        "--device",
+        "cpu",
+    )
     ended = planner("run", files["plan"], *run, "-o", files["measured"])
     assert ended.code == 0, ended.err
     assert len(read(MeasuredRun, files["measured"]).losses) == 4
-    assert planner("timeline", files["plan"], files["measured"], "-o", tmp_path / "both.html").code == 0
+    assert (
+        planner(
+            "timeline", files["plan"], files["measured"], "-o", tmp_path / "both.html"
+        ).code
+        == 0
+    )

@@ -27,7 +27,9 @@ class _Answers(BaseHTTPRequestHandler):
             return
         self.send_response({"moved": 302, "broken": 500}.get(what, 200))
         self.send_header("Location", "/elsewhere")
-        self.send_header("Content-Type", "text/html" if what == "page" else "application/json")
+        self.send_header(
+            "Content-Type", "text/html" if what == "page" else "application/json"
+        )
         self.end_headers()
         self.wfile.write(b"[1]")
 
@@ -48,7 +50,10 @@ def address() -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("planner.executor.launch.run_plan", lambda plan, *_, **options: measured_run(plan))
+    monkeypatch.setattr(
+        "planner.executor.launch.run_plan",
+        lambda plan, *_, **options: measured_run(plan),
+    )
 
 
 ANSWERS = {
@@ -61,7 +66,9 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("what", ANSWERS)
-def test_what_is_no_service_is_named(planner: Command, plan_path: Path, address: str, what: str) -> None:
+def test_what_is_no_service_is_named(
+    planner: Command, plan_path: Path, address: str, what: str
+) -> None:
     """Redirects were followed by a GET; the others ended in tracebacks. The report is printed all the same."""
     ended = planner("run", plan_path, "--model", "m:f", "--report", f"{address}/{what}")
     assert ended.code == 1
@@ -71,13 +78,20 @@ def test_what_is_no_service_is_named(planner: Command, plan_path: Path, address:
     assert "2 steps" in ended.out
 
 
-def test_a_file_that_cannot_be_written_loses_nothing(planner: Command, plan_path: Path, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_loses_nothing(
+    planner: Command, plan_path: Path, tmp_path: Path
+) -> None:
     """The report is printed, and every place that did not take it is named: the training itself went well."""
     if not Path("/dev/full").exists():
         pytest.skip("no device that is always full")
     nowhere = "http://127.0.0.1:1"
-    ended = planner("run", plan_path, "--model", "m:f", "-o", "/dev/full", "--report", nowhere)
+    ended = planner(
+        "run", plan_path, "--model", "m:f", "-o", "/dev/full", "--report", nowhere
+    )
     assert ended.code == 1
     assert "/dev/full: cannot be written: No space left" in ended.err
-    assert f"{nowhere}/v1/plans/{read(Plan, plan_path).id}/measurements: does not answer" in ended.err
+    assert (
+        f"{nowhere}/v1/plans/{read(Plan, plan_path).id}/measurements: does not answer"
+        in ended.err
+    )
     assert "2 steps" in ended.out

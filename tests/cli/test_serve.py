@@ -21,7 +21,9 @@ def test_serves_until_interrupted(tmp_path: Path) -> None:
     """The service prints its settings with --json, answers on the port it tells, and Ctrl-C ends it in order."""
     database = tmp_path / "plans.db"
     command = [*SERVE, "--port", "0", "--database", str(database), "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         address = None
@@ -30,7 +32,9 @@ def test_serves_until_interrupted(tmp_path: Path) -> None:
             if found:
                 address = found[1]
                 break
-        assert select.select([process.stdout], [], [], 0)[0] == [process.stdout]  # not kept back until it ends
+        assert select.select([process.stdout], [], [], 0)[0] == [
+            process.stdout
+        ]  # not kept back until it ends
         with urllib.request.urlopen(f"{address}/healthz", timeout=120) as answer:
             assert answer.status == 200
         process.send_signal(signal.SIGINT)
@@ -47,7 +51,9 @@ def test_a_taken_port_is_a_failure(tmp_path: Path) -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         command = [*SERVE, "--port", port, "--database", str(tmp_path / "plans.db")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, check=False
+        )
     assert done.returncode == 1
     assert f"error: the service could not start on 127.0.0.1:{port}" in done.stderr
     assert "Traceback" not in done.stderr

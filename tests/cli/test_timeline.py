@@ -12,13 +12,29 @@ from tests.cli.support import Command, tiny_cluster, tiny_job, tiny_profile
 @pytest.fixture
 def plan(planner: Command, tmp_path: Path) -> Path:
     """A plan that carries its profile, with two pipeline ranks."""
-    for name, document in (("profile", tiny_profile()), ("cluster", tiny_cluster(devices=2)), ("job", tiny_job())):
+    for name, document in (
+        ("profile", tiny_profile()),
+        ("cluster", tiny_cluster(devices=2)),
+        ("job", tiny_job()),
+    ):
         (tmp_path / f"{name}.json").write_text(document.model_dump_json(by_alias=True))
     out = tmp_path / "plan.json"
     ended = planner(
         "plan",
-        *("--profile", tmp_path / "profile.json", "--cluster", tmp_path / "cluster.json"),
-        *("--job", tmp_path / "job.json", "--fix", "pipeline_parallel_degree=2", "-o", out),
+        *(
+            "--profile",
+            tmp_path / "profile.json",
+            "--cluster",
+            tmp_path / "cluster.json",
+        ),
+        *(
+            "--job",
+            tmp_path / "job.json",
+            "--fix",
+            "pipeline_parallel_degree=2",
+            "-o",
+            out,
+        ),
     )
     assert ended.code == 0, ended.err
     return out
@@ -53,7 +69,10 @@ def test_terminal(planner: Command, plan: Path) -> None:
     """Without `-o`, and with `--ascii`, every rank is a line."""
     ended = planner("timeline", plan)
     assert ended.code == 0
-    assert [line.split("|")[0].strip() for line in ended.out.splitlines()[1:]] == ["rank 0", "rank 1"]
+    assert [line.split("|")[0].strip() for line in ended.out.splitlines()[1:]] == [
+        "rank 0",
+        "rank 1",
+    ]
     assert planner("timeline", plan, "--ascii").out == ended.out
 
 
@@ -67,7 +86,11 @@ def test_side_by_side(planner: Command, plan: Path, run: Path, tmp_path: Path) -
         assert text.count('class="memory"') == 3
     assert planner("timeline", plan, run, "-o", tmp_path / "out.json").code == 0
     trace = json.loads((tmp_path / "out.json").read_text())
-    names = {each["args"]["name"] for each in trace["traceEvents"] if each["name"] == "process_name"}
+    names = {
+        each["args"]["name"]
+        for each in trace["traceEvents"]
+        if each["name"] == "process_name"
+    }
     assert names == {"predicted rank 0", "predicted rank 1", "measured rank 0"}
 
 
@@ -82,7 +105,9 @@ def test_a_synthesized_order_is_drawn(planner: Command, plan: Path) -> None:
     document["layout"]["schedule"] = planned
     document["actions"] = []
     plan.write_text(json.dumps(document))
-    assert [line.split("|")[0] for line in planner("timeline", plan).out.splitlines()[1:]] == ["rank 0 ", "rank 1 "]
+    assert [
+        line.split("|")[0] for line in planner("timeline", plan).out.splitlines()[1:]
+    ] == ["rank 0 ", "rank 1 "]
     planned = document["layout"]["schedule"]
     document["layout"]["schedule"] = "synthesized"
     plan.write_text(json.dumps(document))
@@ -100,7 +125,9 @@ def test_file_and_terminal_at_once(planner: Command, run: Path, tmp_path: Path) 
 
 def test_chrome_trace_on_stdout(planner: Command, run: Path) -> None:
     """`--json` prints the trace."""
-    assert {each["ph"] for each in planner("timeline", run, "--json").json["traceEvents"]} == {"M", "X", "C"}
+    assert {
+        each["ph"] for each in planner("timeline", run, "--json").json["traceEvents"]
+    } == {"M", "X", "C"}
 
 
 def test_wrong_inputs(planner: Command, run: Path, tmp_path: Path) -> None:

@@ -18,7 +18,11 @@ from tests.executor.plans import make_plan, source_of
 def test_files_and_bytes_are_told(planner: Command, tmp_path: Path) -> None:
     """For people and as JSON; refused with its mend where the folder is not empty."""
     source = source_of("mlp", tmp_path)
-    plan = make_plan([layer.name for layer in source.cut().layers], sequence_length=0, micro_batches=1)
+    plan = make_plan(
+        [layer.name for layer in source.cut().layers],
+        sequence_length=0,
+        micro_batches=1,
+    )
     executor = Executor(plan, source, data="synthetic", device="cpu")
     executor.train(1, checkpoints=CheckpointPolicy(directory=tmp_path / "kept"))
     dist.destroy_process_group()
@@ -30,7 +34,9 @@ def test_files_and_bytes_are_told(planner: Command, tmp_path: Path) -> None:
     assert again.code == 2
     assert "--overwrite" in json.loads(again.err)["errors"][0]["mend"]
     sized = ("--max-shard-size", "1KB", "--overwrite", "--json")
-    told = json.loads(planner("weights", tmp_path / "kept", "-o", tmp_path / "w", *sized).out)
+    told = json.loads(
+        planner("weights", tmp_path / "kept", "-o", tmp_path / "w", *sized).out
+    )
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "w").iterdir()}
     assert len(sizes) > 2
     assert {row["name"]: row["bytes"] for row in told["files"]} == sizes
@@ -41,7 +47,14 @@ def test_files_and_bytes_are_told(planner: Command, tmp_path: Path) -> None:
 def test_sizes_of_files() -> None:
     """By powers of a thousand, as transformers takes them."""
     texts = ("5GB", "1.5 mb", "20K", "7", "2TB", "9B")
-    assert [byte_count(text) for text in texts] == [5 * 10**9, 1_500_000, 20_000, 7, 2 * 10**12, 9]
+    assert [byte_count(text) for text in texts] == [
+        5 * 10**9,
+        1_500_000,
+        20_000,
+        7,
+        2 * 10**12,
+        9,
+    ]
 
 
 @pytest.mark.parametrize("size", ["0", "0.1", "5GiB", "-1", "five"])
@@ -49,4 +62,6 @@ def test_other_sizes_are_refused(planner: Command, size: str) -> None:
     """With what is right."""
     ended = planner("weights", "kept", "-o", "w", f"--max-shard-size={size}")
     assert ended.code == 2
-    assert f"{size!r} is not a size; give bytes, or KB, MB, GB, TB, e.g. 5GB" in ended.err
+    assert (
+        f"{size!r} is not a size; give bytes, or KB, MB, GB, TB, e.g. 5GB" in ended.err
+    )

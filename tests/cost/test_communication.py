@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.cost.communication import Group, collective_seconds, group_of, ring_seconds, transfer_seconds
+from planner.cost.communication import (
+    Group,
+    collective_seconds,
+    group_of,
+    ring_seconds,
+    transfer_seconds,
+)
 from tests.builders import link
 
 INTRA = link(1e9, 1e-6)
@@ -25,21 +31,37 @@ def test_ring_is_one_hop_less_than_ranks() -> None:
     assert ring_seconds(MEGABYTE, 4, INTRA) == pytest.approx(RING_OF_FOUR)
 
 
-@pytest.mark.parametrize(("operation", "steps"), [("all_gather", 4), ("reduce_scatter", 4), ("all_reduce", 7)])
+@pytest.mark.parametrize(
+    ("operation", "steps"),
+    [("all_gather", 4), ("reduce_scatter", 4), ("all_reduce", 7)],
+)
 def test_a_ring_copies_inside_a_node(operation: str, steps: int) -> None:
     """(L1), (L2): with one copy more than hops, four ranks take four steps of a quarter, and an all-reduce seven; what
     goes between nodes and all-to-alls do without."""
-    found = collective_seconds(operation, MEGABYTE, ON_ONE_NODE, INTRA, INTER, latency=False, copies=1.0)
+    found = collective_seconds(
+        operation, MEGABYTE, ON_ONE_NODE, INTRA, INTER, latency=False, copies=1.0
+    )
     assert found == pytest.approx(steps * 0.25e-3)
     for other, group in (("all_to_all", ON_ONE_NODE), (operation, Group(4, 4, 1))):
-        plain, copied = (collective_seconds(other, MEGABYTE, group, INTRA, INTER, copies=each) for each in (0.0, 1.0))
+        plain, copied = (
+            collective_seconds(other, MEGABYTE, group, INTRA, INTER, copies=each)
+            for each in (0.0, 1.0)
+        )
         assert plain == copied
 
 
 def test_a_group_may_drive_few_adapters() -> None:
     """(L3): with one adapter a node instead of four, what goes between the nodes takes four times as long."""
     four, one, two = (
-        collective_seconds("all_gather", MEGABYTE, ON_TWO_NODES, INTRA, INTER, latency=False, rails=rails)
+        collective_seconds(
+            "all_gather",
+            MEGABYTE,
+            ON_TWO_NODES,
+            INTRA,
+            INTER,
+            latency=False,
+            rails=rails,
+        )
         for rails in (1.0, 0.0, 1 / 3)
     )
     inside = 0.75e-3
@@ -53,7 +75,8 @@ def test_ring_of_one_is_free() -> None:
 
 
 @pytest.mark.parametrize(
-    ("operation", "passes"), [("all_reduce", 2), ("all_gather", 1), ("reduce_scatter", 1), ("all_to_all", 1)]
+    ("operation", "passes"),
+    [("all_reduce", 2), ("all_gather", 1), ("reduce_scatter", 1), ("all_to_all", 1)],
 )
 def test_passes_round_the_ring(operation: str, passes: int) -> None:
     """(L2), (L5): an all-reduce is a reduce-scatter and an all-gather."""
@@ -89,7 +112,9 @@ def test_all_to_all_over_nodes_is_flat() -> None:
     assert found == pytest.approx(7 * 1e-5 + 7 / 8 * MEGABYTE / 1e8)
 
 
-@pytest.mark.parametrize(("group", "slowest"), [(ON_ONE_NODE, INTRA), (ON_TWO_NODES, INTER)])
+@pytest.mark.parametrize(
+    ("group", "slowest"), [(ON_ONE_NODE, INTRA), (ON_TWO_NODES, INTER)]
+)
 def test_broadcast_is_one_transfer(group: Group, slowest: object) -> None:
     """(L4): pipelined, so the size counts once."""
     found = collective_seconds("broadcast", MEGABYTE, group, INTRA, INTER)
@@ -142,7 +167,10 @@ sizes = st.integers(1, 10**9)
 def test_all_reduce_moves_at_least_its_bytes(size: int, ranks: int) -> None:
     """No all-reduce beats the bandwidth bound 2 (n - 1) / n S / b (Patarasuk, Yuan 2009, theorem 1)."""
     bound = 2 * (ranks - 1) / ranks * size / 1e9
-    assert collective_seconds("all_reduce", size, Group(ranks, 1, ranks), INTRA, INTER) >= bound
+    assert (
+        collective_seconds("all_reduce", size, Group(ranks, 1, ranks), INTRA, INTER)
+        >= bound
+    )
 
 
 @given(size=sizes, nodes=st.integers(2, 16), per_node=st.integers(1, 8))
@@ -150,4 +178,6 @@ def test_hierarchy_beats_the_flat_ring(size: int, nodes: int, per_node: int) -> 
     """Even groups over nodes are no slower than one flat ring at the network's speed."""
     ranks = nodes * per_node
     flat = 2 * ring_seconds(size, ranks, INTER)
-    assert collective_seconds("all_reduce", size, Group(ranks, nodes, per_node), INTRA, INTER) <= flat * (1 + 1e-9)
+    assert collective_seconds(
+        "all_reduce", size, Group(ranks, nodes, per_node), INTRA, INTER
+    ) <= flat * (1 + 1e-9)

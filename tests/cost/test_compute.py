@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from planner.cost.compute import backward_seconds, computation, forward_seconds, operation_seconds, price
+from planner.cost.compute import (
+    backward_seconds,
+    computation,
+    forward_seconds,
+    operation_seconds,
+    price,
+)
 from planner.errors import MismatchError
 from planner.spec.calibration import DEFAULT
 from planner.spec.profile import LayerProfile, Measurement, ModelProfile, Operation
@@ -43,18 +49,24 @@ def row(**fields: Any) -> Measurement:
 
 def test_compute_bound_product() -> None:
     """(C1): 10^11 FLOPs at 100 TFLOP/s take a millisecond when few bytes move."""
-    assert operation_seconds(operation("matmul", flops=10**11, size=8), DEVICE, "bf16") == pytest.approx(1e-3)
+    assert operation_seconds(
+        operation("matmul", flops=10**11, size=8), DEVICE, "bf16"
+    ) == pytest.approx(1e-3)
 
 
 def test_memory_bound_product() -> None:
     """(C1): 8.5 GB at 0.85 TB/s take 10 ms, whatever the FLOPs below that."""
-    assert operation_seconds(operation("matmul", flops=10**11, size=85 * 10**8), DEVICE, "bf16") == pytest.approx(1e-2)
+    assert operation_seconds(
+        operation("matmul", flops=10**11, size=85 * 10**8), DEVICE, "bf16"
+    ) == pytest.approx(1e-2)
 
 
 def test_achievable_fraction_slows_products() -> None:
     """(C1): a device that reaches half its peak takes twice as long."""
     slow = device(achievable_fraction=0.5)
-    assert operation_seconds(operation("matmul", flops=10**11), slow, "bf16") == pytest.approx(2e-3)
+    assert operation_seconds(
+        operation("matmul", flops=10**11), slow, "bf16"
+    ) == pytest.approx(2e-3)
 
 
 @pytest.mark.parametrize(("n", "k"), [(50_257, 64), (64, 50_257)])
@@ -62,10 +74,14 @@ def test_odd_rows_are_slow(n: int, k: int) -> None:
     """(K1): where rows have an odd number of elements, a product reaches a part only of what it does beside it."""
     constants = replace(DEFAULT, unaligned_fraction=0.25)
     odd, even = (
-        Operation(kind="matmul", count=1, flops=10**11, bytes=0, m=128, n=each_n, k=each_k)
+        Operation(
+            kind="matmul", count=1, flops=10**11, bytes=0, m=128, n=each_n, k=each_k
+        )
         for each_n, each_k in ((n, k), (n + n % 2, k + k % 2))
     )
-    slow, fast = (operation_seconds(each, DEVICE, "bf16", constants) for each in (odd, even))
+    slow, fast = (
+        operation_seconds(each, DEVICE, "bf16", constants) for each in (odd, even)
+    )
     assert (slow, fast) == (pytest.approx(4e-3), pytest.approx(1e-3))
 
 
@@ -80,39 +96,52 @@ def test_versions_of_fused_attention() -> None:
 
 def test_attention_is_less_efficient() -> None:
     """(C1): fused attention reaches 0.6 of a product's rate."""
-    assert operation_seconds(operation("attention", flops=6 * 10**10), DEVICE, "bf16") == pytest.approx(1e-3)
+    assert operation_seconds(
+        operation("attention", flops=6 * 10**10), DEVICE, "bf16"
+    ) == pytest.approx(1e-3)
 
 
 def test_memory_operation_has_no_flops() -> None:
     """(C1): only the bytes of a memory-bound operation count."""
-    found = operation_seconds(operation("memory", flops=10**15, size=85 * 10**7), DEVICE, "bf16")
+    found = operation_seconds(
+        operation("memory", flops=10**15, size=85 * 10**7), DEVICE, "bf16"
+    )
     assert found == pytest.approx(1e-3)
 
 
 @pytest.mark.parametrize("kind", ["matmul", "attention", "memory", "convolution"])
 def test_every_kernel_is_launched(kind: str) -> None:
     """(C1): the launch comes on top, also of a kernel that does nothing."""
-    assert operation_seconds(operation(kind), device(launch_seconds=5e-6), "bf16") == pytest.approx(5e-6)
+    assert operation_seconds(
+        operation(kind), device(launch_seconds=5e-6), "bf16"
+    ) == pytest.approx(5e-6)
 
 
 def test_data_types_have_their_own_peak() -> None:
     """(C1): the peak is the data type's."""
     both = device(peak_flops_per_second={"bf16": 1e14, "fp32": 1e13})
     one = operation("matmul", flops=10**11)
-    assert operation_seconds(one, both, "fp32") == pytest.approx(10 * operation_seconds(one, both, "bf16"))
+    assert operation_seconds(one, both, "fp32") == pytest.approx(
+        10 * operation_seconds(one, both, "bf16")
+    )
 
 
 def test_unknown_bandwidth_moves_for_free() -> None:
     """A device without a stated bandwidth is bound by its FLOPs only."""
     found = operation_seconds(
-        operation("matmul", flops=10**11, size=10**15), device(memory_bandwidth_bytes_per_second=None), "bf16"
+        operation("matmul", flops=10**11, size=10**15),
+        device(memory_bandwidth_bytes_per_second=None),
+        "bf16",
     )
     assert found == pytest.approx(1e-3)
 
 
 def test_forward_counts_every_run() -> None:
     """(C2): three products of a millisecond and two passes over 0.85 GB."""
-    operations = (operation("matmul", flops=10**11, count=3), operation("memory", size=85 * 10**7, count=2))
+    operations = (
+        operation("matmul", flops=10**11, count=3),
+        operation("memory", size=85 * 10**7, count=2),
+    )
     assert forward_seconds(operations, DEVICE, "bf16") == pytest.approx(5e-3)
 
 
@@ -125,7 +154,9 @@ def test_products_have_two_gradients(kind: str) -> None:
 
 def test_attention_has_no_weight() -> None:
     """(C3): 2.5 times the forward's FLOPs, all for the input."""
-    found = backward_seconds((operation("attention", flops=6 * 10**10),), DEVICE, "bf16")
+    found = backward_seconds(
+        (operation("attention", flops=6 * 10**10),), DEVICE, "bf16"
+    )
     assert found == pytest.approx((2.5e-3, 0))
 
 
@@ -144,9 +175,16 @@ def test_memory_operation_moves_half_as_much_again() -> None:
 def test_measured_seconds_stand() -> None:
     """What was measured is not priced again, whatever the FLOPs say."""
     seconds = dict(
-        zip(("forward", "backward_input", "backward_weight", "recompute"), (1.0, 2.0, 3.0, 4.0), strict=True)
+        zip(
+            ("forward", "backward_input", "backward_weight", "recompute"),
+            (1.0, 2.0, 3.0, 4.0),
+            strict=True,
+        )
     )
-    measured = row(source="measured", **{f"{name}_seconds": value for name, value in seconds.items()})
+    measured = row(
+        source="measured",
+        **{f"{name}_seconds": value for name, value in seconds.items()},
+    )
     found = computation(measured, DEVICE, "bf16")
     assert [getattr(found, f"{name}_seconds") for name in seconds] == [1, 2, 3, 4]
 
@@ -154,29 +192,48 @@ def test_measured_seconds_stand() -> None:
 def test_row_without_operations_is_one_product() -> None:
     """Counted FLOPs alone are priced as one product, its gradients by their share of FLOPs."""
     found = computation(row(backward_weight_flops=5 * 10**10), DEVICE, "bf16")
-    assert (found.forward_seconds, found.backward_input_seconds, found.backward_weight_seconds) == pytest.approx(
-        (1e-3, 1e-3, 0.5e-3)
-    )
+    assert (
+        found.forward_seconds,
+        found.backward_input_seconds,
+        found.backward_weight_seconds,
+    ) == pytest.approx((1e-3, 1e-3, 0.5e-3))
 
 
-@pytest.mark.parametrize(("again", "share"), [(0, 0.0), (25 * 10**9, 0.25), (10**11, 1.0), (10**12, 1.0)])
+@pytest.mark.parametrize(
+    ("again", "share"), [(0, 0.0), (25 * 10**9, 0.25), (10**11, 1.0), (10**12, 1.0)]
+)
 def test_recompute_is_a_share_of_the_forward(again: int, share: float) -> None:
     """(C4): by FLOPs, and never more than the whole forward."""
-    assert computation(row(recompute_flops=again), DEVICE, "bf16").recompute_seconds == pytest.approx(share * 1e-3)
+    assert computation(
+        row(recompute_flops=again), DEVICE, "bf16"
+    ).recompute_seconds == pytest.approx(share * 1e-3)
 
 
 @pytest.mark.parametrize(("mode", "seconds"), [("none", 0.0), ("full", 1e-3)])
-def test_layers_without_flops_recompute_all_or_nothing(mode: str, seconds: float) -> None:
+def test_layers_without_flops_recompute_all_or_nothing(
+    mode: str, seconds: float
+) -> None:
     """(C4): a full recomputation of memory-bound operations costs the forward."""
-    flops = dict.fromkeys(("forward_flops", "backward_input_flops", "backward_weight_flops"), 0)
-    only_bytes = row(operations=(operation("memory", size=85 * 10**7),), recompute=mode, **flops)
-    assert computation(only_bytes, DEVICE, "bf16").recompute_seconds == pytest.approx(seconds)
+    flops = dict.fromkeys(
+        ("forward_flops", "backward_input_flops", "backward_weight_flops"), 0
+    )
+    only_bytes = row(
+        operations=(operation("memory", size=85 * 10**7),), recompute=mode, **flops
+    )
+    assert computation(only_bytes, DEVICE, "bf16").recompute_seconds == pytest.approx(
+        seconds
+    )
 
 
 def counted_model() -> ModelProfile:
     """Three layers of which two share one row."""
     shared = LayerProfile(name="a", kind="block", parameters=0, measurements=(row(),))
-    other = LayerProfile(name="c", kind="head", parameters=0, measurements=(row(forward_flops=2 * 10**11),))
+    other = LayerProfile(
+        name="c",
+        kind="head",
+        parameters=0,
+        measurements=(row(forward_flops=2 * 10**11),),
+    )
     layers = (shared, shared.model_copy(update={"name": "b"}), other)
     return ModelProfile(model="toy", device="counted", dtype="bf16", layers=layers)
 
@@ -195,5 +252,7 @@ def test_price_writes_the_device_into_the_profile() -> None:
 
 def test_price_refuses_a_device_without_the_data_type() -> None:
     """A device without a peak for the profile's type cannot price it; the message lists what it has."""
-    with pytest.raises(MismatchError, match=r"no peak for bf16.*use one of its data types: fp32"):
+    with pytest.raises(
+        MismatchError, match=r"no peak for bf16.*use one of its data types: fp32"
+    ):
         price(four_equal_layers(), device(peak_flops_per_second={"fp32": 1e13}))

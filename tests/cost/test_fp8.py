@@ -23,19 +23,34 @@ from tests.cost.test_compute import row
 from tests.validate.test_fp8 import linear
 
 PLAIN = replace(DEFAULT, memory_fraction=1.0, fp8_fraction=0.5)
-LLAMA = counted_profile("llama-3.2-1b", sequence_length=1024, micro_batch_sizes=(1,), tensor_parallel_degrees=(1, 2))
+LLAMA = counted_profile(
+    "llama-3.2-1b",
+    sequence_length=1024,
+    micro_batch_sizes=(1,),
+    tensor_parallel_degrees=(1, 2),
+)
 
 
-def on(device_id: str, precision: str, profile: ModelProfile = LLAMA, framework: str = "planner"):
+def on(
+    device_id: str,
+    precision: str,
+    profile: ModelProfile = LLAMA,
+    framework: str = "planner",
+):
     """A node of eight of these devices that trains in this precision."""
-    nodes = Cluster(node_groups=(NodeGroup(device=device_id, nodes=1, devices_per_node=8),))
+    nodes = Cluster(
+        node_groups=(NodeGroup(device=device_id, nodes=1, devices_per_node=8),)
+    )
     job = Job(global_batch_size=16, sequence_length=1024, precision=precision)
     return workload(profile, nodes, job, framework=framework)
 
 
 def test_a_linear_layer_by_hand() -> None:
     """(C7), (C8): 2 * 2^30 FLOPs at half of 2 PFLOP/s, and 2^20 elements of each operand cast at 1 TB/s."""
-    machine = device(peak_flops_per_second={"bf16": 1e15, "fp8": 2e15}, memory_bandwidth_bytes_per_second=1e12)
+    machine = device(
+        peak_flops_per_second={"bf16": 1e15, "fp8": 2e15},
+        memory_bandwidth_bytes_per_second=1e12,
+    )
     told = told_fp8(row(operations=(linear(),)), "bf16", DYNAMIC, is_last=False)
     found = computation(told, machine, "bf16", PLAIN, DYNAMIC)
     product, byte = max(2 * 2**30 / 1e15, 4 * 2**20 / 1e12), 2**20 / 1e12
@@ -49,19 +64,33 @@ def test_a_linear_layer_by_hand() -> None:
 
 def test_blocks_are_faster_and_the_head_is_as_before() -> None:
     """On an H100 a block of 8,192 tokens gains; embedding, output layer, bytes and bf16 jobs are what they were."""
-    long = counted_profile("llama-3.1-8b", sequence_length=1024, micro_batch_sizes=(8,), tensor_parallel_degrees=(1,))
+    long = counted_profile(
+        "llama-3.1-8b",
+        sequence_length=1024,
+        micro_batch_sizes=(8,),
+        tensor_parallel_degrees=(1,),
+    )
     layout = Layout(data_parallel_degree=8, micro_batch_size=8)
 
     def costs(precision: str):
         job = Job(global_batch_size=64, sequence_length=1024, precision=precision)
-        nodes = Cluster(node_groups=(NodeGroup(device="h100-sxm5-80gb", nodes=1, devices_per_node=8),))
-        return [options["none"] for options in layout_costs(workload(long, nodes, job), layout).layers]
+        nodes = Cluster(
+            node_groups=(
+                NodeGroup(device="h100-sxm5-80gb", nodes=1, devices_per_node=8),
+            )
+        )
+        return [
+            options["none"]
+            for options in layout_costs(workload(long, nodes, job), layout).layers
+        ]
 
     half, low = costs("bf16-mixed"), costs("fp8")
     assert (low[0], low[-1]) == (half[0], half[-1])
     assert 0.6 < low[1].forward_ticks / half[1].forward_ticks < 0.95
     assert 0.6 < low[1].backward_ticks / half[1].backward_ticks < 0.95
-    assert [one.activation_bytes for one in low] == [one.activation_bytes for one in half]
+    assert [one.activation_bytes for one in low] == [
+        one.activation_bytes for one in half
+    ]
     assert [one.ogp_bytes for one in low] == [one.ogp_bytes for one in half]
 
 
@@ -70,14 +99,20 @@ def test_tensor_parallel_ranks_share_maxima() -> None:
     layout = Layout(data_parallel_degree=4, tensor_parallel_degree=2)
     half = layout_costs(on("h100-sxm5-80gb", "bf16-mixed"), layout).layers[1]["none"]
     for framework, is_more in (("planner", True), ("megatron-core", False)):
-        half = layout_costs(on("h100-sxm5-80gb", "bf16-mixed", framework=framework), layout).layers[1]["none"]
-        low = layout_costs(on("h100-sxm5-80gb", "fp8", framework=framework), layout).layers[1]["none"]
+        half = layout_costs(
+            on("h100-sxm5-80gb", "bf16-mixed", framework=framework), layout
+        ).layers[1]["none"]
+        low = layout_costs(
+            on("h100-sxm5-80gb", "fp8", framework=framework), layout
+        ).layers[1]["none"]
         assert (low.communication_ticks > half.communication_ticks) is is_more
 
 
 def test_a_device_without_fp8_is_refused() -> None:
     """An A100 has no such products; the mend names what can be done."""
-    with pytest.raises(MismatchError, match=r"'a100-sxm4-80gb' has no peak for fp8.*use bf16-mixed"):
+    with pytest.raises(
+        MismatchError, match=r"'a100-sxm4-80gb' has no peak for fp8.*use bf16-mixed"
+    ):
         on("a100-sxm4-80gb", "fp8")
 
 
@@ -87,7 +122,9 @@ def test_seconds_of_another_precision_are_refused() -> None:
     low = measured.model_copy(update={"precision": "fp8"})
     assert on("h100-sxm5-80gb", "fp8", low).profile is low
     for profile, precision in ((measured, "fp8"), (low, "bf16-mixed")):
-        with pytest.raises(MismatchError, match="planner profile MODEL --precision fp8"):
+        with pytest.raises(
+            MismatchError, match="planner profile MODEL --precision fp8"
+        ):
             on("h100-sxm5-80gb", precision, profile)
 
 
@@ -96,11 +133,17 @@ def test_an_analytic_profile_is_priced_in_its_precision() -> None:
     machine = device(id="x", peak_flops_per_second={"bf16": 1e14, "fp8": 2e14})
     half = price(LLAMA, machine)
     low = price(LLAMA.model_copy(update={"precision": "fp8"}), machine)
-    seconds = [[layer.measurements[0].forward_seconds for layer in each.layers] for each in (half, low)]
+    seconds = [
+        [layer.measurements[0].forward_seconds for layer in each.layers]
+        for each in (half, low)
+    ]
     assert seconds[0][-1] == seconds[1][-1]
     assert seconds[1][1] != seconds[0][1]
     with pytest.raises(MismatchError, match="no peak for fp8"):
-        price(LLAMA.model_copy(update={"precision": "fp8"}), device(peak_flops_per_second={"bf16": 1e14}))
+        price(
+            LLAMA.model_copy(update={"precision": "fp8"}),
+            device(peak_flops_per_second={"bf16": 1e14}),
+        )
 
 
 def test_old_profiles_keep_their_ids() -> None:

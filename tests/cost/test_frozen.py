@@ -23,13 +23,20 @@ TRAINED = WHOLE - FROZEN
 def _costs(model: ModelProfile, optimizer: str = "adam", **fields: Any) -> LayoutCosts:
     layout = Layout(micro_batch_size=1, schedule="1f1b", **fields)
     machines = cluster(layout.devices)
-    return layout_costs(workload(model, machines, job(4 * layout.devices, optimizer=optimizer)), layout)
+    return layout_costs(
+        workload(model, machines, job(4 * layout.devices, optimizer=optimizer)), layout
+    )
 
 
 def _one(frozen: int, parameters: int = WHOLE, **fields: Any) -> LayerCost:
     """A layer whose optimizer is priced by the bytes that it moves."""
-    shapes = {"matrices": (parameters - frozen) // 2, "factored": (parameters - frozen) // 10}
-    model = profile(layer(parameters=parameters, frozen=frozen, optimizer=None, **shapes))
+    shapes = {
+        "matrices": (parameters - frozen) // 2,
+        "factored": (parameters - frozen) // 10,
+    }
+    model = profile(
+        layer(parameters=parameters, frozen=frozen, optimizer=None, **shapes)
+    )
     return _costs(model, **fields).layers[0]["none"]
 
 
@@ -37,7 +44,10 @@ def _one(frozen: int, parameters: int = WHOLE, **fields: Any) -> LayerCost:
 def test_states_are_those_of_what_is_trained(optimizer: str) -> None:
     """Gradients, states, master copy and the update's time are a layer's without the frozen parameters; two bytes of
     each of these are kept."""
-    mixed, trained = _one(FROZEN, optimizer=optimizer), _one(0, TRAINED, optimizer=optimizer)
+    mixed, trained = (
+        _one(FROZEN, optimizer=optimizer),
+        _one(0, TRAINED, optimizer=optimizer),
+    )
     for name in ("gradients_bytes", "optimizer_bytes", "optimizer_ticks", "trained"):
         assert getattr(mixed, name) == getattr(trained, name), name
     assert mixed.parameters_bytes == 2 * WHOLE == trained.parameters_bytes + 2 * FROZEN
@@ -49,11 +59,22 @@ def test_only_trained_parameters_are_summed(zero: int) -> None:
     """Over two replicas: gradients and, with ZeRO, what is updated. ZeRO 3 shares frozen parameters out too, and
     gathers them with the others, forward and backward; no gradient of theirs stands whole."""
     split: dict[str, Any] = {"data_parallel_degree": 2, "zero_stage": zero}
-    mixed, trained, whole = _one(FROZEN, **split), _one(0, TRAINED, **split), _one(0, **split)
-    for name in ("reduction_ticks", "update_ticks", "gradients_bytes", "optimizer_bytes"):
+    mixed, trained, whole = (
+        _one(FROZEN, **split),
+        _one(0, TRAINED, **split),
+        _one(0, **split),
+    )
+    for name in (
+        "reduction_ticks",
+        "update_ticks",
+        "gradients_bytes",
+        "optimizer_bytes",
+    ):
         assert getattr(mixed, name) == getattr(trained, name), name
     assert mixed.parameters_bytes == whole.parameters_bytes
-    assert mixed.gathered_bytes == whole.gathered_bytes - (2 * FROZEN if zero >= 2 else 0)  # bf16 gradients
+    assert mixed.gathered_bytes == whole.gathered_bytes - (
+        2 * FROZEN if zero >= 2 else 0
+    )  # bf16 gradients
     scattered = 10_000 * TRAINED // WHOLE if zero >= 2 else 0  # 10 us of 10^6 elements
     gathered = 2 * 10_000 if zero == 3 else 0
     assert mixed.gather_ticks == scattered + gathered
@@ -74,14 +95,24 @@ def test_frozen_experts_are_not_summed() -> None:
     model = profile(layer()).model_copy(update={"layers": (spread,)})
     split: dict[str, Any] = {"data_parallel_degree": 2, "expert_parallel_degree": 2}
     cost = _costs(model, **split).layers[0]["none"]
-    assert cost.reduction_ticks == _one(0, WHOLE // 2, data_parallel_degree=2).reduction_ticks
-    assert (cost.gradients_bytes, cost.parameters_bytes) == (2 * WHOLE // 2, 2 * WHOLE * 3 // 4)
+    assert (
+        cost.reduction_ticks
+        == _one(0, WHOLE // 2, data_parallel_degree=2).reduction_ticks
+    )
+    assert (cost.gradients_bytes, cost.parameters_bytes) == (
+        2 * WHOLE // 2,
+        2 * WHOLE * 3 // 4,
+    )
 
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_frozen_parameter_that_stages_share_is_not_exchanged(frozen: bool) -> None:
     """Each stage stores a copy; gradients go over the link where there are any."""
-    model = profile(layer(parameters=1000, frozen=1000 * frozen) * 2, shared=[((0, 1), 1000)], shares_frozen=frozen)
+    model = profile(
+        layer(parameters=1000, frozen=1000 * frozen) * 2,
+        shared=[((0, 1), 1000)],
+        shares_frozen=frozen,
+    )
     (shared,) = _costs(model, pipeline_parallel_degree=2).shared
     assert shared.parameters_bytes == 2000
     told = (shared.gradients_bytes, shared.optimizer_bytes, shared.exchange_ticks)
@@ -96,8 +127,12 @@ def _row(*gradients: Any) -> Measurement:
         for kind, one in zip(kinds, gradients, strict=True)
     )
     plain = profile(layer()).layers[0].measurements[0]
-    unmeasured = dict.fromkeys(("forward_seconds", "backward_input_seconds", "backward_weight_seconds"))
-    return plain.model_copy(update={**unmeasured, "operations": operations, "source": "counted"})
+    unmeasured = dict.fromkeys(
+        ("forward_seconds", "backward_input_seconds", "backward_weight_seconds")
+    )
+    return plain.model_copy(
+        update={**unmeasured, "operations": operations, "source": "counted"}
+    )
 
 
 def test_kernels_without_a_backward_take_no_time() -> None:
@@ -105,11 +140,25 @@ def test_kernels_without_a_backward_take_no_time() -> None:
     chip = find_device(device())
     whole, of_input, of_weight, nothing = (
         computation(_row(*each), chip, "bf16")
-        for each in ((None,) * 3, ("input", None, None), ("weight", "none", "none"), ("none",) * 3)
+        for each in (
+            (None,) * 3,
+            ("input", None, None),
+            ("weight", "none", "none"),
+            ("none",) * 3,
+        )
     )
-    assert len({each.forward_seconds for each in (whole, of_input, of_weight, nothing)}) == 1
-    assert (of_input.backward_input_seconds, of_input.backward_weight_seconds) == (whole.backward_input_seconds, 0)
-    assert (of_weight.backward_input_seconds, of_weight.backward_weight_seconds) == (0, whole.backward_weight_seconds)
+    assert (
+        len({each.forward_seconds for each in (whole, of_input, of_weight, nothing)})
+        == 1
+    )
+    assert (of_input.backward_input_seconds, of_input.backward_weight_seconds) == (
+        whole.backward_input_seconds,
+        0,
+    )
+    assert (of_weight.backward_input_seconds, of_weight.backward_weight_seconds) == (
+        0,
+        whole.backward_weight_seconds,
+    )
     assert (nothing.backward_input_seconds, nothing.backward_weight_seconds) == (0, 0)
 
 
@@ -119,8 +168,14 @@ def test_what_has_no_backward_is_gathered_once() -> None:
     for gradients in ((None,) * 3, ("none",) * 3):
         (one,) = profile(layer(parameters=WHOLE, frozen=WHOLE)).layers
         told = one.model_copy(update={"measurements": (_row(*gradients),)})
-        model = profile(layer(), device="counted").model_copy(update={"layers": (told,)})
-        ticks.append(_costs(model, data_parallel_degree=2, zero_stage=3).layers[0]["none"].gather_ticks)
+        model = profile(layer(), device="counted").model_copy(
+            update={"layers": (told,)}
+        )
+        ticks.append(
+            _costs(model, data_parallel_degree=2, zero_stage=3)
+            .layers[0]["none"]
+            .gather_ticks
+        )
     assert ticks == [2 * 10_000, 10_000]
 
 

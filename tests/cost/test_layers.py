@@ -20,10 +20,14 @@ MICROSECOND = 1000
 """Ticks."""
 
 
-def costs_of(model: ModelProfile, machines: Any = None, step: Any = None, **degrees: Any) -> LayoutCosts:
+def costs_of(
+    model: ModelProfile, machines: Any = None, step: Any = None, **degrees: Any
+) -> LayoutCosts:
     """A priced layout on the given cluster, by default one node of as many devices as the layout takes."""
     layout = Layout(**degrees)
-    return layout_costs(workload(model, machines or cluster(layout.devices), step or job()), layout)
+    return layout_costs(
+        workload(model, machines or cluster(layout.devices), step or job()), layout
+    )
 
 
 def only(costs: LayoutCosts, mode: str = "none") -> LayerCost:
@@ -33,13 +37,19 @@ def only(costs: LayoutCosts, mode: str = "none") -> LayerCost:
 
 def one_layer(**costs: Any) -> ModelProfile:
     """Two equal layers, measured at tensor degrees 1 and 2."""
-    return profile(layer(forward=10e-6, backward_input=20e-6, backward_weight=30e-6, **costs) * 2, degrees=(1, 2))
+    return profile(
+        layer(forward=10e-6, backward_input=20e-6, backward_weight=30e-6, **costs) * 2,
+        degrees=(1, 2),
+    )
 
 
 def test_forward_and_backward_are_the_measured_ones() -> None:
     """(T1), (T2) without exchanges: 10 us forward, 20 + 30 us backward, of which 30 us nobody waits for."""
     cost = only(costs_of(one_layer()))
-    assert (cost.forward_ticks, cost.backward_ticks) == (10 * MICROSECOND, 50 * MICROSECOND)
+    assert (cost.forward_ticks, cost.backward_ticks) == (
+        10 * MICROSECOND,
+        50 * MICROSECOND,
+    )
     assert cost.backward_weight_ticks == 30 * MICROSECOND
     assert (cost.recompute_ticks, cost.communication_ticks) == (0, 0)
 
@@ -56,10 +66,19 @@ def test_full_recomputation_exchanges_again() -> None:
     """(T2): full recomputation runs the forward and its exchange again; selective runs half of it and no exchange."""
     model = one_layer(exchange=10**6, modes=("none", "selective", "full"))
     costs = costs_of(model, tensor_parallel_degree=2)
-    none, selective, full = (only(costs, mode) for mode in ("none", "selective", "full"))
+    none, selective, full = (
+        only(costs, mode) for mode in ("none", "selective", "full")
+    )
     assert full.backward_ticks - none.backward_ticks == (5 + 10) * MICROSECOND
-    assert (full.recompute_ticks, full.communication_ticks) == (5 * MICROSECOND, 30 * MICROSECOND)
-    assert selective.backward_ticks - none.backward_ticks == selective.recompute_ticks == 2.5 * MICROSECOND
+    assert (full.recompute_ticks, full.communication_ticks) == (
+        5 * MICROSECOND,
+        30 * MICROSECOND,
+    )
+    assert (
+        selective.backward_ticks - none.backward_ticks
+        == selective.recompute_ticks
+        == 2.5 * MICROSECOND
+    )
     assert selective.communication_ticks == none.communication_ticks
 
 
@@ -67,8 +86,13 @@ def test_measured_optimizer_stands() -> None:
     """(T3): measured optimizer seconds, shared out by ZeRO."""
     model = one_layer(optimizer=8e-6)
     assert only(costs_of(model)).optimizer_ticks == 8 * MICROSECOND
-    assert only(costs_of(model, data_parallel_degree=4)).optimizer_ticks == 8 * MICROSECOND
-    assert only(costs_of(model, data_parallel_degree=4, zero_stage=1)).optimizer_ticks == 2 * MICROSECOND
+    assert (
+        only(costs_of(model, data_parallel_degree=4)).optimizer_ticks == 8 * MICROSECOND
+    )
+    assert (
+        only(costs_of(model, data_parallel_degree=4, zero_stage=1)).optimizer_ticks
+        == 2 * MICROSECOND
+    )
 
 
 def test_measured_optimizer_follows_the_job() -> None:
@@ -76,7 +100,10 @@ def test_measured_optimizer_follows_the_job() -> None:
     model = one_layer(optimizer=14e-6, parameters=1000)
     adamw = costs_of(model, step=job(optimizer="adamw", precision="bf16"))
     sgd = costs_of(model, step=job(optimizer="sgd", precision="bf16"))
-    assert (only(adamw).optimizer_ticks, only(sgd).optimizer_ticks) == (14 * MICROSECOND, 6 * MICROSECOND)
+    assert (only(adamw).optimizer_ticks, only(sgd).optimizer_ticks) == (
+        14 * MICROSECOND,
+        6 * MICROSECOND,
+    )
 
 
 def test_8_bit_adam_is_priced_as_measured() -> None:
@@ -84,12 +111,28 @@ def test_8_bit_adam_is_priced_as_measured() -> None:
     model = one_layer(optimizer=14e-6, parameters=1000)
     told = {"adam_8bit_seconds": 400e-6}
     rows = [row.model_copy(update=told) for row in model.layers[0].measurements]
-    slow = model.model_copy(update={"layers": (model.layers[0].model_copy(update={"measurements": tuple(rows)}),)})
+    slow = model.model_copy(
+        update={
+            "layers": (
+                model.layers[0].model_copy(update={"measurements": tuple(rows)}),
+            )
+        }
+    )
     step = job(optimizer="adam-8bit", precision="bf16")
     assert only(costs_of(model, step=step)).optimizer_ticks < 14 * MICROSECOND
     assert only(costs_of(slow, step=step)).optimizer_ticks == 400 * MICROSECOND
-    assert only(costs_of(slow, step=step, data_parallel_degree=4, zero_stage=1)).optimizer_ticks == 100 * MICROSECOND
-    assert only(costs_of(slow, step=job(optimizer="adamw", precision="bf16"))).optimizer_ticks == 14 * MICROSECOND
+    assert (
+        only(
+            costs_of(slow, step=step, data_parallel_degree=4, zero_stage=1)
+        ).optimizer_ticks
+        == 100 * MICROSECOND
+    )
+    assert (
+        only(
+            costs_of(slow, step=job(optimizer="adamw", precision="bf16"))
+        ).optimizer_ticks
+        == 14 * MICROSECOND
+    )
     found = plan(request(slow, cluster(1), step, top=0), slow)
     assert isinstance(found, Plan)
     assert check(found, slow).problems == ()
@@ -108,14 +151,24 @@ def test_muon_multiplies_matrices() -> None:
     model = one_layer(optimizer=None, parameters=1_000_000, matrices=800_000)
     moved = 4 * 800_000 + 8 * 200_000 + 6 * 1_000_000
     cost = only(costs_of(model, step=job(optimizer="muon", precision="bf16")))
-    assert cost.optimizer_ticks == round(moved / 0.85e12 / 1e-9 + 100 * 800_000 / 1e14 / 1e-9)
+    assert cost.optimizer_ticks == round(
+        moved / 0.85e12 / 1e-9 + 100 * 800_000 / 1e14 / 1e-9
+    )
     assert cost.optimizer_bytes == 2 * (800_000 + 2 * 200_000)
 
 
 def test_adafactor_keeps_rows_and_columns() -> None:
     """Its states are told by the profile, next to the master copy of mixed precision."""
-    cost = only(costs_of(one_layer(parameters=1000, factored=70), step=job(optimizer="adafactor")))
-    assert (cost.parameters_bytes, cost.gradients_bytes, cost.optimizer_bytes) == (2000, 2000, 4 * (1000 + 70))
+    cost = only(
+        costs_of(
+            one_layer(parameters=1000, factored=70), step=job(optimizer="adafactor")
+        )
+    )
+    assert (cost.parameters_bytes, cost.gradients_bytes, cost.optimizer_bytes) == (
+        2000,
+        2000,
+        4 * (1000 + 70),
+    )
 
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
@@ -128,21 +181,30 @@ def test_profiles_without_shapes_price_no_optimizer_of_shapes(optimizer: str) ->
 def test_unmeasured_optimizer_without_bandwidth_is_free() -> None:
     """(T3): a device that tells no bandwidth gives nothing to price with."""
     machines = cluster(1, memory_bandwidth_bytes_per_second=None)
-    assert only(costs_of(one_layer(optimizer=None, parameters=10**6), machines)).optimizer_ticks == 0
+    assert (
+        only(
+            costs_of(one_layer(optimizer=None, parameters=10**6), machines)
+        ).optimizer_ticks
+        == 0
+    )
 
 
 @pytest.mark.parametrize(("zero", "passes"), [(0, 2), (1, 2), (2, 1), (3, 0)])
 def test_reduction(zero: int, passes: int) -> None:
     """(T4): 10^6 parameters, 2 bytes each, over two ranks: 10 us per pass; ZeRO 2 does half of it in every
     micro-batch, ZeRO 3 all."""
-    found = costs_of(one_layer(parameters=10**6), data_parallel_degree=2, zero_stage=zero)
+    found = costs_of(
+        one_layer(parameters=10**6), data_parallel_degree=2, zero_stage=zero
+    )
     assert only(found).reduction_ticks == passes * 10 * MICROSECOND
 
 
 def test_zero_2_scatters_gradients_of_every_micro_batch() -> None:
     """(T6): no rank keeps them whole, so each backward ends with 10 us of reduce-scatter. Until then they are: (M3)."""
     plain = only(costs_of(one_layer(parameters=10**6), data_parallel_degree=2))
-    cost = only(costs_of(one_layer(parameters=10**6), data_parallel_degree=2, zero_stage=2))
+    cost = only(
+        costs_of(one_layer(parameters=10**6), data_parallel_degree=2, zero_stage=2)
+    )
     assert cost.forward_ticks == plain.forward_ticks
     assert cost.backward_ticks == plain.backward_ticks + 10 * MICROSECOND
     assert (cost.gather_ticks, cost.gathered_bytes) == (10 * MICROSECOND, 2 * 10**6)
@@ -152,10 +214,15 @@ def test_zero_3_gathers_for_every_micro_batch() -> None:
     """(T6): 10 us to gather 10^6 parameters for the forward; 20 us to gather them again and scatter the gradients.
     Both stand whole meanwhile: (M3)."""
     plain = only(costs_of(one_layer(parameters=10**6), data_parallel_degree=2))
-    cost = only(costs_of(one_layer(parameters=10**6), data_parallel_degree=2, zero_stage=3))
+    cost = only(
+        costs_of(one_layer(parameters=10**6), data_parallel_degree=2, zero_stage=3)
+    )
     assert cost.forward_ticks == plain.forward_ticks + 10 * MICROSECOND
     assert cost.backward_ticks == plain.backward_ticks + 20 * MICROSECOND
-    assert (cost.gather_ticks, cost.gathered_bytes) == (30 * MICROSECOND, 2 * (2 * 10**6))
+    assert (cost.gather_ticks, cost.gathered_bytes) == (
+        30 * MICROSECOND,
+        2 * (2 * 10**6),
+    )
 
 
 def test_reduction_latency_is_paid_once_per_stage() -> None:
@@ -176,8 +243,18 @@ def test_transfer_takes_output_and_skips() -> None:
     """(T5): 10^5 bytes of output, and a skip of 2 * 10^5 only while it is on its way."""
     model = profile(layer(output=10**5) * 4, edges=[(0, 2, 2 * 10**5)])
     found = costs_of(model, pipeline_parallel_degree=2)
-    assert [found.boundary_bytes(last) for last in range(4)] == [300_000, 300_000, 100_000, 100_000]
-    assert [found.transfer_ticks(0, last) for last in range(4)] == [3000, 3000, 1000, 1000]
+    assert [found.boundary_bytes(last) for last in range(4)] == [
+        300_000,
+        300_000,
+        100_000,
+        100_000,
+    ]
+    assert [found.transfer_ticks(0, last) for last in range(4)] == [
+        3000,
+        3000,
+        1000,
+        1000,
+    ]
 
 
 def test_skips_scale_with_the_micro_batch() -> None:
@@ -190,39 +267,71 @@ def test_skips_scale_with_the_sequence() -> None:
     """(T5): a skip that was told for another length grows in proportion to the job's, rounded up; others do not."""
     model = profile(layer(output=0) * 3, edges=[(0, 2, 1001)])
     length = job().sequence_length
-    for told, wanted in ((0, 1001), (length, 1001), (2 * length, 501), (length // 2, 2002)):
+    for told, wanted in (
+        (0, 1001),
+        (length, 1001),
+        (2 * length, 501),
+        (length // 2, 2002),
+    ):
         edge = model.edges[0].model_copy(update={"sequence_length": told})
-        assert costs_of(model.model_copy(update={"edges": (edge,)})).boundary_bytes(0) == wanted
+        assert (
+            costs_of(model.model_copy(update={"edges": (edge,)})).boundary_bytes(0)
+            == wanted
+        )
 
 
 def test_transfer_between_nodes_takes_the_network() -> None:
     """(T5): of four stages on two nodes only the middle boundary leaves the node."""
     machines = cluster(4, nodes=2, intra=link(1e11), inter=link(1e10, 5e-6))
-    found = costs_of(profile(layer(output=10**5) * 4), machines, pipeline_parallel_degree=4)
-    assert [found.transfer_ticks(boundary, 0) for boundary in range(3)] == [1000, 15_000, 1000]
+    found = costs_of(
+        profile(layer(output=10**5) * 4), machines, pipeline_parallel_degree=4
+    )
+    assert [found.transfer_ticks(boundary, 0) for boundary in range(3)] == [
+        1000,
+        15_000,
+        1000,
+    ]
 
 
-@pytest.mark.parametrize(("zero", "expected"), [(0, (2, 2, 12)), (1, (2, 2, 3)), (2, (2, 0.5, 3)), (3, (0.5, 0.5, 3))])
-def test_mixed_adam_is_sixteen_bytes_before_zero(zero: int, expected: tuple[float, float, float]) -> None:
+@pytest.mark.parametrize(
+    ("zero", "expected"),
+    [(0, (2, 2, 12)), (1, (2, 2, 3)), (2, (2, 0.5, 3)), (3, (0.5, 0.5, 3))],
+)
+def test_mixed_adam_is_sixteen_bytes_before_zero(
+    zero: int, expected: tuple[float, float, float]
+) -> None:
     """2 + 2 + 12 bytes per parameter; ZeRO 1, 2 and 3 divide states, gradients and parameters by four ranks."""
-    cost = only(costs_of(one_layer(parameters=1000), data_parallel_degree=4, zero_stage=zero))
-    assert (cost.parameters_bytes, cost.gradients_bytes, cost.optimizer_bytes) == tuple(1000 * b for b in expected)
+    cost = only(
+        costs_of(one_layer(parameters=1000), data_parallel_degree=4, zero_stage=zero)
+    )
+    assert (cost.parameters_bytes, cost.gradients_bytes, cost.optimizer_bytes) == tuple(
+        1000 * b for b in expected
+    )
     assert cost.ogp_bytes == 1000 * sum(expected)
 
 
 def test_shards_are_rounded_up() -> None:
     """The fullest rank counts: 101 parameters on two tensor ranks are 51, their 612 bytes of states on four 153."""
     model = one_layer(parameters=101)
-    found = costs_of(model, tensor_parallel_degree=2, data_parallel_degree=4, zero_stage=1)
+    found = costs_of(
+        model, tensor_parallel_degree=2, data_parallel_degree=4, zero_stage=1
+    )
     assert (only(found).parameters, only(found).optimizer_bytes) == (51, 153)
 
 
 def test_local_parameters_of_a_row_stand() -> None:
     """A profile that counted a rank's own shard is believed: norms, for one, are not sharded."""
     model = one_layer(parameters=100)
-    rows = tuple(row.model_copy(update={"local_parameters": 70}) for row in model.layers[0].measurements)
-    layers = tuple(one.model_copy(update={"measurements": rows}) for one in model.layers)
-    found = costs_of(model.model_copy(update={"layers": layers}), tensor_parallel_degree=2)
+    rows = tuple(
+        row.model_copy(update={"local_parameters": 70})
+        for row in model.layers[0].measurements
+    )
+    layers = tuple(
+        one.model_copy(update={"measurements": rows}) for one in model.layers
+    )
+    found = costs_of(
+        model.model_copy(update={"layers": layers}), tensor_parallel_degree=2
+    )
     assert only(found).parameters == 70
 
 
@@ -230,7 +339,9 @@ def test_shared_parameters() -> None:
     """One copy's states, the tail that a second user on a stage saves, and the exchange of two stages' copies."""
     tied = layer(parameters=10**6, optimizer=8e-6)
     model = profile(tied, layer(), tied, shared=[((0, 2), 10**6)])
-    (shared,) = costs_of(model, data_parallel_degree=2, pipeline_parallel_degree=2).shared
+    (shared,) = costs_of(
+        model, data_parallel_degree=2, pipeline_parallel_degree=2
+    ).shared
     assert shared.layers == (0, 2)
     assert shared.ogp_bytes == 16 * 10**6
     assert shared.tail_ticks == (20 + 8) * MICROSECOND
@@ -238,10 +349,18 @@ def test_shared_parameters() -> None:
 
 
 @pytest.mark.parametrize(("local", "held"), [(10**6, 10**6), (5 * 10**5, 5 * 10**5)])
-def test_shared_parameters_are_split_where_their_users_are(local: int, held: int) -> None:
+def test_shared_parameters_are_split_where_their_users_are(
+    local: int, held: int
+) -> None:
     """Tied embeddings that tensor parallelism leaves whole are whole on every rank; vocabulary shards are shards."""
     model = profile(layer(parameters=10**6) * 2, degrees=(2,), shared=[((0, 1), 10**6)])
-    model = model.model_copy(update={"layers": tuple(with_rows(one, local_parameters=local) for one in model.layers)})
+    model = model.model_copy(
+        update={
+            "layers": tuple(
+                with_rows(one, local_parameters=local) for one in model.layers
+            )
+        }
+    )
     (shared,) = costs_of(model, tensor_parallel_degree=2).shared
     assert shared.parameters_bytes == 2 * held
 
@@ -260,7 +379,9 @@ def test_shared_parameters_on_one_stage_exchange_nothing() -> None:
 
 def test_shared_part_of_a_layer_saves_its_share() -> None:
     """Half of the layer's parameters shared: half of its reduction and optimizer is saved."""
-    model = profile(layer(parameters=2 * 10**6, optimizer=8e-6) * 2, shared=[((0, 1), 10**6)])
+    model = profile(
+        layer(parameters=2 * 10**6, optimizer=8e-6) * 2, shared=[((0, 1), 10**6)]
+    )
     (shared,) = costs_of(model, data_parallel_degree=2).shared
     assert shared.tail_ticks == (20 + 4) * MICROSECOND
 
@@ -278,7 +399,9 @@ def test_wrong_degrees_show_every_factor() -> None:
         r"context_parallel_degree\(1\) = 6, but the cluster has 4 devices"
     )
     with pytest.raises(LayoutError, match=wanted):
-        costs_of(one_layer(), cluster(4), data_parallel_degree=2, pipeline_parallel_degree=3)
+        costs_of(
+            one_layer(), cluster(4), data_parallel_degree=2, pipeline_parallel_degree=3
+        )
 
 
 def test_batch_that_does_not_divide() -> None:
@@ -290,7 +413,10 @@ def test_batch_that_does_not_divide() -> None:
 
 def test_unmeasured_sizes_are_refused() -> None:
     """Refuse, never guess: the pairs that the profile has are listed."""
-    with pytest.raises(MismatchError, match=r"micro_batch_size\(2\).*choose one of the pairs.*\(1, 1\), \(1, 2\)"):
+    with pytest.raises(
+        MismatchError,
+        match=r"micro_batch_size\(2\).*choose one of the pairs.*\(1, 1\), \(1, 2\)",
+    ):
         costs_of(one_layer(), micro_batch_size=2)
 
 
@@ -306,13 +432,22 @@ def test_unpriced_dimensions_are_refused(field: str, value: int) -> None:
     """A dimension without equations is refused by name."""
     data = 2 if field == "expert_parallel_degree" else 1
     with pytest.raises(UnsupportedError, match=f"layout.{field}"):
-        costs_of(one_layer(), cluster(1 if value is True else 2), data_parallel_degree=data, **{field: value})
+        costs_of(
+            one_layer(),
+            cluster(1 if value is True else 2),
+            data_parallel_degree=data,
+            **{field: value},
+        )
 
 
 def test_experts_are_shared_out_over_whole_groups() -> None:
     """The expert degree divides the data- and context-parallel ranks, and the error shows both."""
-    with pytest.raises(LayoutError, match=r"expert_parallel_degree\(2\) does not divide .* 3\."):
-        costs_of(one_layer(), cluster(3), data_parallel_degree=3, expert_parallel_degree=2)
+    with pytest.raises(
+        LayoutError, match=r"expert_parallel_degree\(2\) does not divide .* 3\."
+    ):
+        costs_of(
+            one_layer(), cluster(3), data_parallel_degree=3, expert_parallel_degree=2
+        )
 
 
 def test_layer_that_uses_shared_parameters_twice_is_one_user() -> None:
@@ -325,10 +460,20 @@ def test_prices_do_not_depend_on_what_was_priced_before() -> None:
     """A workload keeps what its layouts share: each costs in any sequence what it costs alone."""
     model = counted_profile("qwen3-30b-a3b", sequence_length=4096)
     step = Job(global_batch_size=32, sequence_length=4096)
-    machines = Cluster(node_groups=(NodeGroup(device="h100-sxm5-80gb", nodes=2, devices_per_node=4),))
+    machines = Cluster(
+        node_groups=(NodeGroup(device="h100-sxm5-80gb", nodes=2, devices_per_node=4),)
+    )
     shapes: list[dict[str, Any]] = [
-        {"data_parallel_degree": 4, "pipeline_parallel_degree": 2, "expert_parallel_degree": 2},
-        {"data_parallel_degree": 2, "pipeline_parallel_degree": 4, "expert_parallel_degree": 2},
+        {
+            "data_parallel_degree": 4,
+            "pipeline_parallel_degree": 2,
+            "expert_parallel_degree": 2,
+        },
+        {
+            "data_parallel_degree": 2,
+            "pipeline_parallel_degree": 4,
+            "expert_parallel_degree": 2,
+        },
         {"data_parallel_degree": 8},
     ]
     several: list[dict[str, Any]] = [
@@ -341,12 +486,21 @@ def test_prices_do_not_depend_on_what_was_priced_before() -> None:
     layouts = [Layout(**shape, **more) for shape in shapes for more in several]
     work = workload(model, machines, step)
     for layout in (*layouts, *reversed(layouts)):
-        alone, among = layout_costs(workload(model, machines, step), layout), layout_costs(work, layout)
+        alone, among = (
+            layout_costs(workload(model, machines, step), layout),
+            layout_costs(work, layout),
+        )
         assert among.layout == layout
-        assert (among.layers, among.shared, among.skips) == (alone.layers, alone.shared, alone.skips)
+        assert (among.layers, among.shared, among.skips) == (
+            alone.layers,
+            alone.shared,
+            alone.skips,
+        )
         assert among.reduction_latency_ticks == alone.reduction_latency_ticks
         boundaries = range(layout.pipeline_parallel_degree - 1)
-        assert [*map(among.transfers_behind, boundaries)] == [*map(alone.transfers_behind, boundaries)]
+        assert [*map(among.transfers_behind, boundaries)] == [
+            *map(alone.transfers_behind, boundaries)
+        ]
 
 
 def test_layers_are_priced_once_for_all_pipelines() -> None:
@@ -354,8 +508,14 @@ def test_layers_are_priced_once_for_all_pipelines() -> None:
     machines = cluster(8, nodes=4)
     work = workload(profile(layer(parameters=1_000_000) * 4), machines, job(8))
     half = on_part(work, machines.part({0: 2, 1: 2}))
-    four = layout_costs(work, Layout(data_parallel_degree=2, pipeline_parallel_degree=4))
+    four = layout_costs(
+        work, Layout(data_parallel_degree=2, pipeline_parallel_degree=4)
+    )
     two = layout_costs(half, Layout(data_parallel_degree=2, pipeline_parallel_degree=2))
-    shared = layout_costs(half, Layout(data_parallel_degree=2, pipeline_parallel_degree=2, zero_stage=1))
+    shared = layout_costs(
+        half, Layout(data_parallel_degree=2, pipeline_parallel_degree=2, zero_stage=1)
+    )
     assert two.layers is four.layers
-    assert shared.layers[0]["none"].optimizer_bytes < two.layers[0]["none"].optimizer_bytes
+    assert (
+        shared.layers[0]["none"].optimizer_bytes < two.layers[0]["none"].optimizer_bytes
+    )

@@ -28,7 +28,11 @@ from tests.brute_force import place
 
 def layout(data: int, tensor: int, pipeline: int) -> Layout:
     """Degrees."""
-    return Layout(data_parallel_degree=data, tensor_parallel_degree=tensor, pipeline_parallel_degree=pipeline)
+    return Layout(
+        data_parallel_degree=data,
+        tensor_parallel_degree=tensor,
+        pipeline_parallel_degree=pipeline,
+    )
 
 
 def test_eight_ranks_by_hand() -> None:
@@ -44,14 +48,18 @@ def test_eight_ranks_by_hand() -> None:
         (1, 1, 0),
         (1, 1, 1),
     ]
-    assert [(row.node, row.device) for row in rows] == [(rank // 4, rank % 4) for rank in range(8)]
+    assert [(row.node, row.device) for row in rows] == [
+        (rank // 4, rank % 4) for rank in range(8)
+    ]
 
 
 degrees = st.integers(1, 4)
 
 
 @given(degrees, degrees, degrees, st.integers(1, 8))
-def test_placement_is_the_grid(data: int, tensor: int, pipeline: int, per_node: int) -> None:
+def test_placement_is_the_grid(
+    data: int, tensor: int, pipeline: int, per_node: int
+) -> None:
     """(P1): every coordinate once, in the order of the formula, as the brute force places them."""
     one = layout(data, tensor, pipeline)
     rows = placement(one, (per_node,) * -(-one.devices // per_node))
@@ -72,7 +80,9 @@ def test_placement_is_the_grid(data: int, tensor: int, pipeline: int, per_node: 
         ((1, 3, 2), 4, Group(3, 2, 2), Group(1, 1, 1)),
     ],
 )
-def test_widest_groups(degrees: tuple[int, int, int], per_node: int, tensor_group: Group, data_group: Group) -> None:
+def test_widest_groups(
+    degrees: tuple[int, int, int], per_node: int, tensor_group: Group, data_group: Group
+) -> None:
     """Of all groups of an axis the one that crosses most nodes counts; in the last row it is ranks 3, 4 and 5."""
     one = layout(*degrees)
     assert widest_tensor_group(one, per_node) == tensor_group
@@ -80,7 +90,14 @@ def test_widest_groups(degrees: tuple[int, int, int], per_node: int, tensor_grou
 
 
 @pytest.mark.parametrize(
-    ("shards", "expert", "per_node", "shard_group", "expert_shard_group", "copies_group"),
+    (
+        "shards",
+        "expert",
+        "per_node",
+        "shard_group",
+        "expert_shard_group",
+        "copies_group",
+    ),
     [
         (4, 1, 4, Group(4, 1, 4), Group(4, 1, 4), Group(4, 4, 1)),
         (8, 2, 4, Group(8, 2, 4), Group(4, 2, 2), Group(2, 2, 1)),
@@ -107,7 +124,11 @@ def test_groups_that_share_out_states(
     assert widest_shard_group(one, per_node) == shard_group
     assert widest_expert_shard_group(one, per_node) == expert_shard_group
     assert widest_copies_group(one, per_node) == copies_group
-    for name, found in (("shard", shard_group), ("expert_shard", expert_shard_group), ("copies", copies_group)):
+    for name, found in (
+        ("shard", shard_group),
+        ("expert_shard", expert_shard_group),
+        ("copies", copies_group),
+    ):
         members = list(communicators(one, name, 0))
         assert sorted(rank for ranks in members for rank in ranks) == list(range(16))
         assert {len(ranks) for ranks in members} == {found.ranks}
@@ -133,8 +154,16 @@ def layouts(draw: st.DrawFn) -> Layout:
     """Any degrees, groups and order of ranks."""
     data, context = draw(st.integers(1, 12)), draw(st.integers(1, 4))
     replicas = data * context
-    expert = draw(st.sampled_from([each for each in range(1, replicas + 1) if replicas % each == 0]))
-    groups = [each for each in range(2, replicas) if replicas % each == 0 and each % expert == 0]
+    expert = draw(
+        st.sampled_from(
+            [each for each in range(1, replicas + 1) if replicas % each == 0]
+        )
+    )
+    groups = [
+        each
+        for each in range(2, replicas)
+        if replicas % each == 0 and each % expert == 0
+    ]
     return Layout(
         data_parallel_degree=data,
         context_parallel_degree=context,
@@ -148,13 +177,26 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 
 @given(layouts(), st.integers(1, 9))
-def test_widest_groups_are_those_of_all_communicators(one: Layout, per_node: int) -> None:
+def test_widest_groups_are_those_of_all_communicators(
+    one: Layout, per_node: int
+) -> None:
     """What is told from where communicators start is what looking at every one of them tells; boundaries likewise."""
     told = groups_of(one, per_node)
     stages = range(one.pipeline_parallel_degree)
-    names: tuple[CommunicatorName, ...] = ("expert", "data", "expert_data", "shard", "expert_shard", "copies")
+    names: tuple[CommunicatorName, ...] = (
+        "expert",
+        "data",
+        "expert_data",
+        "shard",
+        "expert_shard",
+        "copies",
+    )
     for name in names:
-        every = [group_of(ranks, per_node) for stage in stages for ranks in communicators(one, name, stage)]
+        every = [
+            group_of(ranks, per_node)
+            for stage in stages
+            for ranks in communicators(one, name, stage)
+        ]
         assert getattr(told, name) == max(every, key=crossing)
     step = strides(one).pipeline
     for boundary in stages[:-1]:
@@ -165,9 +207,19 @@ def test_widest_groups_are_those_of_all_communicators(one: Layout, per_node: int
 
 @pytest.mark.parametrize(
     ("pipeline", "data", "per_node", "crossed"),
-    [(4, 1, 4, [False] * 3), (4, 1, 2, [False, True, False]), (2, 4, 4, [True]), (3, 2, 3, [True, True])],
+    [
+        (4, 1, 4, [False] * 3),
+        (4, 1, 2, [False, True, False]),
+        (2, 4, 4, [True]),
+        (3, 2, 3, [True, True]),
+    ],
 )
-def test_boundaries_that_leave_the_node(pipeline: int, data: int, per_node: int, crossed: list[bool]) -> None:
+def test_boundaries_that_leave_the_node(
+    pipeline: int, data: int, per_node: int, crossed: list[bool]
+) -> None:
     """A boundary crosses when any rank's peer of the next stage sits on another node."""
     one = layout(data, 1, pipeline)
-    assert [boundary_crosses_nodes(one, boundary, per_node) for boundary in range(pipeline - 1)] == crossed
+    assert [
+        boundary_crosses_nodes(one, boundary, per_node)
+        for boundary in range(pipeline - 1)
+    ] == crossed

@@ -23,14 +23,32 @@ from planner.errors import DocumentError
 from planner.search import plan
 from planner.spec import Layout, ModelProfile, Plan
 from planner.spec.plan import Prediction
-from tests.builders import cluster, device, fat_embedding, four_equal_layers, job, layer, link, profile, request
+from tests.builders import (
+    cluster,
+    device,
+    fat_embedding,
+    four_equal_layers,
+    job,
+    layer,
+    link,
+    profile,
+    request,
+)
 
 
-def priced(model: ModelProfile, counts: list[int], machines: Any = None, step: Any = None, **layout: Any) -> Prediction:
+def priced(
+    model: ModelProfile,
+    counts: list[int],
+    machines: Any = None,
+    step: Any = None,
+    **layout: Any,
+) -> Prediction:
     """The prediction for a partition into stages of these sizes; ``modes`` tells the layers' recompute modes."""
     modes = layout.pop("modes", None) or ["none"] * len(model.layers)
     chosen = Layout(pipeline_parallel_degree=len(counts), **layout)
-    costs = layout_costs(workload(model, machines or cluster(chosen.devices), step or job()), chosen)
+    costs = layout_costs(
+        workload(model, machines or cluster(chosen.devices), step or job()), chosen
+    )
     pairs = iter(enumerate(modes))
     stages = choose(costs, [[next(pairs) for _ in range(count)] for count in counts])
     return predict_step(costs, schedule_of(costs), stages)
@@ -39,25 +57,41 @@ def priced(model: ModelProfile, counts: list[int], machines: Any = None, step: A
 small = st.integers(1, 6)
 
 
-@given(micro_batches=small, stages=small, forward=small, of_input=small, of_weight=small)
+@given(
+    micro_batches=small, stages=small, forward=small, of_input=small, of_weight=small
+)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_uniform_pipelines(
-    schedule: str, micro_batches: int, stages: int, forward: int, of_input: int, of_weight: int
+    schedule: str,
+    micro_batches: int,
+    stages: int,
+    forward: int,
+    of_input: int,
+    of_weight: int,
 ) -> None:
     """(M + P - 1) (f + b) for equal stages without transfers: Huang et al. 2019; Narayanan et al. 2019."""
     model = profile(
-        layer(forward=forward * 1e-6, backward_input=of_input * 1e-6, backward_weight=of_weight * 1e-6) * stages
+        layer(
+            forward=forward * 1e-6,
+            backward_input=of_input * 1e-6,
+            backward_weight=of_weight * 1e-6,
+        )
+        * stages
     )
     found = priced(model, [1] * stages, step=job(micro_batches), schedule=schedule)
     rounds = micro_batches + stages - 1
-    assert found.step_seconds == pytest.approx(rounds * (forward + of_input + of_weight) * 1e-6)
+    assert found.step_seconds == pytest.approx(
+        rounds * (forward + of_input + of_weight) * 1e-6
+    )
     assert found.bubble_fraction == pytest.approx((stages - 1) / rounds)
 
 
 def test_unequal_stages_wait_for_the_longest() -> None:
     """(S1), (S2): stages of 1 and 3 layers, GPipe, M = 2, by hand: F 1, 3, 3; B 6, 6; and the last B of 2: 23."""
     found = priced(four_equal_layers(), [1, 3], step=job(2), schedule="gpipe")
-    assert found.step_seconds == pytest.approx(1e-3 + 2 * 3e-3 + 2 * 6e-3 + 2e-3, abs=1e-6)
+    assert found.step_seconds == pytest.approx(
+        1e-3 + 2 * 3e-3 + 2 * 6e-3 + 2e-3, abs=1e-6
+    )
 
 
 def test_transfers_delay_the_next_stage() -> None:
@@ -77,7 +111,12 @@ def test_tail_reduces_and_updates() -> None:
     stages = choose(costs, [[(0, "none")], [(1, "none"), (2, "none"), (3, "none")]])
     assert tail_ticks(costs, stages) == ((2000 + 20_000, 8000), (2000 + 60_000, 24_000))
     found = evaluate(costs, schedule_of(costs), stages)
-    ends = [end + sum(tail) for end, tail in zip(found.simulation.end_seconds, tail_ticks(costs, stages), strict=True)]
+    ends = [
+        end + sum(tail)
+        for end, tail in zip(
+            found.simulation.end_seconds, tail_ticks(costs, stages), strict=True
+        )
+    ]
     assert found.total_ticks == max(ends)
 
 
@@ -90,7 +129,9 @@ def test_step_ends_with_the_last_tail() -> None:
 
 
 @pytest.mark.parametrize(("counts", "copies"), [([3], 1), ([1, 2], 2), ([2, 1], 2)])
-def test_tied_parameters_are_stored_once_per_stage(counts: list[int], copies: int) -> None:
+def test_tied_parameters_are_stored_once_per_stage(
+    counts: list[int], copies: int
+) -> None:
     """(M1): users on one stage hold one copy, on two stages two."""
     tied = layer(parameters=1000)
     model = profile(tied, layer(), tied, shared=[((0, 2), 1000)])
@@ -105,9 +146,14 @@ def test_tied_parameters_are_updated_once_per_stage_and_exchanged_between() -> N
     tied = layer(parameters=10**6, optimizer=8e-6)
     model = profile(tied, layer(), tied, shared=[((0, 2), 10**6)])
     together = priced(model, [3], step=job(1)).breakdown
-    assert (together.data_parallel_seconds, together.optimizer_seconds) == pytest.approx((0, 8e-6))
+    assert (
+        together.data_parallel_seconds,
+        together.optimizer_seconds,
+    ) == pytest.approx((0, 8e-6))
     apart = priced(model, [1, 2], step=job(1)).breakdown
-    assert (apart.data_parallel_seconds, apart.optimizer_seconds) == pytest.approx((20e-6, 8e-6))
+    assert (apart.data_parallel_seconds, apart.optimizer_seconds) == pytest.approx(
+        (20e-6, 8e-6)
+    )
 
 
 def test_three_users_on_two_stages() -> None:
@@ -119,13 +165,18 @@ def test_three_users_on_two_stages() -> None:
     assert found.breakdown.optimizer_seconds == pytest.approx(8e-6)
 
 
-@pytest.mark.parametrize(("schedule", "in_flight"), [("gpipe", [8, 8, 8, 8]), ("1f1b", [4, 3, 2, 1])])
-def test_activations_are_held_as_long_as_the_schedule_says(schedule: str, in_flight: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "in_flight"), [("gpipe", [8, 8, 8, 8]), ("1f1b", [4, 3, 2, 1])]
+)
+def test_activations_are_held_as_long_as_the_schedule_says(
+    schedule: str, in_flight: list[int]
+) -> None:
     """(M2): 4000 saved and 1000 put out per micro-batch in flight, two receive buffers per direction."""
     memory = priced(four_equal_layers(), [1, 1, 1, 1], schedule=schedule).memory
     directions = [1, 2, 2, 1]
     assert [row.activations_bytes for row in memory] == [
-        units * (4000 + 1000) + 2 * ways * 1000 for units, ways in zip(in_flight, directions, strict=True)
+        units * (4000 + 1000) + 2 * ways * 1000
+        for units, ways in zip(in_flight, directions, strict=True)
     ]
 
 
@@ -133,7 +184,11 @@ def test_skips_are_stored_and_received_where_they_pass() -> None:
     """(M2): a skip from the first to the last of three stages burdens every boundary between."""
     model = profile(layer(output=1000) * 3, edges=[(0, 2, 500)])
     memory = priced(model, [1, 1, 1], step=job(1), schedule="gpipe").memory
-    assert [row.activations_bytes for row in memory] == [1500 + 2 * 1500, 1500 + 4 * 1500, 1000 + 2 * 1500]
+    assert [row.activations_bytes for row in memory] == [
+        1500 + 2 * 1500,
+        1500 + 4 * 1500,
+        1000 + 2 * 1500,
+    ]
 
 
 def test_recomputation_trades_seconds_for_bytes() -> None:
@@ -141,30 +196,44 @@ def test_recomputation_trades_seconds_for_bytes() -> None:
     model = profile(layer(modes=("none", "full"), activation=1000, kept=100) * 2)
     kept = priced(model, [2], step=job(4), schedule="gpipe")
     again = priced(model, [2], step=job(4), schedule="gpipe", modes=["full", "none"])
-    assert kept.memory[0].activations_bytes - again.memory[0].activations_bytes == 4 * 900
+    assert (
+        kept.memory[0].activations_bytes - again.memory[0].activations_bytes == 4 * 900
+    )
     assert again.breakdown.recompute_seconds == pytest.approx(4e-3)
     assert again.step_seconds == pytest.approx(kept.step_seconds + 4e-3)
 
 
 def test_largest_temporary_counts() -> None:
     """(M3): temporaries of layers do not live at the same time."""
-    model = profile(layer(temporary=10), layer("b", temporary=30), layer("c", temporary=20))
+    model = profile(
+        layer(temporary=10), layer("b", temporary=30), layer("c", temporary=20)
+    )
     assert [row.temporary_bytes for row in priced(model, [1, 2]).memory] == [10, 30]
 
 
 def test_peak_is_the_sum() -> None:
     """(M4): every part counts once, and the device's own overhead is used where it tells one."""
     (row,) = priced(fat_embedding(), [6], cluster(1, reserved_bytes=123)).memory
-    parts = (row.parameters_bytes, row.gradients_bytes, row.optimizer_bytes, row.activations_bytes, row.temporary_bytes)
+    parts = (
+        row.parameters_bytes,
+        row.gradients_bytes,
+        row.optimizer_bytes,
+        row.activations_bytes,
+        row.temporary_bytes,
+    )
     assert row.peak_bytes == sum(parts) + 123
     (unknown,) = priced(fat_embedding(), [6], cluster(1, reserved_bytes=None)).memory
     assert unknown.peak_bytes > row.peak_bytes
 
 
-@pytest.mark.parametrize(("headroom", "capacity"), [(0, 1000), (0.1, 900), (0.999, 1), (400, 600)])
+@pytest.mark.parametrize(
+    ("headroom", "capacity"), [(0, 1000), (0.1, 900), (0.999, 1), (400, 600)]
+)
 def test_headroom_is_a_fraction_or_bytes(headroom: float, capacity: int) -> None:
     """Below 1 a fraction of the device, otherwise bytes."""
-    (row,) = priced(profile(layer()), [1], cluster(1, memory_bytes=1000), job(headroom=headroom)).memory
+    (row,) = priced(
+        profile(layer()), [1], cluster(1, memory_bytes=1000), job(headroom=headroom)
+    ).memory
     assert row.capacity_bytes == capacity
 
 
@@ -182,12 +251,17 @@ def test_mfu_counts_the_model_once() -> None:
     one, two = priced(model, [2]), priced(model, [2], data_parallel_degree=2)
     assert two.mfu == pytest.approx(one.mfu)
     again = profile(layer(flops=10**11, modes=("full",)) * 2)
-    assert priced(again, [2], modes=["full", "full"]).mfu == pytest.approx((one.mfu or 0) * 3 / 4)
+    assert priced(again, [2], modes=["full", "full"]).mfu == pytest.approx(
+        (one.mfu or 0) * 3 / 4
+    )
 
 
 def test_mfu_of_an_unknown_peak_is_unknown() -> None:
     """No peak, no utilisation."""
-    assert priced(four_equal_layers(), [4], cluster(1, peak_flops_per_second={})).mfu is None
+    assert (
+        priced(four_equal_layers(), [4], cluster(1, peak_flops_per_second={})).mfu
+        is None
+    )
 
 
 def test_models_without_a_sequence_count_samples() -> None:
@@ -197,19 +271,41 @@ def test_models_without_a_sequence_count_samples() -> None:
     assert found.tokens_per_second == pytest.approx(8 / found.step_seconds)
 
 
-@given(st.lists(st.integers(1, 9), min_size=2, max_size=5), st.integers(1, 6), st.data())
-def test_breakdown_adds_up(forwards: list[int], micro_batches: int, data: st.DataObject) -> None:
+@given(
+    st.lists(st.integers(1, 9), min_size=2, max_size=5), st.integers(1, 6), st.data()
+)
+def test_breakdown_adds_up(
+    forwards: list[int], micro_batches: int, data: st.DataObject
+) -> None:
     """The parts of the rank that ends last are the step, whatever the partition, and none of them is negative."""
     parts = [
-        layer(f"k{place}", forward=value * 1e-6, output=value * 10**4, parameters=value * 1000, optimizer=None)
+        layer(
+            f"k{place}",
+            forward=value * 1e-6,
+            output=value * 10**4,
+            parameters=value * 1000,
+            optimizer=None,
+        )
         for place, value in enumerate(forwards)
     ]
     stages = data.draw(st.integers(1, len(forwards)))
     counts = [1] * (stages - 1) + [len(forwards) - stages + 1]
     schedule = data.draw(st.sampled_from(["gpipe", "1f1b"]))
-    found = priced(profile(*parts), counts, step=job(2 * micro_batches), schedule=schedule, data_parallel_degree=2)
+    found = priced(
+        profile(*parts),
+        counts,
+        step=job(2 * micro_batches),
+        schedule=schedule,
+        data_parallel_degree=2,
+    )
     assert found.breakdown.total_seconds == pytest.approx(found.step_seconds, rel=1e-9)
-    assert min(getattr(found.breakdown, name) for name in type(found.breakdown).model_fields) >= -1e-15
+    assert (
+        min(
+            getattr(found.breakdown, name)
+            for name in type(found.breakdown).model_fields
+        )
+        >= -1e-15
+    )
 
 
 def test_breakdown_by_hand() -> None:
@@ -218,25 +314,43 @@ def test_breakdown_by_hand() -> None:
     assert found.compute_seconds == pytest.approx(12e-3)
     assert found.bubble_seconds == pytest.approx(3e-3)
     assert found.pipeline_seconds > 0
-    assert (found.recompute_seconds, found.tensor_parallel_seconds, found.optimizer_seconds) == (0, 0, 0)
+    assert (
+        found.recompute_seconds,
+        found.tensor_parallel_seconds,
+        found.optimizer_seconds,
+    ) == (0, 0, 0)
 
 
 def test_stage_durations_are_the_simulated_ones() -> None:
     """What the timeline draws is what the step was priced with, in seconds."""
     model = four_equal_layers()
-    found = plan(request(model, cluster(2), job(pipeline_parallel_degree=2, schedule="1f1b")), model)
+    found = plan(
+        request(model, cluster(2), job(pipeline_parallel_degree=2, schedule="1f1b")),
+        model,
+    )
     assert isinstance(found, Plan)
     lasting = stage_durations(found, model)
     assert lasting.forward == pytest.approx((2e-3, 2e-3))
-    assert lasting.backward_input == lasting.backward_weight == pytest.approx((2e-3, 2e-3))
+    assert (
+        lasting.backward_input == lasting.backward_weight == pytest.approx((2e-3, 2e-3))
+    )
     assert lasting.recompute == (0, 0)
-    assert lasting.transfer_forward == lasting.transfer_backward == pytest.approx((1000 / 1e11,))
+    assert (
+        lasting.transfer_forward
+        == lasting.transfer_backward
+        == pytest.approx((1000 / 1e11,))
+    )
 
 
 def test_ticks_are_nanoseconds() -> None:
     """Durations are whole nanoseconds, rounded once per layer."""
     assert TICK_SECONDS == 1e-9
-    found = priced(profile(layer(forward=1.4e-9, backward_input=1.4e-9, backward_weight=1.4e-9) * 10), [10])
+    found = priced(
+        profile(
+            layer(forward=1.4e-9, backward_input=1.4e-9, backward_weight=1.4e-9) * 10
+        ),
+        [10],
+    )
     assert found.step_seconds == pytest.approx(8 * 10 * 3e-9)
 
 

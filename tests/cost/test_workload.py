@@ -15,7 +15,11 @@ from tests.builders import cluster, four_equal_layers, job, layer, profile
 
 def refused(kind: type[PlannerError], **changes: Any) -> str:
     """The message that a workload is refused with."""
-    given: dict[str, Any] = {"profile": four_equal_layers(), "cluster": cluster(), "job": job()} | changes
+    given: dict[str, Any] = {
+        "profile": four_equal_layers(),
+        "cluster": cluster(),
+        "job": job(),
+    } | changes
     with pytest.raises(kind) as caught:
         workload(**given)
     (problem,) = caught.value.problems
@@ -37,9 +41,16 @@ def counted(model: ModelProfile) -> ModelProfile:
 def test_documents_that_belong_together() -> None:
     """What a valid workload knows: devices, capacity, recipe, and the rows that all layers have."""
     work = workload(
-        profile(layer() * 2, sizes=(1, 2), degrees=(1, 2)), cluster(8, nodes=2, memory_bytes=1000), job(headroom=0.5)
+        profile(layer() * 2, sizes=(1, 2), degrees=(1, 2)),
+        cluster(8, nodes=2, memory_bytes=1000),
+        job(headroom=0.5),
     )
-    assert (work.devices, work.nodes, work.devices_per_node, work.capacity_bytes) == (8, 2, 4, 500)
+    assert (work.devices, work.nodes, work.devices_per_node, work.capacity_bytes) == (
+        8,
+        2,
+        4,
+        500,
+    )
     assert work.recipe == recipe(work.job.precision, work.job.optimizer)
     assert list(work.rows) == [(1, 1), (1, 2), (2, 1), (2, 2)]
 
@@ -48,7 +59,11 @@ def test_rows_are_those_that_all_layers_have() -> None:
     """A size that only one layer was measured at is no size of the model."""
     whole = profile(layer("a"), sizes=(1, 2, 4))
     part = profile(layer("b"), sizes=(2, 4, 8))
-    model = whole.model_copy(update={"layers": (*whole.layers, part.layers[0].model_copy(update={"name": "b1"}))})
+    model = whole.model_copy(
+        update={
+            "layers": (*whole.layers, part.layers[0].model_copy(update={"name": "b1"}))
+        }
+    )
     assert list(workload(model, cluster(), job()).rows) == [(2, 1), (4, 1)]
 
 
@@ -61,7 +76,9 @@ def test_wrong_data_type() -> None:
 
 def test_seconds_of_another_device() -> None:
     """Measured seconds hold on the device that they were measured on."""
-    text = refused(MismatchError, profile=four_equal_layers().model_copy(update={"device": "cpu"}))
+    text = refused(
+        MismatchError, profile=four_equal_layers().model_copy(update={"device": "cpu"})
+    )
     assert "'cpu'" in text
     assert "'toy'" in text
     assert "analytic:toy" in text
@@ -70,7 +87,9 @@ def test_seconds_of_another_device() -> None:
 def test_counted_profile_needs_a_peak() -> None:
     """FLOPs without a peak have no seconds; what the device knows is listed."""
     text = refused(
-        MismatchError, profile=counted(four_equal_layers()), cluster=cluster(peak_flops_per_second={"fp32": 1e13})
+        MismatchError,
+        profile=counted(four_equal_layers()),
+        cluster=cluster(peak_flops_per_second={"fp32": 1e13}),
     )
     assert "no peak for bf16 (known: fp32)" in text
 
@@ -78,7 +97,9 @@ def test_counted_profile_needs_a_peak() -> None:
 def test_counted_profile_needs_a_memory_bandwidth() -> None:
     """Bytes without a bandwidth have no seconds."""
     text = refused(
-        DocumentError, profile=counted(four_equal_layers()), cluster=cluster(memory_bandwidth_bytes_per_second=None)
+        DocumentError,
+        profile=counted(four_equal_layers()),
+        cluster=cluster(memory_bandwidth_bytes_per_second=None),
     )
     assert "memory_bandwidth_bytes_per_second" in text
 
@@ -115,10 +136,16 @@ def test_unknown_device() -> None:
 def test_heterogeneous_clusters() -> None:
     """Several node groups: a workload for each, and all their devices together."""
     group = cluster().node_groups[0]
-    machines = Cluster(node_groups=(group, group.model_copy(update={"name": "others", "nodes": 1})))
+    machines = Cluster(
+        node_groups=(group, group.model_copy(update={"name": "others", "nodes": 1}))
+    )
     work = workload(four_equal_layers(), machines, job())
     assert [len(one.cluster.node_groups) for one in work.groups] == [1, 1]
-    assert work.devices == machines.devices == len(work.devices_of_nodes) * group.devices_per_node
+    assert (
+        work.devices
+        == machines.devices
+        == len(work.devices_of_nodes) * group.devices_per_node
+    )
 
 
 def test_inline_device_needs_its_links() -> None:

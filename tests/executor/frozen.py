@@ -39,9 +39,13 @@ def _transformer(settings: dict[str, object], *, tied: bool = False) -> nn.Modul
     from transformers import AutoConfig, AutoModelForCausalLM
 
     data = {key: value for key, value in settings.items() if key != "model_type"}
-    config = AutoConfig.for_model(settings["model_type"], **data, tie_word_embeddings=tied)
+    config = AutoConfig.for_model(
+        settings["model_type"], **data, tie_word_embeddings=tied
+    )
     config.use_cache = False
-    model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+    model: nn.Module = AutoModelForCausalLM.from_config(
+        config, attn_implementation="sdpa"
+    ).train()
     return model
 
 
@@ -80,7 +84,12 @@ def norms_of_gpt2() -> nn.Module:
 def frozen_mlp() -> nn.Module:
     """Two frozen layers before trained ones, and a frozen one among these."""
     model = nn.Sequential(
-        nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 5)
+        nn.Linear(8, 32),
+        nn.Tanh(),
+        nn.Linear(32, 32),
+        nn.Linear(32, 32),
+        nn.Tanh(),
+        nn.Linear(32, 5),
     )
     for place in (0, 2):
         model[place].requires_grad_(False)
@@ -92,8 +101,12 @@ class Two(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.encoder = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
-        self.decoder = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3))
+        self.encoder = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)
+        )
+        self.decoder = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3)
+        )
         self.head = nn.Linear(32, 4)
         self.encoder.requires_grad_(False)
 

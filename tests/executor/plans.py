@@ -17,7 +17,13 @@ from planner.schedule import Schedule, build
 from planner.spec import Cluster, Job, Layout, NodeGroup, Plan, PlanRequest, Prediction
 from planner.spec.cluster import DeviceSpec
 from planner.spec.layout import RankOrder
-from planner.spec.plan import Breakdown, PlannedLayer, RankPlacement, SearchReport, Stage
+from planner.spec.plan import (
+    Breakdown,
+    PlannedLayer,
+    RankPlacement,
+    SearchReport,
+    Stage,
+)
 from planner.spec.profile import RecomputeMode
 from profiler.models import ModelSource, load_model
 
@@ -53,7 +59,12 @@ OPT = {
     "max_position_embeddings": 32,
     "dropout": 0.0,
 }
-MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+MIXTRAL = {
+    **LLAMA,
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 QWEN3_MOE = {
     **QWEN3,
     "model_type": "qwen3_moe",
@@ -153,8 +164,20 @@ FALCON = {
     "new_decoder_architecture": True,
     "vocab_size": 256,
 }
-FALCON_ALIBI = {**FALCON, "num_kv_heads": 4, "new_decoder_architecture": False, "multi_query": False, "alibi": True}
-PHI3 = {**LLAMA, "model_type": "phi3", "num_hidden_layers": 2, "max_position_embeddings": 64, "pad_token_id": 0}
+FALCON_ALIBI = {
+    **FALCON,
+    "num_kv_heads": 4,
+    "new_decoder_architecture": False,
+    "multi_query": False,
+    "alibi": True,
+}
+PHI3 = {
+    **LLAMA,
+    "model_type": "phi3",
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
 GRAPHS = ("unet", "resnet", "diffusion", "wide", "halting", "forking")
 """Callables of `tests.profiler.graphs`."""
 FROZEN = (
@@ -196,7 +219,14 @@ CONFIGS = {
 
 def mlp() -> tuple[nn.Module, torch.Tensor]:
     """An `nn.Sequential` whose first layer has no parameters."""
-    layers = (nn.Flatten(), nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 5))
+    layers = (
+        nn.Flatten(),
+        nn.Linear(12, 16),
+        nn.ReLU(),
+        nn.Linear(16, 16),
+        nn.Tanh(),
+        nn.Linear(16, 5),
+    )
     return nn.Sequential(*layers), torch.randn(2, 3, 4)
 
 
@@ -256,8 +286,16 @@ def make_plan(
     sizes = sizes or (len(layers),)
     pipeline = pipeline or len(sizes)
     virtual = len(sizes) // pipeline
-    numbers = {"micro_batches": micro_batches, "virtual_stages": virtual, "sequence_chunks": chunks}
-    ordered = Schedule.from_text(actions) if actions else build(schedule, ranks=pipeline, **numbers)
+    numbers = {
+        "micro_batches": micro_batches,
+        "virtual_stages": virtual,
+        "sequence_chunks": chunks,
+    }
+    ordered = (
+        Schedule.from_text(actions)
+        if actions
+        else build(schedule, ranks=pipeline, **numbers)
+    )
     layout = Layout(
         data_parallel_degree=data,
         tensor_parallel_degree=tensor,
@@ -283,7 +321,12 @@ def make_plan(
         precision=precision,
         optimizer=optimizer,
     )
-    request = PlanRequest(profile_id="0" * 64, cluster=_cluster(len(placement)), job=job, planner_version=__version__)
+    request = PlanRequest(
+        profile_id="0" * 64,
+        cluster=_cluster(len(placement)),
+        job=job,
+        planner_version=__version__,
+    )
     return Plan(
         id=request.id,
         layout=layout,
@@ -309,7 +352,12 @@ _PROVEN = SearchReport(
 
 
 def _placement(
-    pipeline: int, data: int, context: int, tensor: int, expert: int, rank_order: RankOrder
+    pipeline: int,
+    data: int,
+    context: int,
+    tensor: int,
+    expert: int,
+    rank_order: RankOrder,
 ) -> tuple[RankPlacement, ...]:
     grid = product(range(pipeline), range(data), range(context), range(tensor))
     if rank_order == "tp-cp-pp-dp":
@@ -339,24 +387,38 @@ def _stages(
     stages, start = [], 0
     for index, size in enumerate(sizes):
         rows = tuple(
-            PlannedLayer(name=layers[i], recompute=recompute.get(i, "none")) for i in range(start, start + size)
+            PlannedLayer(name=layers[i], recompute=recompute.get(i, "none"))
+            for i in range(start, start + size)
         )
-        ranks = tuple(row.rank for row in placement if row.pipeline == stage_ranks[index])
-        stages.append(Stage(index=index, pipeline_rank=stage_ranks[index], layers=rows, ranks=ranks))
+        ranks = tuple(
+            row.rank for row in placement if row.pipeline == stage_ranks[index]
+        )
+        stages.append(
+            Stage(
+                index=index, pipeline_rank=stage_ranks[index], layers=rows, ranks=ranks
+            )
+        )
         start += size
     return tuple(stages)
 
 
 def _cluster(devices: int) -> Cluster:
     device = DeviceSpec(id="cpu", memory_bytes=1 << 30)
-    return Cluster(node_groups=(NodeGroup(device=device, nodes=1, devices_per_node=devices),))
+    return Cluster(
+        node_groups=(NodeGroup(device=device, nodes=1, devices_per_node=devices),)
+    )
 
 
 def _prediction() -> Prediction:
     parts = dict.fromkeys(Breakdown.model_fields, 0.0)
     breakdown = Breakdown(**{**parts, "compute_seconds": 1.0})
     return Prediction(
-        step_seconds=1.0, tokens_per_second=1.0, mfu=None, bubble_fraction=0.0, breakdown=breakdown, memory=()
+        step_seconds=1.0,
+        tokens_per_second=1.0,
+        mfu=None,
+        bubble_fraction=0.0,
+        breakdown=breakdown,
+        memory=(),
     )
 
 
@@ -368,7 +430,10 @@ def signed(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Features that are all positive or all negative, and classes."""
     generators = [torch.Generator().manual_seed(index) for index in range(start, stop)]
     features = torch.stack([torch.rand(8, generator=each) for each in generators])
-    signs = [1.0 if SIGNS[index // 4 % len(SIGNS)] == "+" else -1.0 for index in range(start, stop)]
+    signs = [
+        1.0 if SIGNS[index // 4 % len(SIGNS)] == "+" else -1.0
+        for index in range(start, stop)
+    ]
     classes = torch.stack([torch.randint(4, (), generator=each) for each in generators])
     return features * torch.tensor(signs)[:, None], classes
 
@@ -376,7 +441,9 @@ def signed(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
 def masked(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens, of which the first ones of every sample are no targets: of every third sample all."""
     generators = (torch.Generator().manual_seed(index) for index in range(start, stop))
-    tokens = torch.stack([torch.randint(256, (16,), generator=each) for each in generators])
+    tokens = torch.stack(
+        [torch.randint(256, (16,), generator=each) for each in generators]
+    )
     targets = tokens.clone()
     for row, index in enumerate(range(start, stop)):
         targets[row, : 16 if index % 3 == 0 else index % 16] = -100

@@ -28,7 +28,9 @@ def counted(source: ModelSource, **settings: Any) -> ModelProfile:
     """Instead of a measured profile, which has tests of its own."""
     signature(measure).bind(source, **settings)
     (length,) = settings["sequence_lengths"]
-    found = count(source, sequence_length=length, micro_batch_sizes=settings["micro_batch_sizes"])
+    found = count(
+        source, sequence_length=length, micro_batch_sizes=settings["micro_batch_sizes"]
+    )
     return found.model_copy(update={"device": DEVICE.id, "device_spec": DEVICE})
 
 
@@ -40,26 +42,53 @@ def known_links(ranks: int, options: LinkOptions) -> Links:
 
 
 @pytest.mark.torchrun
-def test_all_kinds_do_the_same_work(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_kinds_do_the_same_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The hand-written splits and the single process have our first loss, and everything was timed."""
     monkeypatch.setattr("benchmarks.executor.launch_links", known_links)
     monkeypatch.setattr("benchmarks.executor.measure", counted)
-    main(["--model", "benchmarks.executor_model:tiny", "--quick", "--blocks", "1", "--steps", "1", "--json"])
+    main(
+        [
+            "--model",
+            "benchmarks.executor_model:tiny",
+            "--quick",
+            "--blocks",
+            "1",
+            "--steps",
+            "1",
+            "--json",
+        ]
+    )
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [each["name"] for each in rows] == ["pipeline 2, 1f1b", "pipeline 2, gpipe", "data 2"]
+    assert [each["name"] for each in rows] == [
+        "pipeline 2, 1f1b",
+        "pipeline 2, gpipe",
+        "data 2",
+    ]
     for each in rows:
         assert each["loss_difference"] < 1e-5
-        seconds = [*each.pop("predicted_seconds"), *(each[name] for name in each if name.endswith("_seconds"))]
+        seconds = [
+            *each.pop("predicted_seconds"),
+            *(each[name] for name in each if name.endswith("_seconds")),
+        ]
         assert len(seconds) == 5
         assert all(value > 0 for value in seconds)
 
 
 def test_ratios_are_medians_of_steps_and_of_blocks() -> None:
     """Where all were slow says nothing about their ratio; a block counts against the predictions around it."""
-    seconds = {"ours": [1.0, 30.0, 1.1], "stock": [1.0, 30.0, 1.0], "one process": [2.0, 60.0, 2.2]}
+    seconds = {
+        "ours": [1.0, 30.0, 1.1],
+        "stock": [1.0, 30.0, 1.0],
+        "one process": [2.0, 60.0, 2.2],
+    }
     slow = {kind: [4 * each for each in values] for kind, values in seconds.items()}
     found = [
-        {"seconds": seconds, "losses": {"ours": 5.0, "stock": 5.25, "one process": 5.0}},
+        {
+            "seconds": seconds,
+            "losses": {"ours": 5.0, "stock": 5.25, "one process": 5.0},
+        },
         {"seconds": slow, "losses": {"ours": 5.0, "stock": 5.0, "one process": 5.0}},
         {"seconds": seconds, "losses": {"ours": 5.0, "stock": 5.0, "one process": 5.0}},
     ]
@@ -71,11 +100,26 @@ def test_ratios_are_medians_of_steps_and_of_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("predicted", "stock", "told"), [(1.0, 1.0, "met"), (1.2, 1.0, "missed"), (1.0, 1.03, "missed")]
+    ("predicted", "stock", "told"),
+    [(1.0, 1.0, "met"), (1.2, 1.0, "missed"), (1.0, 1.03, "missed")],
 )
-def test_the_table_tells_what_is_missed(predicted: float, stock: float, told: str) -> None:
+def test_the_table_tells_what_is_missed(
+    predicted: float, stock: float, told: str
+) -> None:
     """Both targets count."""
-    each = Row("a", (1.0, 1.0), 1.0, 1.0, 2.0, predicted, (predicted, predicted), stock, (stock, stock), 2.0, 0.0)
+    each = Row(
+        "a",
+        (1.0, 1.0),
+        1.0,
+        1.0,
+        2.0,
+        predicted,
+        (predicted, predicted),
+        stock,
+        (stock, stock),
+        2.0,
+        0.0,
+    )
     assert table([each]).endswith(f"| {told} |")
 
 

@@ -23,12 +23,18 @@ from tests.executor.plans import make_plan, source_of
 
 
 def _plan(source: ModelSource, *sizes: int, **options: Any) -> Plan:
-    return make_plan([layer.name for layer in source.cut().layers], sizes or None, **options)
+    return make_plan(
+        [layer.name for layer in source.cut().layers], sizes or None, **options
+    )
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adam", "adafactor", "muon", "adam-8bit"])
+@pytest.mark.parametrize(
+    "optimizer", ["momentum", "adam", "adafactor", "muon", "adam-8bit"]
+)
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mixed", "fp8"])
-def test_a_dry_rank_holds_what_a_real_one_holds(optimizer: str, precision: str, tmp_path: Path) -> None:
+def test_a_dry_rank_holds_what_a_real_one_holds(
+    optimizer: str, precision: str, tmp_path: Path
+) -> None:
     """Parameters, gradients and optimizer states of one rank, to the byte, counters included."""
     source = source_of("gpt2", tmp_path)
     plan = _plan(source, optimizer=optimizer, precision=precision, micro_batches=1)
@@ -53,20 +59,29 @@ def test_ranks_add_up_to_the_model(tmp_path: Path) -> None:
     blueprint = tied.blueprint
     embedding = 256 * 32
     held = sum(kind.built.parameters for kind in dry_run(_plan(tied, 3, 3), tied).ranks)
-    assert held == sum(parameter.numel() for parameter in blueprint.parameters()) + embedding
+    assert (
+        held
+        == sum(parameter.numel() for parameter in blueprint.parameters()) + embedding
+    )
 
 
 def test_a_derived_shard_holds_what_the_profile_counts(tmp_path: Path) -> None:
     """Of a model that nobody has told how to split."""
     source = source_of("gpt2", tmp_path)
-    rows = count.count(source, micro_batch_size=1, sequence_length=8, tensor_parallel_degree=2)
-    counted = sum(rows[layer.kind].local_parameters or 0 for layer in source.cut().layers)
+    rows = count.count(
+        source, micro_batch_size=1, sequence_length=8, tensor_parallel_degree=2
+    )
+    counted = sum(
+        rows[layer.kind].local_parameters or 0 for layer in source.cut().layers
+    )
     tied = 256 * 32 // 2
     (kind,) = dry_run(_plan(source, 6, tensor=2), source).ranks
     assert kind.built.parameters == counted - tied
 
 
-def test_one_of_every_share_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_every_share_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Replicas with fewer micro-batches run by other schedules; what they hold is the same."""
     source, built = source_of("llama", tmp_path), []
 
@@ -76,15 +91,28 @@ def test_one_of_every_share_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     real = module._build
     monkeypatch.setattr(module, "_build", build)
-    kinds = dry_run(_plan(source, 3, 3, data=3, shares=(3, 3, 1), rank_order="tp-cp-pp-dp"), source).ranks
+    kinds = dry_run(
+        _plan(source, 3, 3, data=3, shares=(3, 3, 1), rank_order="tp-cp-pp-dp"), source
+    ).ranks
     assert [kind.ranks for kind in kinds] == [(0, 2, 4), (1, 3, 5)]
     assert built == [0, 4, 1, 5]
 
 
 def _predicting(plan: Plan, rows: list[dict[str, int]]) -> Plan:
-    others = ("activations_bytes", "temporary_bytes", "reserved_bytes", "peak_bytes", "capacity_bytes")
-    memory = tuple(RankMemory(pipeline_rank=rank, **row, **dict.fromkeys(others, 0)) for rank, row in enumerate(rows))
-    return plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"memory": memory})})
+    others = (
+        "activations_bytes",
+        "temporary_bytes",
+        "reserved_bytes",
+        "peak_bytes",
+        "capacity_bytes",
+    )
+    memory = tuple(
+        RankMemory(pipeline_rank=rank, **row, **dict.fromkeys(others, 0))
+        for rank, row in enumerate(rows)
+    )
+    return plan.model_copy(
+        update={"prediction": plan.prediction.model_copy(update={"memory": memory})}
+    )
 
 
 def test_what_is_not_as_predicted_is_named(tmp_path: Path) -> None:
@@ -93,7 +121,8 @@ def test_what_is_not_as_predicted_is_named(tmp_path: Path) -> None:
     plan = _plan(source, 2, 4)
     kinds = dry_run(plan, source).ranks
     assert dry_run(plan, source).differences == tuple(
-        f"rank {rank}: the plan predicts no memory of pipeline rank {rank}" for rank in range(2)
+        f"rank {rank}: the plan predicts no memory of pipeline rank {rank}"
+        for rank in range(2)
     )
     bytes_of = [
         {"parameters_bytes": 4 * n, "gradients_bytes": 4 * n, "optimizer_bytes": 8 * n}
@@ -104,14 +133,18 @@ def test_what_is_not_as_predicted_is_named(tmp_path: Path) -> None:
     bytes_of[1]["gradients_bytes"] -= 4
     right = bytes_of[1]["parameters_bytes"]
     (difference,) = dry_run(_predicting(plan, bytes_of), source).differences
-    assert difference == f"rank 1: gradients_bytes is {right}, predicted {right - 4} (+4)"
+    assert (
+        difference == f"rank 1: gradients_bytes is {right}, predicted {right - 4} (+4)"
+    )
 
 
 def test_refusals(tmp_path: Path) -> None:
     """Another model, a plan that cannot be run, and a process that is a rank already."""
     source = source_of("gpt2", tmp_path)
     plan = _plan(source)
-    with pytest.raises(MismatchError, match=r"position 1 the plan has transformer\.h\.0"):
+    with pytest.raises(
+        MismatchError, match=r"position 1 the plan has transformer\.h\.0"
+    ):
         dry_run(plan, source_of("llama", tmp_path))
     with pytest.raises(UnsupportedError, match="zero_stage"):
         dry_run(_plan(source, data=2, optimizer="adafactor", zero=1), source)
@@ -126,24 +159,47 @@ def test_refusals(tmp_path: Path) -> None:
 def test_states_in_8_bits_are_as_promised(tmp_path: Path) -> None:
     """Of tensor-parallel parts, in two stages, shared out or not: two bytes per parameter, scales and counters."""
     source = source_of("llama", tmp_path)
-    profile = count.profile(source, sequence_length=16, micro_batch_sizes=(1,), tensor_parallel_degrees=(1, 2))
-    cluster = Cluster(node_groups=(NodeGroup(device="a100-sxm4-40gb", nodes=1, devices_per_node=8),))
+    profile = count.profile(
+        source,
+        sequence_length=16,
+        micro_batch_sizes=(1,),
+        tensor_parallel_degrees=(1, 2),
+    )
+    cluster = Cluster(
+        node_groups=(NodeGroup(device="a100-sxm4-40gb", nodes=1, devices_per_node=8),)
+    )
     degrees = {f"{axis}_parallel_degree": 2 for axis in ("data", "tensor", "pipeline")}
     for zero_stage, divided in {0: 1, 3: 2}.items():
-        layout = PredictionLayout(zero_stage=zero_stage, micro_batch_size=1, schedule="1f1b", **degrees)
-        job = Job(global_batch_size=8, sequence_length=16, precision="fp32", optimizer="adam-8bit")
+        layout = PredictionLayout(
+            zero_stage=zero_stage, micro_batch_size=1, schedule="1f1b", **degrees
+        )
+        job = Job(
+            global_batch_size=8,
+            sequence_length=16,
+            precision="fp32",
+            optimizer="adam-8bit",
+        )
         plan = plan_layout(make_request(profile, cluster, job), profile, layout)
         assert isinstance(plan, Plan)
         found = dry_run(plan, source)
         assert found.differences == ()
         for kind in found.ranks:
-            assert 2.0 < divided * kind.built.optimizer_bytes / kind.built.parameters < 2.3
+            assert (
+                2.0 < divided * kind.built.optimizer_bytes / kind.built.parameters < 2.3
+            )
 
 
 @pytest.mark.parametrize(
-    "split", [{"pipeline_parallel_degree": 2}, {"expert_parallel_degree": 2}, {"zero_shard_degree": 2}]
+    "split",
+    [
+        {"pipeline_parallel_degree": 2},
+        {"expert_parallel_degree": 2},
+        {"zero_shard_degree": 2},
+    ],
 )
-def test_zero_leaves_what_the_cost_model_promises(split: dict[str, int], tmp_path: Path) -> None:
+def test_zero_leaves_what_the_cost_model_promises(
+    split: dict[str, int], tmp_path: Path
+) -> None:
     """Two replicas of two stages, and four replicas that share out experts, or share states out by twos: parts of all
     that each rank would hold.
     """
@@ -151,10 +207,21 @@ def test_zero_leaves_what_the_cost_model_promises(split: dict[str, int], tmp_pat
     source = source_of(model, tmp_path)
     degrees = (1, 2) if model == "mixtral" else (1,)
     profile = count.profile(
-        source, sequence_length=16, micro_batch_sizes=(1,), expert_parallel_degrees=degrees, dtype="bf16"
+        source,
+        sequence_length=16,
+        micro_batch_sizes=(1,),
+        expert_parallel_degrees=degrees,
+        dtype="bf16",
     )
-    job = Job(global_batch_size=8, sequence_length=16, precision="bf16-mixed", optimizer="adamw")
-    cluster = Cluster(node_groups=(NodeGroup(device="a100-sxm4-40gb", nodes=1, devices_per_node=4),))
+    job = Job(
+        global_batch_size=8,
+        sequence_length=16,
+        precision="bf16-mixed",
+        optimizer="adamw",
+    )
+    cluster = Cluster(
+        node_groups=(NodeGroup(device="a100-sxm4-40gb", nodes=1, devices_per_node=4),)
+    )
     whole: tuple[DryRank, ...] = ()
     for zero_stage in (0, 1, 2, 3):
         layout = PredictionLayout(
@@ -162,7 +229,11 @@ def test_zero_leaves_what_the_cost_model_promises(split: dict[str, int], tmp_pat
             zero_stage=zero_stage,
             micro_batch_size=1,
             schedule="1f1b",
-            **{field: value for field, value in split.items() if zero_stage or field != "zero_shard_degree"},
+            **{
+                field: value
+                for field, value in split.items()
+                if zero_stage or field != "zero_shard_degree"
+            },
         )
         plan = plan_layout(make_request(profile, cluster, job), profile, layout)
         assert isinstance(plan, Plan)
@@ -170,6 +241,12 @@ def test_zero_leaves_what_the_cost_model_promises(split: dict[str, int], tmp_pat
         assert found.differences == ()
         whole = whole or found.ranks
         for kind, unsharded in zip(found.ranks, whole, strict=True):
-            for least, name in enumerate(("optimizer_bytes", "gradients_bytes", "parameters_bytes"), start=1):
+            for least, name in enumerate(
+                ("optimizer_bytes", "gradients_bytes", "parameters_bytes"), start=1
+            ):
                 part = getattr(kind.built, name) / getattr(unsharded.built, name)
-                assert part < 0.6 if zero_stage >= least else part == pytest.approx(1, abs=0.01), name
+                assert (
+                    part < 0.6
+                    if zero_stage >= least
+                    else part == pytest.approx(1, abs=0.01)
+                ), name

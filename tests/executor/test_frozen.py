@@ -23,13 +23,20 @@ from profiler.models import ModelSource, load_model
 from tests.executor.plans import make_plan, source_of
 
 ROOT = Path(__file__).resolve().parents[2]
-CLUSTER = Cluster(node_groups=(NodeGroup(device="a100-sxm4-40gb", nodes=1, devices_per_node=4),))
+CLUSTER = Cluster(
+    node_groups=(NodeGroup(device="a100-sxm4-40gb", nodes=1, devices_per_node=4),)
+)
 
 
 def _planned(found: ModelProfile, **fields: Any) -> Plan:
     """On four devices, in half precision with master copies."""
     length = found.layers[0].measurements[0].sequence_length
-    job = Job(global_batch_size=8, sequence_length=length, precision="bf16-mixed", optimizer="adamw")
+    job = Job(
+        global_batch_size=8,
+        sequence_length=length,
+        precision="bf16-mixed",
+        optimizer="adamw",
+    )
     layout = PredictionLayout(micro_batch_size=1, schedule="1f1b", **fields)
     plan = plan_layout(make_request(found, CLUSTER, job), found, layout)
     assert isinstance(plan, Plan)
@@ -39,7 +46,9 @@ def _planned(found: ModelProfile, **fields: Any) -> Plan:
 
 def _counted(source: ModelSource, **splits: Any) -> ModelProfile:
     length = 16 if source.input_kind == "tokens" else 0
-    return profile(source, sequence_length=length, micro_batch_sizes=(1,), dtype="bf16", **splits)
+    return profile(
+        source, sequence_length=length, micro_batch_sizes=(1,), dtype="bf16", **splits
+    )
 
 
 def _held(run: DryRun) -> int:
@@ -57,11 +66,17 @@ def _held(run: DryRun) -> int:
         ("frozen_encoder", {"data": 2, "pipeline": 2}),
     ],
 )
-def test_a_dry_run_holds_what_the_plan_says(model: str, split: dict[str, int], tmp_path: Path) -> None:
+def test_a_dry_run_holds_what_the_plan_says(
+    model: str, split: dict[str, int], tmp_path: Path
+) -> None:
     """Parameters, gradients and states of every rank, in every ZeRO stage, with tied and shared out parameters; and the
     independent check gets the same numbers."""
     source = source_of(model, tmp_path)
-    splits = {f"{axis}_parallel_degrees": (1, split[axis]) for axis in ("tensor", "expert") if axis in split}
+    splits = {
+        f"{axis}_parallel_degrees": (1, split[axis])
+        for axis in ("tensor", "expert")
+        if axis in split
+    }
     found = _counted(source, **splits)
     for zero_stage in (0, 1, 2, 3):
         degrees = {f"{axis}_parallel_degree": degree for axis, degree in split.items()}
@@ -72,8 +87,13 @@ def test_a_dry_run_holds_what_the_plan_says(model: str, split: dict[str, int], t
 def test_adapters_take_a_part_of_the_memory_of_whole_training(tmp_path: Path) -> None:
     """Two bytes of a frozen parameter instead of sixteen."""
     adapted, whole = (source_of(name, tmp_path) for name in ("adapted_llama", "llama"))
-    runs = [dry_run(_planned(_counted(source), data_parallel_degree=4), source) for source in (adapted, whole)]
-    trained = sum(each.numel() for each in adapted.blueprint.parameters() if each.requires_grad)
+    runs = [
+        dry_run(_planned(_counted(source), data_parallel_degree=4), source)
+        for source in (adapted, whole)
+    ]
+    trained = sum(
+        each.numel() for each in adapted.blueprint.parameters() if each.requires_grad
+    )
     base = sum(each.numel() for each in whole.blueprint.parameters())
     assert [_held(run) - run.ranks[0].tolerance_bytes for run in runs] == pytest.approx(
         [2 * base + 16 * trained, 16 * base], rel=1e-3
@@ -83,11 +103,18 @@ def test_adapters_take_a_part_of_the_memory_of_whole_training(tmp_path: Path) ->
 def test_a_dry_rank_holds_what_a_real_one_holds(tmp_path: Path) -> None:
     """To the byte, counters of the optimizer included."""
     source = source_of("adapted_llama", tmp_path)
-    plan = make_plan([layer.name for layer in source.cut().layers], precision="bf16-mixed", micro_batches=1)
+    plan = make_plan(
+        [layer.name for layer in source.cut().layers],
+        precision="bf16-mixed",
+        micro_batches=1,
+    )
     (kind,) = dry_run(plan, source).ranks
     executor = Executor(plan, source, device="cpu")
     real = executor.train(1).ranks[0]
-    assert all((each.grad is not None) is each.requires_grad for each in executor.part.module.parameters())
+    assert all(
+        (each.grad is not None) is each.requires_grad
+        for each in executor.part.module.parameters()
+    )
     executor.close()
     for name in ("parameters", *COMPARED):
         assert getattr(kind.built, name) == getattr(real, name), name
@@ -107,7 +134,9 @@ def test_a_stage_lets_go_of_what_needs_no_gradient(tmp_path: Path) -> None:
     assert taken == [None]
 
 
-def test_the_guides_adapters_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guides_adapters_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The page's own code, narrower: the first step leaves the first matrices as they are, for the others are zero."""
     page = (ROOT / "docs" / "guides" / "fine-tuning.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
@@ -115,13 +144,20 @@ def test_the_guides_adapters_train(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "adapted_by_the_guide.py").write_text(code + narrower, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     source = load_model("adapted_by_the_guide:narrow")
-    plan = make_plan([layer.name for layer in source.cut().layers], micro_batches=1, optimizer="sgd")
+    plan = make_plan(
+        [layer.name for layer in source.cut().layers], micro_batches=1, optimizer="sgd"
+    )
     executor = Executor(plan, source, device="cpu", learning_rate=1.0)
-    before = {name: each.detach().clone() for name, each in executor.part.module.named_parameters()}
+    before = {
+        name: each.detach().clone()
+        for name, each in executor.part.module.named_parameters()
+    }
     executor.train(1)
     after = dict(executor.part.module.named_parameters())
     executor.close()
-    moved = {name for name, value in before.items() if not torch.equal(value, after[name])}
+    moved = {
+        name for name, value in before.items() if not torch.equal(value, after[name])
+    }
     assert moved == {name for name in before if name.endswith("up.weight")}
     assert all(not before[name].any() for name in moved)
 

@@ -20,7 +20,9 @@ from tests.builders import cluster, request
 WIDTH = 8
 PARTS = {
     "product": lambda: nn.Linear(WIDTH, WIDTH),
-    "block": lambda: nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)),
+    "block": lambda: nn.Sequential(
+        nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
+    ),
     "norm": lambda: nn.LayerNorm(WIDTH),
     "batch norm": lambda: nn.BatchNorm1d(WIDTH),
     "dropout": lambda: nn.Dropout(0.1),
@@ -59,7 +61,11 @@ class Residual(nn.Module):
 def sources(draw: st.DrawFn) -> ModelSource:
     """An nn.Sequential, or a module with skips, in which a part may stand again."""
     names = draw(st.lists(st.sampled_from([*PARTS, REPEATED]), min_size=1, max_size=6))
-    skips = [False, *draw(st.lists(st.booleans(), min_size=len(names), max_size=len(names))), False]
+    skips = [
+        False,
+        *draw(st.lists(st.booleans(), min_size=len(names), max_size=len(names))),
+        False,
+    ]
 
     def build() -> nn.Module:
         parts: list[nn.Module] = [nn.Linear(WIDTH, WIDTH)]
@@ -87,14 +93,25 @@ def jobs(draw: st.DrawFn) -> Job:
 
 @settings(max_examples=12)
 @given(sources(), jobs(), st.sampled_from([1, 2, 4]))
-def test_plans_of_any_small_model_are_built_as_predicted(source: ModelSource, job: Job, devices: int) -> None:
+def test_plans_of_any_small_model_are_built_as_predicted(
+    source: ModelSource, job: Job, devices: int
+) -> None:
     """The independent check finds nothing, the executor takes the plan, and every rank holds the predicted bytes."""
     if job.optimizer == "adafactor":
         job = job.model_copy(update={"constraints": {}})
-    model = profile(source, sequence_length=0, micro_batch_sizes=(1, 2), dtype=COMPUTE_TYPE[job.precision])
+    model = profile(
+        source,
+        sequence_length=0,
+        micro_batch_sizes=(1, 2),
+        dtype=COMPUTE_TYPE[job.precision],
+    )
     peaks = dict.fromkeys(("fp32", "bf16", "fp16"), 1e12)
-    (group,) = cluster(devices, peak_flops_per_second=peaks, host_bandwidth_bytes_per_second=1e10).node_groups
-    machines = Cluster(node_groups=(group.model_copy(update={"host_memory_bytes": 10**9}),))
+    (group,) = cluster(
+        devices, peak_flops_per_second=peaks, host_bandwidth_bytes_per_second=1e10
+    ).node_groups
+    machines = Cluster(
+        node_groups=(group.model_copy(update={"host_memory_bytes": 10**9}),)
+    )
     found = plan(request(model, machines, job, top=0), model)
     if isinstance(found, Plan):
         assert check(found, model).problems == ()

@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from planner.errors import LayoutError, UnsupportedError
-from planner.executor.support import check_plan, check_started, check_world, grid_of, schedule_of
+from planner.executor.support import (
+    check_plan,
+    check_started,
+    check_world,
+    grid_of,
+    schedule_of,
+)
 from planner.schedule import Requirement, build, names, requirements
 from planner.spec import Plan
 from profiler import low_bit
@@ -37,7 +43,9 @@ def test_grid_places_every_rank() -> None:
 
 def test_whole_pipelines_stand_one_behind_the_other() -> None:
     """In the other order the replicas are the outermost axis."""
-    grid = check_plan(make_plan(LAYERS, (2, 2), data=2, tensor=2, rank_order="tp-cp-pp-dp"))
+    grid = check_plan(
+        make_plan(LAYERS, (2, 2), data=2, tensor=2, rank_order="tp-cp-pp-dp")
+    )
     assert grid.ranks == ((((0, 1),), ((4, 5),)), (((2, 3),), ((6, 7),)))
     assert grid.ranks_of(1) == (2, 3, 6, 7)
 
@@ -46,10 +54,15 @@ def test_whole_pipelines_stand_one_behind_the_other() -> None:
     ("changes", "told"),
     [
         ({"layout__rank_order": "tp-cp-pp-dp"}, "rank 2 .* has rank 1"),
-        ({"placement__0__pipeline": 1, "placement__2__pipeline": 0}, "rank 2 .* has rank 0"),
+        (
+            {"placement__0__pipeline": 1, "placement__2__pipeline": 0},
+            "rank 2 .* has rank 0",
+        ),
     ],
 )
-def test_the_placement_must_be_of_the_layouts_order(changes: dict[str, Any], told: str) -> None:
+def test_the_placement_must_be_of_the_layouts_order(
+    changes: dict[str, Any], told: str
+) -> None:
     """Another order than the layout tells would be run as something else; one of no layout cannot be run at all."""
     plan = _changed(make_plan(LAYERS, (2, 2), data=2), **changes)
     assert grid_of(plan).size == 4
@@ -66,7 +79,9 @@ def test_the_placement_must_be_of_the_layouts_order(changes: dict[str, Any], tol
         ({"request__job__optimizer": "muon"}, {"data": 2, "expert": 2}),
     ],
 )
-def test_what_is_not_carried_out_is_refused(change: dict[str, Any], options: dict[str, Any]) -> None:
+def test_what_is_not_carried_out_is_refused(
+    change: dict[str, Any], options: dict[str, Any]
+) -> None:
     """No part of a plan is left out silently; the error names the field and what can be run."""
     with pytest.raises(UnsupportedError) as caught:
         check_plan(_changed(make_plan(LAYERS, **options), **change))
@@ -79,14 +94,19 @@ def test_what_is_not_carried_out_is_refused(change: dict[str, Any], options: dic
     ("options", "field"),
     [
         ({"sequence_parallel": True}, "layout.sequence_parallel"),
-        ({"sequence_parallel": True, "tensor": 2, "sequence_length": 15}, "layout.sequence_parallel"),
+        (
+            {"sequence_parallel": True, "tensor": 2, "sequence_length": 15},
+            "layout.sequence_parallel",
+        ),
         ({"expert": 2}, "layout.expert_parallel_degree"),
         ({"expert": 2, "data": 3}, "layout.expert_parallel_degree"),
         ({"shards": 2, "data": 4}, "layout.zero_shard_degree"),
         ({"shards": 4, "data": 6, "zero": 1}, "layout.zero_shard_degree"),
     ],
 )
-def test_groups_that_do_not_fit_are_refused(options: dict[str, Any], field: str) -> None:
+def test_groups_that_do_not_fit_are_refused(
+    options: dict[str, Any], field: str
+) -> None:
     """Tokens need a tensor-parallel group that divides them, experts and ZeRO replicas that make up whole groups."""
     with pytest.raises(LayoutError) as caught:
         check_plan(make_plan(LAYERS, **options))
@@ -98,7 +118,9 @@ def test_schedules_that_do_not_run_are_refused(schedule: str) -> None:
     """Second copies of stages and stale weights; the error names schedules that run."""
     plan = make_plan(LAYERS, (2, 2), schedule=schedule)
     for unable in (plan, _changed(plan, actions=[])):
-        with pytest.raises(UnsupportedError, match=f"does not run the schedule '{schedule}'.*zb-v") as caught:
+        with pytest.raises(
+            UnsupportedError, match=f"does not run the schedule '{schedule}'.*zb-v"
+        ) as caught:
             check_plan(unable)
         assert caught.value.problems[0].field == "layout.schedule"
 
@@ -106,16 +128,23 @@ def test_schedules_that_do_not_run_are_refused(schedule: str) -> None:
 @pytest.mark.parametrize("name", names(runnable_only=True, fixed_only=True))
 def test_runnable_schedules_ask_for_what_the_runtime_can(name: str) -> None:
     """Several stages per rank, I and W, and losses in any order; recomputation ahead of the backward is refused."""
-    able = {Requirement.VIRTUAL_STAGES, Requirement.SPLIT_BACKWARD, Requirement.UNORDERED_LAST_STAGE}
+    able = {
+        Requirement.VIRTUAL_STAGES,
+        Requirement.SPLIT_BACKWARD,
+        Requirement.UNORDERED_LAST_STAGE,
+    }
     early = {Requirement.EARLY_RECOMPUTE} if name == "torchgpipe" else set()
     assert requirements(build(name, ranks=2, micro_batches=4)) <= able | early
 
 
 @pytest.mark.parametrize(
-    ("schedule", "reason"), [("zb-h1", "I and W would each"), ("torchgpipe", "while a rank waits")]
+    ("schedule", "reason"),
+    [("zb-h1", "I and W would each"), ("torchgpipe", "while a rank waits")],
 )
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_recomputation_that_would_not_be_the_schedules_is_refused(schedule: str, reason: str, mode: Any) -> None:
+def test_recomputation_that_would_not_be_the_schedules_is_refused(
+    schedule: str, reason: str, mode: Any
+) -> None:
     """The error names the first layer that recomputes; without any the schedule runs."""
     assert check_plan(make_plan(LAYERS, (2, 2), schedule=schedule)).pipeline == 2
     with pytest.raises(UnsupportedError, match=reason) as caught:
@@ -129,10 +158,14 @@ def test_several_stages_stand_on_their_ranks(schedule: str) -> None:
     plan = make_plan(LAYERS, (1, 1, 1, 1), pipeline=2, schedule=schedule)
     assert check_plan(plan).pipeline == 2
     assert schedule_of(_changed(plan, actions=[])).to_text() == plan.actions
-    with pytest.raises(LayoutError, match=r"hold \[2, 2\] stages, virtual_stages_per_rank is 1"):
+    with pytest.raises(
+        LayoutError, match=r"hold \[2, 2\] stages, virtual_stages_per_rank is 1"
+    ):
         check_plan(_changed(plan, layout__virtual_stages_per_rank=1))
     swapped = _changed(plan, actions=list(plan.actions[::-1]))
-    with pytest.raises(LayoutError, match="1F0 is no action of pipeline rank 0") as caught:
+    with pytest.raises(
+        LayoutError, match="1F0 is no action of pipeline rank 0"
+    ) as caught:
         check_plan(swapped)
     assert caught.value.problems[0].field == "actions[0][0]"
 
@@ -149,7 +182,9 @@ def test_actions_of_more_micro_batches_are_refused() -> None:
 def test_sequence_chunks_run_in_order_and_back_in_reverse(name: str) -> None:
     """Later chunks read what earlier ones keep; a list that lets one overtake another is refused."""
     virtual = 1 if name == "seqpipe" else 2
-    plan = make_plan(LAYERS, (4 // (2 * virtual),) * 2 * virtual, pipeline=2, schedule=name, chunks=2)
+    plan = make_plan(
+        LAYERS, (4 // (2 * virtual),) * 2 * virtual, pipeline=2, schedule=name, chunks=2
+    )
     assert check_plan(plan).pipeline == 2
     assert schedule_of(_changed(plan, actions=[])).to_text() == plan.actions
     rows = [list(row) for row in plan.actions]
@@ -174,7 +209,9 @@ def test_only_schedules_of_sequence_chunks_take_them() -> None:
         ({"context": 2, "sequence_length": 0}, "layout.context_parallel_degree"),
     ],
 )
-def test_sequences_are_cut_into_equal_pieces(options: dict[str, Any], field: str) -> None:
+def test_sequences_are_cut_into_equal_pieces(
+    options: dict[str, Any], field: str
+) -> None:
     """16 tokens do not divide by 3 or 5, and an image has none."""
     with pytest.raises(LayoutError, match="equal pieces") as caught:
         check_plan(make_plan(LAYERS, **options))
@@ -198,12 +235,16 @@ def test_optimizers_of_whole_matrices_take_no_shards(optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("wish", [{"precision": "fp8"}, {"optimizer": "adam-8bit"}])
-def test_what_takes_torchao_is_refused_without_it(wish: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_takes_torchao_is_refused_without_it(
+    wish: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before any process starts, with what to install."""
     plan = make_plan(LAYERS, **wish)
     assert check_plan(plan)
     monkeypatch.setattr(low_bit, "find_spec", lambda name: None)
-    with pytest.raises(UnsupportedError, match=r"pip install 'planner\[low-bit\]'") as caught:
+    with pytest.raises(
+        UnsupportedError, match=r"pip install 'planner\[low-bit\]'"
+    ) as caught:
         check_plan(plan)
     assert caught.value.problems[0].field == f"request.job.{next(iter(wish))}"
 
@@ -211,14 +252,17 @@ def test_what_takes_torchao_is_refused_without_it(wish: dict[str, str], monkeypa
 def test_placement_with_a_hole_is_refused() -> None:
     """Two ranks on one coordinate leave another one empty."""
     with pytest.raises(
-        LayoutError, match="do not fill the grid of pipeline 2 x data 1 x context 1 x tensor 1 = 2 ranks"
+        LayoutError,
+        match="do not fill the grid of pipeline 2 x data 1 x context 1 x tensor 1 = 2 ranks",
     ):
         check_plan(_changed(make_plan(LAYERS, (2, 2)), placement__1__pipeline=0))
 
 
 def test_stages_must_be_where_their_ranks_are() -> None:
     """A stage map and a placement of different plans do not go together."""
-    with pytest.raises(LayoutError, match=r"ranks \[1\] are not those placed on pipeline rank 0: \[0\]"):
+    with pytest.raises(
+        LayoutError, match=r"ranks \[1\] are not those placed on pipeline rank 0: \[0\]"
+    ):
         check_plan(_changed(make_plan(LAYERS, (2, 2)), stages__0__ranks=[1]))
 
 
@@ -230,10 +274,15 @@ def test_stages_stand_in_order() -> None:
 
 def test_batch_must_be_that_of_the_micro_batches() -> None:
     """The global batch is replicas x micro-batch size x micro-batches, and the error shows all of them."""
-    with pytest.raises(LayoutError, match=r"4 micro-batches of 1 samples on 1 .* do not make the global batch of 8"):
+    with pytest.raises(
+        LayoutError,
+        match=r"4 micro-batches of 1 samples on 1 .* do not make the global batch of 8",
+    ):
         check_plan(_changed(make_plan(LAYERS), request__job__global_batch_size=8))
     with pytest.raises(LayoutError, match="does not divide"):
-        check_plan(_changed(make_plan(LAYERS, data=2), request__job__global_batch_size=7))
+        check_plan(
+            _changed(make_plan(LAYERS, data=2), request__job__global_batch_size=7)
+        )
 
 
 def test_a_rank_on_a_node_of_another_size_is_refused() -> None:
@@ -242,11 +291,27 @@ def test_a_rank_on_a_node_of_another_size_is_refused() -> None:
     nodes = {f"placement__{rank}__node": 1 for rank in (1, 2, 3)}
     devices = {f"placement__{rank}__device": rank - 1 for rank in (1, 2, 3)}
     plan = _changed(plan, **nodes, **devices)
-    started = {"RANK": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3", "GROUP_WORLD_SIZE": "2"}
+    started = {
+        "RANK": "2",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "3",
+        "GROUP_WORLD_SIZE": "2",
+    }
     check_started(plan, started)
     check_started(plan, {})
-    check_started(plan, {**started, "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1"})
-    with pytest.raises(LayoutError, match="rank 2 is process 0 of 2 on its node; the plan has it on device 1 of 3"):
+    check_started(
+        plan,
+        {
+            **started,
+            "LOCAL_RANK": "2",
+            "LOCAL_WORLD_SIZE": "4",
+            "GROUP_WORLD_SIZE": "1",
+        },
+    )
+    with pytest.raises(
+        LayoutError,
+        match="rank 2 is process 0 of 2 on its node; the plan has it on device 1 of 3",
+    ):
         check_started(plan, {**started, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"})
 
 
@@ -254,5 +319,7 @@ def test_wrong_world_size_names_both_numbers() -> None:
     """A plan for four ranks does not run on three."""
     plan = make_plan(LAYERS, (2, 2), data=2)
     check_world(plan, 4)
-    with pytest.raises(LayoutError, match="WORLD_SIZE is 3, but the plan places 4 ranks"):
+    with pytest.raises(
+        LayoutError, match="WORLD_SIZE is 3, but the plan places 4 ranks"
+    ):
         check_world(plan, 3)

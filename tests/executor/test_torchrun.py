@@ -13,7 +13,15 @@ import pytest
 
 from planner.errors import StoppedError
 from planner.executor.settings import RunSettings
-from planner.executor.torchrun import Torchrun, environment, interpreter, passing_on, started, stoppable, visible
+from planner.executor.torchrun import (
+    Torchrun,
+    environment,
+    interpreter,
+    passing_on,
+    started,
+    stoppable,
+    visible,
+)
 from planner.executor.train.metrics import Metrics
 from tests.executor.plans import make_plan
 
@@ -44,16 +52,22 @@ def _slow(folder: Path, seconds: float = LONGER_THAN_POPEN_WAITS) -> list[str]:
     return [sys.executable, "-c", LEAVES_SLOWLY, str(folder / "left"), str(seconds)]
 
 
-def _interrupted(command: list[str], folder: Path, said: list[str]) -> subprocess.Popen[str]:
+def _interrupted(
+    command: list[str], folder: Path, said: list[str]
+) -> subprocess.Popen[str]:
     """The child of a block that Ctrl-C ends, after the block."""
     held: list[subprocess.Popen[str]] = []
 
     def train() -> None:
-        with started(command, dict(os.environ), folder / "stderr.txt", said.append) as process:
+        with started(
+            command, dict(os.environ), folder / "stderr.txt", said.append
+        ) as process:
             held.append(process)
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
-            assert os.getsid(process.pid) != os.getsid(0), "a terminal's Ctrl-C reaches the launcher alone"
+            assert os.getsid(process.pid) != os.getsid(0), (
+                "a terminal's Ctrl-C reaches the launcher alone"
+            )
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -78,7 +92,9 @@ def test_a_second_ctrl_c_kills(tmp_path: Path) -> None:
 
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
-        process = _interrupted(_slow(tmp_path, LONGER_THAN_ANYBODY_WAITS), tmp_path, Told())
+        process = _interrupted(
+            _slow(tmp_path, LONGER_THAN_ANYBODY_WAITS), tmp_path, Told()
+        )
     finally:
         signal.signal(signal.SIGALRM, before)
     assert process.wait() == -signal.SIGKILL
@@ -88,30 +104,47 @@ def test_a_second_ctrl_c_kills(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone can do so")
 def test_ranks_end_with_their_torchrun() -> None:
     """Even where it is killed, and they hang."""
-    with subprocess.Popen([sys.executable, "-c", RANK], stdout=subprocess.PIPE) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", RANK], stdout=subprocess.PIPE
+    ) as parent:
         assert parent.stdout is not None
         parent.stdout.readline()
-        (child,) = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        (child,) = (
+            Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        )
         parent.kill()
     until = time.monotonic() + 20
-    while Path(f"/proc/{child}/cmdline").is_file() and Path(f"/proc/{child}/cmdline").read_bytes():
+    while (
+        Path(f"/proc/{child}/cmdline").is_file()
+        and Path(f"/proc/{child}/cmdline").read_bytes()
+    ):
         assert time.monotonic() < until, "an orphan"
         time.sleep(0.05)
 
 
-def test_a_torchrun_that_is_killed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torchrun_that_is_killed_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It writes no summary, and the error named last lines that were not there."""
     kill = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
-    launch = Torchrun(make_plan(("a", "b")), tmp_path / "plan.json", RunSettings(model="m"), tmp_path)
+    launch = Torchrun(
+        make_plan(("a", "b")), tmp_path / "plan.json", RunSettings(model="m"), tmp_path
+    )
     monkeypatch.setattr(launch, "_command", kill)
     ended = launch.run(lambda step: None, lambda line: None)
-    assert "torchrun was killed (signal 9), as systems do when memory runs out" in str(ended.error)
+    assert "torchrun was killed (signal 9), as systems do when memory runs out" in str(
+        ended.error
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_signals_stop_the_launcher_in_good_order(number: signal.Signals, tmp_path: Path) -> None:
+def test_signals_stop_the_launcher_in_good_order(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     """Between two launches they raise; during one the child is told; afterwards they are what they were."""
-    ours = signal.signal(number, signal.SIG_DFL)  # under nohup these tests would leave SIGHUP alone, as runs do
+    ours = signal.signal(
+        number, signal.SIG_DFL
+    )  # under nohup these tests would leave SIGHUP alone, as runs do
     try:
         _stops(number, tmp_path)
     finally:
@@ -137,13 +170,19 @@ def _stops(number: signal.Signals, tmp_path: Path) -> None:
 
 def test_what_ranks_print_may_be_no_text(tmp_path: Path) -> None:
     """Bytes of another encoding ended the launcher, and with it the run."""
-    command = [sys.executable, "-c", "import sys; sys.stdout.buffer.write(b'caf\\xe9\\n')"]
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; sys.stdout.buffer.write(b'caf\\xe9\\n')",
+    ]
     with started(command, dict(os.environ), tmp_path / "stderr.txt") as process:
         assert process.stdout is not None
         assert process.stdout.read() == "caf\ufffd\n"
 
 
-def test_a_clusters_own_torchrun_settings_are_not_for_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clusters_own_torchrun_settings_are_not_for_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An operator's PET_NNODES made the launch wait for nodes that never come."""
     monkeypatch.setenv("PET_NNODES", "2")
     monkeypatch.setenv("OMP_NUM_THREADS", "0")
@@ -171,6 +210,15 @@ def test_a_users_file_does_not_stand_for_a_package_of_ours(tmp_path: Path) -> No
     """With a profiler.py or planner.py beside the user's model no rank began."""
     for name in ("profiler.py", "planner.py"):
         (tmp_path / name).write_text("raise SystemExit('not this one')\n")
-    command = [*interpreter(tmp_path), "-c", "import profiler, planner.executor; print('ours')"]
-    assert subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout == "ours\n"
-    assert interpreter(Path(__file__).parents[2]) == [sys.executable], "which is where it may be found alone"
+    command = [
+        *interpreter(tmp_path),
+        "-c",
+        "import profiler, planner.executor; print('ours')",
+    ]
+    assert (
+        subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
+        == "ours\n"
+    )
+    assert interpreter(Path(__file__).parents[2]) == [sys.executable], (
+        "which is where it may be found alone"
+    )

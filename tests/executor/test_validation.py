@@ -23,7 +23,11 @@ from tests.torchrun.held_out import HELD_OUT_STEPS, held_out_loss
 
 pytestmark = pytest.mark.usefixtures("no_group_left")
 
-IMAGES: dict[str, Any] = {"sequence_length": 0, "micro_batch_size": 4, "micro_batches": 2}
+IMAGES: dict[str, Any] = {
+    "sequence_length": 0,
+    "micro_batch_size": 4,
+    "micro_batches": 2,
+}
 
 
 @pytest.fixture
@@ -64,7 +68,9 @@ class Keeping(Dropping):
         """As `Dropping`."""
         whole = self.layers[1](self.layers[0](given))
         dropped = functional.dropout(whole, 0.5, self.training)
-        found: Tensor = self.norm(self.layers[3](self.layers[2](dropped)) + whole * dropped)
+        found: Tensor = self.norm(
+            self.layers[3](self.layers[2](dropped)) + whole * dropped
+        )
         return found
 
 
@@ -103,7 +109,9 @@ def _graph(name: str) -> tuple[ModelSource, Plan]:
     source = load_model(f"{__name__}:{name}")
     names = [layer.name for layer in source.cut().layers]
     sizes = (3, len(names) - 3)
-    return source, make_plan(names, sizes, pipeline=1, schedule="interleaved-1f1b", **IMAGES)
+    return source, make_plan(
+        names, sizes, pipeline=1, schedule="interleaved-1f1b", **IMAGES
+    )
 
 
 def test_a_training_does_not_notice_that_it_is_validated(gpt2: ModelSource) -> None:
@@ -113,22 +121,36 @@ def test_a_training_does_not_notice_that_it_is_validated(gpt2: ModelSource) -> N
     executor = Executor(plan, gpt2, device="cpu", seed=1)
     losses = executor.train(2).losses
     drawn = torch.get_rng_state()
-    first, again = executor.validate("stdlib", steps=2), executor.validate("stdlib", steps=2)
+    first, again = (
+        executor.validate("stdlib", steps=2),
+        executor.validate("stdlib", steps=2),
+    )
     assert first == again
     assert torch.equal(torch.get_rng_state(), drawn)
     assert losses + executor.train(3).losses == straight
-    assert executor.validate("stdlib", steps=2) < first, "it has trained on these samples"
+    assert executor.validate("stdlib", steps=2) < first, (
+        "it has trained on these samples"
+    )
 
 
 def test_losses_are_told_when_they_are_due(gpt2: ModelSource, tmp_path: Path) -> None:
     """In the report and the metrics; after the last step always."""
     executor = Executor(_plan(gpt2), gpt2, device="cpu")
     policy = ValidationPolicy(data="synthetic", every=2, steps=1)
-    told = executor.train(5, validation=policy, metrics=tmp_path / "metrics.jsonl").validation_losses
+    told = executor.train(
+        5, validation=policy, metrics=tmp_path / "metrics.jsonl"
+    ).validation_losses
     assert [each.step for each in told] == [1, 3, 4]
     assert told[-1].loss == executor.validate("synthetic", steps=1)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    found = {line["step"]: line["validation_loss"] for line in lines if line["validation_loss"] is not None}
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ]
+    found = {
+        line["step"]: line["validation_loss"]
+        for line in lines
+        if line["validation_loss"] is not None
+    }
     assert found == {each.step: each.loss for each in told}
 
 
@@ -137,12 +159,19 @@ def test_functions_between_modules_drop_nothing_in_evaluation() -> None:
     source, plan = _graph("dropping")
     executor = Executor(plan, source, device="cpu", data="synthetic", seed=5)
     executor.train(2)
-    buffers = {name: each.clone() for name, each in executor.part.module.named_buffers()}
+    buffers = {
+        name: each.clone() for name, each in executor.part.module.named_buffers()
+    }
     found = executor.validate("synthetic", steps=HELD_OUT_STEPS)
     alone = Dropping()
     alone.load_state_dict({**dict(executor.part.module.named_parameters()), **buffers})
-    assert found == pytest.approx(held_out_loss(plan, source, alone, data="synthetic", loss=None), abs=1e-6)
-    assert all(torch.equal(each, buffers[name]) for name, each in executor.part.module.named_buffers())
+    assert found == pytest.approx(
+        held_out_loss(plan, source, alone, data="synthetic", loss=None), abs=1e-6
+    )
+    assert all(
+        torch.equal(each, buffers[name])
+        for name, each in executor.part.module.named_buffers()
+    )
     assert all(part.training for part in executor.part.module.modules())
 
 
@@ -150,7 +179,11 @@ def test_modules_that_the_user_has_frozen_stay_so() -> None:
     """Evaluation ends in the mode in which each module was."""
     source, plan = _graph("dropping")
     executor = Executor(plan, source, device="cpu", data="synthetic")
-    norm = next(part for part in executor.part.module.modules() if isinstance(part, nn.BatchNorm1d))
+    norm = next(
+        part
+        for part in executor.part.module.modules()
+        if isinstance(part, nn.BatchNorm1d)
+    )
     norm.eval()
     executor.validate("synthetic", steps=1)
     assert not norm.training
@@ -160,24 +193,35 @@ def test_modules_that_the_user_has_frozen_stay_so() -> None:
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("doubling", "runs other operations in evaluation"), ("keeping", "hands 2 tensors from one stage to the next in")],
+    [
+        ("doubling", "runs other operations in evaluation"),
+        ("keeping", "hands 2 tensors from one stage to the next in"),
+    ],
 )
-def test_what_cannot_be_evaluated_is_refused_before_the_first_step(name: str, reason: str) -> None:
+def test_what_cannot_be_evaluated_is_refused_before_the_first_step(
+    name: str, reason: str
+) -> None:
     """Not after the first hours of a training."""
     source, plan = _graph(name)
     executor = Executor(plan, source, device="cpu", data="synthetic")
     told: list[Any] = []
     with pytest.raises(UnsupportedError, match=reason):
-        executor.train(4, validation=ValidationPolicy(data="synthetic"), on_step=told.append)
+        executor.train(
+            4, validation=ValidationPolicy(data="synthetic"), on_step=told.append
+        )
     assert not told
 
 
 def test_held_out_samples_that_do_not_fit_are_named(gpt2: ModelSource) -> None:
     """By the option that gave them, not by the training's."""
     executor = Executor(_plan(gpt2), gpt2, device="cpu")
-    with pytest.raises(DocumentError, match=r"^validation_data: /nowhere: cannot be read"):
+    with pytest.raises(
+        DocumentError, match=r"^validation_data: /nowhere: cannot be read"
+    ):
         executor.train(2, validation=ValidationPolicy(data="/nowhere"))
-    with pytest.raises(DocumentError, match=r"^validation_data: .*returned 2 inputs, the model takes 1"):
+    with pytest.raises(
+        DocumentError, match=r"^validation_data: .*returned 2 inputs, the model takes 1"
+    ):
         executor.train(2, validation=ValidationPolicy(data=f"{__name__}:two_inputs"))
     with pytest.raises(DocumentError, match="validation_steps: cannot be 0"):
         executor.validate("stdlib", steps=0)
@@ -185,12 +229,19 @@ def test_held_out_samples_that_do_not_fit_are_named(gpt2: ModelSource) -> None:
 
 def test_a_loss_that_is_no_number_ends_the_run(gpt2: ModelSource) -> None:
     """As it does in training."""
-    executor = Executor(_plan(gpt2), gpt2, device="cpu", loss=f"{__name__}:nan_when_held_out")
-    with pytest.raises(RunError, match="the loss of the validation after 0 steps is not a number on rank 0"):
+    executor = Executor(
+        _plan(gpt2), gpt2, device="cpu", loss=f"{__name__}:nan_when_held_out"
+    )
+    with pytest.raises(
+        RunError,
+        match="the loss of the validation after 0 steps is not a number on rank 0",
+    ):
         executor.validate("stdlib", steps=1)
 
 
-def test_a_run_that_is_told_to_stop_does_not_end_its_validation(gpt2: ModelSource) -> None:
+def test_a_run_that_is_told_to_stop_does_not_end_its_validation(
+    gpt2: ModelSource,
+) -> None:
     """The grace is for the checkpoint."""
     executor = Executor(_plan(gpt2), gpt2, device="cpu")
     asked: list[None] = []

@@ -18,7 +18,12 @@ def one_node(devices: int) -> Cluster:
 def groups(*parts: tuple[int, int, str]) -> Cluster:
     """Node groups of (nodes, devices of each, catalogue id)."""
     found = [
-        {"name": f"group{number}", "nodes": nodes, "devices_per_node": devices, "device": device}
+        {
+            "name": f"group{number}",
+            "nodes": nodes,
+            "devices_per_node": devices,
+            "device": device,
+        }
         for number, (nodes, devices, device) in enumerate(parts)
     ]
     return Cluster.model_validate({"node_groups": found})
@@ -46,7 +51,9 @@ def planned(
     wanted = PredictionLayout(**layout)
     profile = counted_profile(model, sequence_length=sequence_length, dtype="bf16")
     is_known = wanted.context_parallel_degree == 1
-    profile = profile if is_known else with_context(profile, wanted.context_parallel_degree)
+    profile = (
+        profile if is_known else with_context(profile, wanted.context_parallel_degree)
+    )
     job = Job(
         global_batch_size=batch,
         sequence_length=sequence_length,
@@ -55,7 +62,11 @@ def planned(
         memory_headroom=headroom,
     )
     request = make_request(
-        profile, cluster or one_node(wanted.devices), job, Options(), model=model if is_known else None
+        profile,
+        cluster or one_node(wanted.devices),
+        job,
+        Options(),
+        model=model if is_known else None,
     )
     found = plan_layout(request, profile, wanted)
     assert isinstance(found, Plan), found
@@ -66,8 +77,13 @@ def with_context(profile: ModelProfile, degree: int) -> ModelProfile:
     """The profile with rows of context-parallel ranks, which the catalogue does not count: each works off its part."""
     layers = []
     for layer in profile.layers:
-        split = (row.model_copy(update={"context_parallel_degree": degree}) for row in layer.measurements)
-        layers.append(layer.model_copy(update={"measurements": (*layer.measurements, *split)}))
+        split = (
+            row.model_copy(update={"context_parallel_degree": degree})
+            for row in layer.measurements
+        )
+        layers.append(
+            layer.model_copy(update={"measurements": (*layer.measurements, *split)})
+        )
     return profile.model_copy(update={"layers": tuple(layers)})
 
 
@@ -77,7 +93,12 @@ MIXED_NODES = groups((1, 4, "h100-sxm5-80gb"), (2, 2, "a100-sxm4-80gb"))
 LARGE_HOSTS = Cluster.model_validate(
     {
         "node_groups": [
-            {"nodes": 1, "devices_per_node": 2, "device": "h100-sxm5-80gb", "host_memory_bytes": 10**12},
+            {
+                "nodes": 1,
+                "devices_per_node": 2,
+                "device": "h100-sxm5-80gb",
+                "host_memory_bytes": 10**12,
+            },
         ]
     }
 )
@@ -85,7 +106,11 @@ LARGE_HOSTS = Cluster.model_validate(
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one-device": {},
-    "uneven-stages": {"pipeline_parallel_degree": 2, "data_parallel_degree": 2, "layers_per_stage": (5, 9)},
+    "uneven-stages": {
+        "pipeline_parallel_degree": 2,
+        "data_parallel_degree": 2,
+        "layers_per_stage": (5, 9),
+    },
     "per-layer-recompute": {
         "pipeline_parallel_degree": 2,
         "batch": 64,
@@ -103,7 +128,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "layers_per_stage": (4, 3, 3, 4),
     },
     "zero-bubble": {"pipeline_parallel_degree": 2, "schedule": "zb-h1"},
-    "zero-bubble-v": {"pipeline_parallel_degree": 2, "virtual_stages_per_rank": 2, "schedule": "zb-v"},
+    "zero-bubble-v": {
+        "pipeline_parallel_degree": 2,
+        "virtual_stages_per_rank": 2,
+        "schedule": "zb-v",
+    },
     "gpipe": {"pipeline_parallel_degree": 4, "schedule": "gpipe"},
     "zero-1": {"data_parallel_degree": 4, "zero_stage": 1},
     "zero-2": {"data_parallel_degree": 4, "zero_stage": 2},
@@ -114,7 +143,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "sequence_parallel": True,
         "zero_stage": 3,
     },
-    "hybrid-shards": {"data_parallel_degree": 4, "zero_stage": 3, "zero_shard_degree": 2},
+    "hybrid-shards": {
+        "data_parallel_degree": 4,
+        "zero_stage": 3,
+        "zero_shard_degree": 2,
+    },
     "context": {"context_parallel_degree": 2, "data_parallel_degree": 2},
     "experts": {
         "model": "mixtral-8x7b",
@@ -124,27 +157,56 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "pipeline_parallel_degree": 2,
         "zero_stage": 1,
     },
-    "nodes": {"cluster": groups((2, 2, "h100-sxm5-80gb")), "data_parallel_degree": 2, "pipeline_parallel_degree": 2},
+    "nodes": {
+        "cluster": groups((2, 2, "h100-sxm5-80gb")),
+        "data_parallel_degree": 2,
+        "pipeline_parallel_degree": 2,
+    },
     "pipelines-side-by-side": {
         "cluster": groups((2, 2, "h100-sxm5-80gb")),
         "data_parallel_degree": 2,
         "pipeline_parallel_degree": 2,
         "rank_order": "tp-cp-pp-dp",
     },
-    "mixed-nodes": {"cluster": MIXED_NODES, "data_parallel_degree": 2, "pipeline_parallel_degree": 4},
+    "mixed-nodes": {
+        "cluster": MIXED_NODES,
+        "data_parallel_degree": 2,
+        "pipeline_parallel_degree": 4,
+    },
     "uneven-shares": {
         "cluster": groups((1, 1, "h100-sxm5-80gb"), (1, 1, "a100-sxm4-80gb")),
         "data_parallel_degree": 2,
         "micro_batch_shares": (10, 6),
     },
-    "sequence-chunks": {"pipeline_parallel_degree": 2, "schedule": "seq1f1b", "sequence_chunks": 2},
-    "activations-on-host": {"cluster": LARGE_HOSTS, "data_parallel_degree": 2, "activation_offload": True},
-    "states-on-host": {"cluster": LARGE_HOSTS, "data_parallel_degree": 2, "optimizer_offload": True},
+    "sequence-chunks": {
+        "pipeline_parallel_degree": 2,
+        "schedule": "seq1f1b",
+        "sequence_chunks": 2,
+    },
+    "activations-on-host": {
+        "cluster": LARGE_HOSTS,
+        "data_parallel_degree": 2,
+        "activation_offload": True,
+    },
+    "states-on-host": {
+        "cluster": LARGE_HOSTS,
+        "data_parallel_degree": 2,
+        "optimizer_offload": True,
+    },
     "fp8": {"model": "llama-3.2-1b", "data_parallel_degree": 2, "precision": "fp8"},
     "half-precision-alone": {"data_parallel_degree": 2, "precision": "bf16"},
     "adafactor": {"data_parallel_degree": 2, "optimizer": "adafactor"},
-    "convolutions": {"model": "resnet-50", "sequence_length": 0, "pipeline_parallel_degree": 2, "zero_stage": 0},
-    "unlike-halves": {"model": "t5-small", "pipeline_parallel_degree": 2, "sequence_length": 128},
+    "convolutions": {
+        "model": "resnet-50",
+        "sequence_length": 0,
+        "pipeline_parallel_degree": 2,
+        "zero_stage": 0,
+    },
+    "unlike-halves": {
+        "model": "t5-small",
+        "pipeline_parallel_degree": 2,
+        "sequence_length": 128,
+    },
 }
 """Arguments of `planned`, by what is special about the plan."""
 

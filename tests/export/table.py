@@ -41,26 +41,43 @@ def targets() -> str:
 
 def abilities() -> str:
     """What each target can carry, without a line's end behind the last row."""
-    rows = [[f"`{each.name}`", *(_cell(each, plan) for plan in FEATURES.values())] for each in TARGETS.values()]
+    rows = [
+        [f"`{each.name}`", *(_cell(each, plan) for plan in FEATURES.values())]
+        for each in TARGETS.values()
+    ]
     return _table(["target", *FEATURES], rows)
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows))
+    return "\n".join(
+        f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows)
+    )
 
 
 def _cell(target: Target, name: str) -> str:
     """``yes``; ``told``, where a warning says what is done otherwise; a dash where it is refused in every precision."""
     for precision in PRECISIONS[:1] if name == "fp8" else PRECISIONS:
-        plain, export = (_written(target, plan_of(each), precision) for each in ("one-device", name))
+        plain, export = (
+            _written(target, plan_of(each), precision) for each in ("one-device", name)
+        )
         if export is not None:
-            return "told" if set(export.warnings) - set(plain.warnings if plain else ()) else "yes"
+            return (
+                "told"
+                if set(export.warnings) - set(plain.warnings if plain else ())
+                else "yes"
+            )
     return "–"
 
 
 def _written(target: Target, plan: Plan, precision: str | None) -> Export | None:
-    job = plan.request.job if precision is None else plan.request.job.model_copy(update={"precision": precision})
-    request = plan.request.model_copy(update={"job": job, "model": plan.request.model or "a-model"})
+    job = (
+        plan.request.job
+        if precision is None
+        else plan.request.job.model_copy(update={"precision": precision})
+    )
+    request = plan.request.model_copy(
+        update={"job": job, "model": plan.request.model or "a-model"}
+    )
     try:
         return target.write(plan.model_copy(update={"request": request}))
     except UnsupportedError:

@@ -19,7 +19,9 @@ from tests.export.plans import plan_of, planned
 def accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every class gives back what it was called with."""
     package, utils = ModuleType("accelerate"), ModuleType("accelerate.utils")
-    vars(package).update(Accelerator=dict, ParallelismConfig=dict, FullyShardedDataParallelPlugin=dict)
+    vars(package).update(
+        Accelerator=dict, ParallelismConfig=dict, FullyShardedDataParallelPlugin=dict
+    )
     vars(utils).update(GradientAccumulationPlugin=dict)
     monkeypatch.setitem(sys.modules, "accelerate", package)
     monkeypatch.setitem(sys.modules, "accelerate.utils", utils)
@@ -38,7 +40,12 @@ def test_hybrid_shards() -> None:
     assert names["make_accelerator"]() == {
         "mixed_precision": "bf16",
         "gradient_accumulation_plugin": {"num_steps": 4, "sync_each_batch": True},
-        "parallelism_config": {"dp_replicate_size": 2, "dp_shard_size": 2, "cp_size": 1, "tp_size": 1},
+        "parallelism_config": {
+            "dp_replicate_size": 2,
+            "dp_shard_size": 2,
+            "cp_size": 1,
+            "tp_size": 1,
+        },
         "fsdp_plugin": {
             "fsdp_version": 2,
             "reshard_after_forward": True,
@@ -50,7 +57,10 @@ def test_hybrid_shards() -> None:
     assert names["OPTIMIZER"] is torch.optim.AdamW
 
 
-@pytest.mark.parametrize(("stage", "reshards", "syncs"), [(1, False, False), (2, False, True), (3, True, True)])
+@pytest.mark.parametrize(
+    ("stage", "reshards", "syncs"),
+    [(1, False, False), (2, False, True), (3, True, True)],
+)
 def test_zero_stages(stage: int, reshards: bool, syncs: bool) -> None:
     """Gradients are whole between micro-batches under ZeRO 1 only; parameters between passes under ZeRO 1 and 2."""
     made = run(planned(data_parallel_degree=2, zero_stage=stage))["make_accelerator"]()
@@ -61,15 +71,26 @@ def test_zero_stages(stage: int, reshards: bool, syncs: bool) -> None:
 def test_plain_replicas_and_recomputation() -> None:
     """Replicas are the default, and recomputation is then the model's own affair, which a warning tells."""
     plan = plan_of("full-recompute")
-    assert set(run(plan)["make_accelerator"]()) == {"mixed_precision", "gradient_accumulation_plugin"}
-    assert any("leaves recomputation to the model" in warning for warning in find("accelerate").write(plan).warnings)
+    assert set(run(plan)["make_accelerator"]()) == {
+        "mixed_precision",
+        "gradient_accumulation_plugin",
+    }
+    assert any(
+        "leaves recomputation to the model" in warning
+        for warning in find("accelerate").write(plan).warnings
+    )
     sharded = planned(data_parallel_degree=2, zero_stage=3, recompute="full")
-    assert run(sharded)["make_accelerator"]()["fsdp_plugin"]["activation_checkpointing"] is True
+    assert (
+        run(sharded)["make_accelerator"]()["fsdp_plugin"]["activation_checkpointing"]
+        is True
+    )
 
 
 def test_momentum() -> None:
     """torch's SGD has none by default."""
-    made = run(planned(optimizer="momentum"))["OPTIMIZER"]([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    made = run(planned(optimizer="momentum"))["OPTIMIZER"](
+        [torch.nn.Parameter(torch.ones(1))], lr=0.1
+    )
     assert made.defaults["momentum"] == 0.9
 
 

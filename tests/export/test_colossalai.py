@@ -100,11 +100,17 @@ def plugin() -> HybridParallelPlugin:
     )
 
 
-@pytest.mark.parametrize("name", ["uneven-stages", "virtual-stages", "per-layer-recompute", "zero-bubble-v"])
-def test_the_stage_manager_deals_blocks_as_planned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", ["uneven-stages", "virtual-stages", "per-layer-recompute", "zero-bubble-v"]
+)
+def test_the_stage_manager_deals_blocks_as_planned(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What PipelineStageManager.get_stage_index makes of the file are the plan's stages, recomputing as many blocks."""
     plan = plan_of(name)
-    plan = recomputing(plan, {0: "full", 11: "full"}) if name == "zero-bubble-v" else plan
+    plan = (
+        recomputing(plan, {0: "full", 11: "full"}) if name == "zero-bubble-v" else plan
+    )
     plugin = made(plan, monkeypatch)
     sizes, ranks = plugin.stage_manager.num_layers_per_stage, plugin.pp_size
     bounds = list(pairwise((0, *accumulate(sizes))))
@@ -113,10 +119,19 @@ def test_the_stage_manager_deals_blocks_as_planned(name: str, monkeypatch: pytes
         chunk, rank = divmod(stage.index, ranks)
         is_back = plugin.pp_style == "zbv" and chunk == 1
         rank = 2 * ranks - 1 - stage.index if is_back else rank
-        blocks = [layer for layer in stage.layers if layer.modules[0].startswith("transformer.h.")]
-        assert bounds[2 * ranks - rank - 1 if is_back else rank + chunk * ranks] == (first, first + len(blocks))
+        blocks = [
+            layer
+            for layer in stage.layers
+            if layer.modules[0].startswith("transformer.h.")
+        ]
+        assert bounds[2 * ranks - rank - 1 if is_back else rank + chunk * ranks] == (
+            first,
+            first + len(blocks),
+        )
         if plugin.recompute:
-            assert plugin.recompute[rank + chunk * ranks] == sum(layer.recompute != "none" for layer in blocks)
+            assert plugin.recompute[rank + chunk * ranks] == sum(
+                layer.recompute != "none" for layer in blocks
+            )
         assert stage.pipeline_rank == rank
         first += len(blocks)
     assert first == 12
@@ -127,21 +142,37 @@ def made(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def plugin(**arguments: Any) -> SimpleNamespace:
         per_rank = arguments.get("num_layers_per_stage")
-        assert per_rank is None or len(per_rank) == arguments["pp_size"]  # as PipelineStageManager asserts
+        assert (
+            per_rank is None or len(per_rank) == arguments["pp_size"]
+        )  # as PipelineStageManager asserts
         manager = SimpleNamespace(num_layers_per_stage=per_rank)
         recompute = arguments.pop("gradient_checkpoint_config", None)
         return SimpleNamespace(stage_manager=manager, recompute=recompute, **arguments)
 
-    for name in ("booster", "booster.plugin", "shardformer", "pipeline", "pipeline.schedule"):
+    for name in (
+        "booster",
+        "booster.plugin",
+        "shardformer",
+        "pipeline",
+        "pipeline.schedule",
+    ):
         monkeypatch.setitem(sys.modules, f"colossalai.{name}", ModuleType(name))
     order = ModuleType("v_schedule")
     order.PipelineGraph = lambda **_: SimpleNamespace(get_v_schedule=list)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "colossalai", ModuleType("colossalai"))
     monkeypatch.setitem(sys.modules, "colossalai.pipeline.schedule.v_schedule", order)
-    monkeypatch.setattr(sys.modules["colossalai.booster.plugin"], "HybridParallelPlugin", plugin, raising=False)
+    monkeypatch.setattr(
+        sys.modules["colossalai.booster.plugin"],
+        "HybridParallelPlugin",
+        plugin,
+        raising=False,
+    )
     config = lambda *, num_ckpt_layers_per_stage: num_ckpt_layers_per_stage  # noqa: E731
     monkeypatch.setattr(
-        sys.modules["colossalai.shardformer"], "PipelineGradientCheckpointConfig", config, raising=False
+        sys.modules["colossalai.shardformer"],
+        "PipelineGradientCheckpointConfig",
+        config,
+        raising=False,
     )
     names: dict[str, Any] = {}
     exec(find("colossalai").write(plan).text, names)
@@ -150,8 +181,13 @@ def made(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_v_is_ordered_by_its_own_graph() -> None:
     """Recomputation must not be reentrant then, and the order is told to be another."""
-    export = find("colossalai").write(recomputing(plan_of("zero-bubble-v"), {11: "full"}))
-    assert "n_stage=2, n_micro=16, f_cost=1000, b_cost=1000, w_cost=1000, c_cost=1, f_mem=1, b_mem=0" in export.text
+    export = find("colossalai").write(
+        recomputing(plan_of("zero-bubble-v"), {11: "full"})
+    )
+    assert (
+        "n_stage=2, n_micro=16, f_cost=1000, b_cost=1000, w_cost=1000, c_cost=1, f_mem=1, b_mem=0"
+        in export.text
+    )
     assert "num_ckpt_layers_per_stage=[0, 0, 0, 1]" in export.text
     assert "gradient_checkpointing_kwargs" in export.text
     assert "orders the actions of a V itself" in export.warnings[-1]
@@ -159,9 +195,14 @@ def test_a_v_is_ordered_by_its_own_graph() -> None:
 
 def test_recomputation_is_moved_to_the_first_blocks() -> None:
     """As many as planned, and told where the plan chose others."""
-    export = find("colossalai").write(recomputing(plan_of("uneven-stages"), {0: "full", 5: "full"}))
+    export = find("colossalai").write(
+        recomputing(plan_of("uneven-stages"), {0: "full", 5: "full"})
+    )
     assert "num_ckpt_layers_per_stage=[1, 1]" in export.text
-    assert "recomputes the first blocks of a stage, as many as planned" in export.warnings[-1]
+    assert (
+        "recomputes the first blocks of a stage, as many as planned"
+        in export.warnings[-1]
+    )
 
 
 def test_experts_are_split_by_the_plugin_for_them() -> None:
@@ -175,45 +216,74 @@ def test_experts_are_split_by_the_plugin_for_them() -> None:
 
 @pytest.mark.parametrize(
     ("field", "layout"),
-    [("layout.zero_stage", {"zero_stage": 2}), ("layout.rank_order", {"rank_order": "tp-cp-pp-dp"})],
+    [
+        ("layout.zero_stage", {"zero_stage": 2}),
+        ("layout.rank_order", {"rank_order": "tp-cp-pp-dp"}),
+    ],
 )
-def test_what_does_not_go_with_experts_is_refused(field: str, layout: dict[str, Any]) -> None:
+def test_what_does_not_go_with_experts_is_refused(
+    field: str, layout: dict[str, Any]
+) -> None:
     """The plugin for them can do less than the other one."""
     plan = plan_of("experts")
     pipeline = {} if "rank_order" in layout else {"pipeline_parallel_degree": 1}
-    changed = plan.model_copy(update={"layout": plan.layout.model_copy(update=layout | pipeline), "placement": ()})
+    changed = plan.model_copy(
+        update={
+            "layout": plan.layout.model_copy(update=layout | pipeline),
+            "placement": (),
+        }
+    )
     assert refused(changed, "colossalai") == field
 
 
 def test_context_parallelism_is_a_ring() -> None:
     """A sequence-parallel group of its own, in the mode whose mesh has it outside of the tensor-parallel ranks."""
     call = ast.unparse(ast.parse(find("colossalai").write(plan_of("context")).text))
-    assert "enable_sequence_parallelism=True, sequence_parallelism_mode='ring_attn', sp_size=2" in call
+    assert (
+        "enable_sequence_parallelism=True, sequence_parallelism_mode='ring_attn', sp_size=2"
+        in call
+    )
 
 
 @pytest.mark.parametrize(
     ("field", "layout"),
     [
-        ("layout.zero_stage", {"data_parallel_degree": 2, "pipeline_parallel_degree": 2, "zero_stage": 2}),
+        (
+            "layout.zero_stage",
+            {"data_parallel_degree": 2, "pipeline_parallel_degree": 2, "zero_stage": 2},
+        ),
         ("layout.zero_stage", {"data_parallel_degree": 2, "zero_stage": 3}),
-        ("layout.zero_shard_degree", {"data_parallel_degree": 4, "zero_stage": 1, "zero_shard_degree": 2}),
+        (
+            "layout.zero_shard_degree",
+            {"data_parallel_degree": 4, "zero_stage": 1, "zero_shard_degree": 2},
+        ),
         ("layout.schedule", {"pipeline_parallel_degree": 2, "schedule": "gpipe"}),
         (
             "micro_batches",
-            {"pipeline_parallel_degree": 2, "virtual_stages_per_rank": 2, "schedule": "zb-v", "batch": 2},
+            {
+                "pipeline_parallel_degree": 2,
+                "virtual_stages_per_rank": 2,
+                "schedule": "zb-v",
+                "batch": 2,
+            },
         ),
         ("request.job.precision", {"precision": "bf16"}),
         ("request.job.optimizer", {"optimizer": "adafactor"}),
     ],
 )
-def test_what_colossalai_cannot_do_is_refused(field: str, layout: dict[str, Any]) -> None:
+def test_what_colossalai_cannot_do_is_refused(
+    field: str, layout: dict[str, Any]
+) -> None:
     """The refusal names the field of the plan."""
     assert refused(once(**layout), "colossalai") == field
 
 
 @pytest.mark.parametrize(
     ("field", "name"),
-    [("layout.optimizer_offload", "states-on-host"), ("layout.activation_offload", "activations-on-host")],
+    [
+        ("layout.optimizer_offload", "states-on-host"),
+        ("layout.activation_offload", "activations-on-host"),
+    ],
 )
 def test_offloading_beyond_zero_is_refused(field: str, name: str) -> None:
     """Only ZeRO's optimizer has its states on the host."""
@@ -222,13 +292,24 @@ def test_offloading_beyond_zero_is_refused(field: str, name: str) -> None:
 
 def test_zero_in_fp32_is_refused() -> None:
     """Its ZeRO optimizer takes half precision only; without ZeRO, fp32 is fine."""
-    assert refused(with_job(plan_of("zero-1"), precision="fp32"), "colossalai") == "layout.zero_stage"
-    assert refused(with_job(plan_of("one-device"), precision="fp32"), "colossalai") == ""
+    assert (
+        refused(with_job(plan_of("zero-1"), precision="fp32"), "colossalai")
+        == "layout.zero_stage"
+    )
+    assert (
+        refused(with_job(plan_of("one-device"), precision="fp32"), "colossalai") == ""
+    )
 
 
-@pytest.mark.parametrize(("nodes", "field"), [((1, 4), ""), ((2, 2), "layout.context_parallel_degree")])
-def test_tensor_ranks_are_not_spread_over_nodes(nodes: tuple[int, int], field: str) -> None:
+@pytest.mark.parametrize(
+    ("nodes", "field"), [((1, 4), ""), ((2, 2), "layout.context_parallel_degree")]
+)
+def test_tensor_ranks_are_not_spread_over_nodes(
+    nodes: tuple[int, int], field: str
+) -> None:
     """Colossal-AI numbers its mesh (dp, pp, tp, sp): ranks of a split sequence are neighbours, those of tensors not."""
     cluster = groups((*nodes, "h100-sxm5-80gb"))
-    plan = planned("llama-3.2-1b", cluster, tensor_parallel_degree=2, context_parallel_degree=2)
+    plan = planned(
+        "llama-3.2-1b", cluster, tensor_parallel_degree=2, context_parallel_degree=2
+    )
     assert refused(plan, "colossalai") == field

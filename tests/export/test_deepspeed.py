@@ -34,7 +34,9 @@ def test_four_replicas_under_zero_2() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["one-device", "full-recompute", "zero-1", "hybrid-shards"])
+@pytest.mark.parametrize(
+    "name", ["one-device", "full-recompute", "zero-1", "hybrid-shards"]
+)
 def test_the_batch_adds_up(name: str) -> None:
     """DeepSpeed refuses a configuration where it does not."""
     plan = plan_of(name)
@@ -45,17 +47,30 @@ def test_the_batch_adds_up(name: str) -> None:
 
 def test_groups_that_share_out_states_and_states_on_the_host() -> None:
     """MiCS; offloaded states, which DeepSpeed has with ZeRO only."""
-    assert configuration(plan_of("hybrid-shards"))["zero_optimization"]["mics_shard_size"] == 2
-    layout: dict[str, Any] = {"cluster": LARGE_HOSTS, "data_parallel_degree": 2, "optimizer_offload": True}
+    assert (
+        configuration(plan_of("hybrid-shards"))["zero_optimization"]["mics_shard_size"]
+        == 2
+    )
+    layout: dict[str, Any] = {
+        "cluster": LARGE_HOSTS,
+        "data_parallel_degree": 2,
+        "optimizer_offload": True,
+    }
     found = configuration(planned(**layout, zero_stage=1))
-    assert found["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+    assert found["zero_optimization"]["offload_optimizer"] == {
+        "device": "cpu",
+        "pin_memory": True,
+    }
     with pytest.raises(UnsupportedError, match="under ZeRO 1 to 3 only"):
         configuration(planned(**layout))
 
 
 def test_optimizers() -> None:
     """DeepSpeed's Adam is AdamW unless told; SGD is torch's, untested by DeepSpeed."""
-    assert configuration(planned(optimizer="adam"))["optimizer"] == {"type": "Adam", "params": {"adam_w_mode": False}}
+    assert configuration(planned(optimizer="adam"))["optimizer"] == {
+        "type": "Adam",
+        "params": {"adam_w_mode": False},
+    }
     found = configuration(planned(optimizer="momentum"))
     assert found["optimizer"] == {"type": "SGD", "params": {"momentum": 0.9}}
     assert found["zero_allow_untested_optimizer"] is True
@@ -63,14 +78,24 @@ def test_optimizers() -> None:
 
 def test_recomputation_is_told_to_the_model() -> None:
     """DeepSpeed's configuration has no key for it."""
-    (told,) = (each for each in find("deepspeed").write(plan_of("full-recompute")).warnings if "recompute" in each)
+    (told,) = (
+        each
+        for each in find("deepspeed").write(plan_of("full-recompute")).warnings
+        if "recompute" in each
+    )
     assert "of 14 layers 12 in mode full" in told
 
 
 class PipelineModule:
     """What the exported class overrides of DeepSpeed's `PipelineModule`, and when that calls it; one rank per stage."""
 
-    def __init__(self, layers: list[Any], num_stages: int, activation_checkpoint_interval: int, **options: Any) -> None:
+    def __init__(
+        self,
+        layers: list[Any],
+        num_stages: int,
+        activation_checkpoint_interval: int,
+        **options: Any,
+    ) -> None:
         self._layer_specs, self.num_stages, self.options = layers, num_stages, options
         self.interval = activation_checkpoint_interval
         self.global_rank = options["rank"]
@@ -92,13 +117,18 @@ class PipelineModule:
 def deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules of DeepSpeed's names."""
     package, pipe = ModuleType("deepspeed"), ModuleType("deepspeed.pipe")
-    vars(package).update(checkpointing=SimpleNamespace(non_reentrant_checkpoint="non-reentrant"))
+    vars(package).update(
+        checkpointing=SimpleNamespace(non_reentrant_checkpoint="non-reentrant")
+    )
     vars(pipe).update(PipelineModule=PipelineModule)
     monkeypatch.setitem(sys.modules, "deepspeed", package)
     monkeypatch.setitem(sys.modules, "deepspeed.pipe", pipe)
 
 
-@pytest.mark.parametrize("name", ["uneven-stages", "per-layer-recompute", "gpipe", "convolutions", "unlike-halves"])
+@pytest.mark.parametrize(
+    "name",
+    ["uneven-stages", "per-layer-recompute", "gpipe", "convolutions", "unlike-halves"],
+)
 def test_every_rank_builds_the_stage_of_the_plan(name: str, deepspeed: None) -> None:
     """Layers and recomputation of any model, layer by layer."""
     plan, names = plan_of(name), dict[str, Any]()
@@ -110,17 +140,27 @@ def test_every_rank_builds_the_stage_of_the_plan(name: str, deepspeed: None) -> 
         assert built.mine == [layer.name for layer in stage.layers]
         again = [layer.recompute != "none" for layer in stage.layers]
         assert built.is_checkpointable_results == again
-        assert built.interval == any(layer.recompute != "none" for each in plan.stages for layer in each.layers)
+        assert built.interval == any(
+            layer.recompute != "none" for each in plan.stages for layer in each.layers
+        )
     assert names["CONFIG"]["gradient_accumulation_steps"] == plan.micro_batches
-    with pytest.raises(ValueError, match=f"the plan has {len(layers)} layers, got {len(layers) - 1}"):
+    with pytest.raises(
+        ValueError, match=f"the plan has {len(layers)} layers, got {len(layers) - 1}"
+    ):
         names["PlannedPipeline"](layers[1:], rank=0)
 
 
 def test_what_a_pipeline_does_otherwise_is_told() -> None:
     """Its one schedule, and its one way to recompute."""
-    assert any("1f1b instead of gpipe" in each for each in find("deepspeed-pipeline").write(plan_of("gpipe")).warnings)
+    assert any(
+        "1f1b instead of gpipe" in each
+        for each in find("deepspeed-pipeline").write(plan_of("gpipe")).warnings
+    )
     told = find("deepspeed-pipeline").write(plan_of("per-layer-recompute")).warnings
-    assert any("recomputes in full 1 layer that the plan recomputes in part" in each for each in told)
+    assert any(
+        "recomputes in full 1 layer that the plan recomputes in part" in each
+        for each in told
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,7 +177,9 @@ def test_what_a_pipeline_does_otherwise_is_told() -> None:
         ("deepspeed-pipeline", "experts", "layout.expert_parallel_degree"),
     ],
 )
-def test_what_deepspeed_cannot_do_is_refused(target: str, name: str, field: str) -> None:
+def test_what_deepspeed_cannot_do_is_refused(
+    target: str, name: str, field: str
+) -> None:
     """Without a model made for it."""
     with pytest.raises(UnsupportedError) as raised:
         find(target).write(plan_of(name))

@@ -30,9 +30,17 @@ def planned(devices: int, precision: str, wishes: dict[str, Any]) -> Plan:
     """Of GPT-2's twelve blocks."""
     model = counted_profile("gpt2", sequence_length=256, dtype="bf16")
     step = Job.model_validate(
-        {"global_batch_size": 280, "sequence_length": 256, "precision": precision, "constraints": {**ALL, **wishes}}
+        {
+            "global_batch_size": 280,
+            "sequence_length": 256,
+            "precision": precision,
+            "constraints": {**ALL, **wishes},
+        }
     )
-    found = plan(make_request(model, one_node(devices), step, Options(top=0), model="gpt2"), model)
+    found = plan(
+        make_request(model, one_node(devices), step, Options(top=0), model="gpt2"),
+        model,
+    )
     assert isinstance(found, Plan), found
     return found
 
@@ -42,11 +50,26 @@ def planned(devices: int, precision: str, wishes: dict[str, Any]) -> Plan:
     [
         ("picotron", "bf16", (2, 4, 4, 4), ["layers_per_stage=even"]),
         ("paddlenlp", "bf16-mixed", (2, 4, 4, 4), ["layers_per_stage=even"]),
-        ("paddlenlp", "bf16-mixed", (2, 3, 3, 3, 3), ["layers_per_stage=even", "pipeline_parallel_degree=1"]),
+        (
+            "paddlenlp",
+            "bf16-mixed",
+            (2, 3, 3, 3, 3),
+            ["layers_per_stage=even", "pipeline_parallel_degree=1"],
+        ),
         ("gpt-neox", "bf16-mixed", (2, 4, 4, 4), ["layers_per_stage=even"]),
-        ("gpt-neox", "bf16-mixed", (2, 1, 1, 2, 2, 2, 4), ["layers_per_stage=even-layers"]),
+        (
+            "gpt-neox",
+            "bf16-mixed",
+            (2, 1, 1, 2, 2, 2, 4),
+            ["layers_per_stage=even-layers"],
+        ),
         ("gpt-neox", "bf16-mixed", (2, 3, 3, 2, 4), ["layers_per_stage=even-layers"]),
-        ("gpt-neox", "bf16-mixed", (2, 1, 1, 2, 2, 2, 2, 2), ["layers_per_stage=even", "pipeline_parallel_degree=4"]),
+        (
+            "gpt-neox",
+            "bf16-mixed",
+            (2, 1, 1, 2, 2, 2, 2, 2),
+            ["layers_per_stage=even", "pipeline_parallel_degree=4"],
+        ),
         ("nanotron", "bf16-mixed", (2, 4, 4, 4), ["layers_per_stage=5,3,3,3"]),
     ],
 )
@@ -56,7 +79,9 @@ def test_refusals_recommend_what_is_taken(
     """A rule where one suits the stages, else fewer of them; of nanotron's cuts the nearest."""
     degrees = {"pipeline_parallel_degree": len(sizes)}
     with pytest.raises(UnsupportedError) as caught:
-        find(target).write(planned(len(sizes), precision, {**degrees, "layers_per_stage": sizes}))
+        find(target).write(
+            planned(len(sizes), precision, {**degrees, "layers_per_stage": sizes})
+        )
     (problem,) = caught.value.problems
     assert problem.field == "stages"
     assert re.findall(r"--fix (\S+=[\w,-]*\w)", problem.mend) == fixes

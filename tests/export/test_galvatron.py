@@ -16,7 +16,11 @@ from tests.export.texts import document, filled, once, recomputing, refused, wit
 def test_a_pipeline() -> None:
     """One entry per block, and none for embedding and head."""
     found = document(
-        "galvatron", data_parallel_degree=2, pipeline_parallel_degree=2, layers_per_stage=(6, 8), recompute="full"
+        "galvatron",
+        data_parallel_degree=2,
+        pipeline_parallel_degree=2,
+        layers_per_stage=(6, 8),
+        recompute="full",
     )
     assert found == {
         "arguments": [
@@ -84,15 +88,23 @@ def test_parameters_sharded_beside_tensor_parallelism() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["uneven-stages", "gpipe-even", "full-recompute", "recomputes-some"])
+@pytest.mark.parametrize(
+    "name", ["uneven-stages", "gpipe-even", "full-recompute", "recomputes-some"]
+)
 def test_the_lists_expand_to_the_plan(name: str) -> None:
     """As hp_config_whole_model expands them: embedding, blocks and head stand where the plan has them."""
     plan = PLANS[name]()
     found = document_of(plan)
-    ranks = [rank for rank, blocks in enumerate(numbers(found["pp_division"])) for _ in range(blocks)]
+    ranks = [
+        rank
+        for rank, blocks in enumerate(numbers(found["pp_division"]))
+        for _ in range(blocks)
+    ]
     whole = [ranks[0], *ranks, ranks[-1]]
     recompute = [0, *numbers(found["checkpoint"]), 0]
-    layers = [(stage.pipeline_rank, layer) for stage in plan.stages for layer in stage.layers]
+    layers = [
+        (stage.pipeline_rank, layer) for stage in plan.stages for layer in stage.layers
+    ]
     assert whole == [rank for rank, _ in layers]
     assert recompute == [int(layer.recompute != "none") for _, layer in layers]
 
@@ -115,7 +127,9 @@ def _recomputes_some() -> Plan:
 
 PLANS = {
     "uneven-stages": lambda: plan_of("uneven-stages"),
-    "gpipe-even": lambda: once(pipeline_parallel_degree=4, schedule="gpipe", layers_per_stage=(4, 3, 3, 4)),
+    "gpipe-even": lambda: once(
+        pipeline_parallel_degree=4, schedule="gpipe", layers_per_stage=(4, 3, 3, 4)
+    ),
     "full-recompute": lambda: plan_of("full-recompute"),
     "recomputes-some": _recomputes_some,
 }
@@ -123,24 +137,46 @@ PLANS = {
 
 def test_what_galvatron_does_in_its_own_way_is_told() -> None:
     """Selective recomputation becomes whole, ZeRO 1 shards parameters too, tensor parallelism splits sequences."""
-    assert "the plan recomputes 1 block selectively" in find("galvatron").write(_recomputes_some()).warnings[0]
+    assert (
+        "the plan recomputes 1 block selectively"
+        in find("galvatron").write(_recomputes_some()).warnings[0]
+    )
     assert "has no ZeRO 1" in find("galvatron").write(plan_of("zero-1")).warnings[0]
-    told = find("galvatron").write(once(model="llama-3.2-1b", tensor_parallel_degree=2)).warnings
+    told = (
+        find("galvatron")
+        .write(once(model="llama-3.2-1b", tensor_parallel_degree=2))
+        .warnings
+    )
     assert "always splits the sequence" in told[-1]
 
 
 @pytest.mark.parametrize(
     ("field", "layout"),
     [
-        ("layout.zero_shard_degree", {"data_parallel_degree": 4, "zero_stage": 3, "zero_shard_degree": 2}),
+        (
+            "layout.zero_shard_degree",
+            {"data_parallel_degree": 4, "zero_stage": 3, "zero_shard_degree": 2},
+        ),
         ("layout.schedule", {"pipeline_parallel_degree": 2, "schedule": "zb-h1"}),
-        ("layout.rank_order", {"data_parallel_degree": 2, "pipeline_parallel_degree": 2, "rank_order": "tp-cp-pp-dp"}),
-        ("stages[1].layers", {"pipeline_parallel_degree": 2, "layers_per_stage": (13, 1)}),
+        (
+            "layout.rank_order",
+            {
+                "data_parallel_degree": 2,
+                "pipeline_parallel_degree": 2,
+                "rank_order": "tp-cp-pp-dp",
+            },
+        ),
+        (
+            "stages[1].layers",
+            {"pipeline_parallel_degree": 2, "layers_per_stage": (13, 1)},
+        ),
         ("request.job.precision", {"precision": "bf16"}),
         ("request.job.optimizer", {"optimizer": "sgd"}),
     ],
 )
-def test_what_galvatron_cannot_do_is_refused(field: str, layout: dict[str, Any]) -> None:
+def test_what_galvatron_cannot_do_is_refused(
+    field: str, layout: dict[str, Any]
+) -> None:
     """The refusal names the field of the plan."""
     assert refused(once(**layout), "galvatron") == field
 
@@ -155,4 +191,7 @@ def test_gradients_in_fp32_must_fit() -> None:
 @pytest.mark.parametrize("precision", ["fp16-mixed", "fp32"])
 def test_precision_that_it_cannot_train_in_is_refused(precision: str) -> None:
     """It does not scale the loss of fp16, and FlashAttention takes no fp32."""
-    assert refused(with_job(plan_of("one-device"), precision=precision), "galvatron") == "request.job.precision"
+    assert (
+        refused(with_job(plan_of("one-device"), precision=precision), "galvatron")
+        == "request.job.precision"
+    )

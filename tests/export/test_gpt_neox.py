@@ -54,10 +54,17 @@ data_types:
 def test_tensor_parallelism_that_recomputes() -> None:
     """Without a pipeline DeepSpeed's is left out."""
     text = body(
-        "gpt-neox", model="llama-3.2-1b", tensor_parallel_degree=2, sequence_parallel=True, recompute="selective"
+        "gpt-neox",
+        model="llama-3.2-1b",
+        tensor_parallel_degree=2,
+        sequence_parallel=True,
+        recompute="selective",
     )
     found = yaml.safe_load(text)
-    assert {name: found[name] for name in ("pipe_parallel_size", "model_parallel_size", "num_layers")} == {
+    assert {
+        name: found[name]
+        for name in ("pipe_parallel_size", "model_parallel_size", "num_layers")
+    } == {
         "pipe_parallel_size": 0,
         "model_parallel_size": 2,
         "num_layers": 16,
@@ -84,13 +91,17 @@ def test_deepspeed_cuts_as_planned(stages: int, layers: tuple[int, ...]) -> None
     if refused(plan, "gpt-neox"):
         assert max(wanted) - wanted[0] > 1 or max(wanted) - wanted[-1] > 2
         return
-    pattern = yaml.safe_load(find("gpt-neox").write(plan).text)["pipe_partition_method"].removeprefix("type:")
+    pattern = yaml.safe_load(find("gpt-neox").write(plan).text)[
+        "pipe_partition_method"
+    ].removeprefix("type:")
     block = "ParallelTransformerLayerPipe"
     ends = ["_post_transformer_block", "NormPipe", "ParallelLinearPipe"]
     names = ["EmbeddingPipe", "_pre_transformer_block", *[block] * 12, *ends]
     weights = [int(bool(re.search(pattern, name, re.IGNORECASE))) for name in names]
     bounds = balanced(weights, stages)
-    assert [names[first:last].count(block) for first, last in pairwise(bounds)] == wanted
+    assert [
+        names[first:last].count(block) for first, last in pairwise(bounds)
+    ] == wanted
 
 
 def balanced(weights: list[int], parts: int) -> list[int]:
@@ -100,13 +111,18 @@ def balanced(weights: list[int], parts: int) -> list[int]:
     """
     count = len(weights)
     sums = np.concatenate([[0], np.cumsum(weights)])
-    best: dict[tuple[int, int], tuple[float, float, float, int]] = {(0, 0): (0.0, 0.0, np.inf, 0)}
+    best: dict[tuple[int, int], tuple[float, float, float, int]] = {
+        (0, 0): (0.0, 0.0, np.inf, 0)
+    }
     for end in range(1, count + 1):
         for part in range(1, min(end, parts) + 1):
             for cut in range(end):
                 if (cut, part - 1) in best:
                     _, most, least, _ = best[cut, part - 1]
-                    most, least = max(most, sums[end] - sums[cut]), min(least, sums[end] - sums[cut])
+                    most, least = (
+                        max(most, sums[end] - sums[cut]),
+                        min(least, sums[end] - sums[cut]),
+                    )
                     if (end, part) not in best or best[end, part][0] >= most - least:
                         best[end, part] = (most - least, most, least, cut)
     bounds = [count]
@@ -118,10 +134,20 @@ def balanced(weights: list[int], parts: int) -> list[int]:
 @pytest.mark.parametrize(
     ("field", "layout"),
     [
-        ("layout.zero_stage", {"data_parallel_degree": 2, "pipeline_parallel_degree": 2, "zero_stage": 2}),
+        (
+            "layout.zero_stage",
+            {"data_parallel_degree": 2, "pipeline_parallel_degree": 2, "zero_stage": 2},
+        ),
         ("layout.schedule", {"pipeline_parallel_degree": 2, "schedule": "gpipe"}),
         ("layout.context_parallel_degree", {"context_parallel_degree": 2}),
-        ("layout.rank_order", {"data_parallel_degree": 2, "pipeline_parallel_degree": 2, "rank_order": "tp-cp-pp-dp"}),
+        (
+            "layout.rank_order",
+            {
+                "data_parallel_degree": 2,
+                "pipeline_parallel_degree": 2,
+                "rank_order": "tp-cp-pp-dp",
+            },
+        ),
         ("stages", {"pipeline_parallel_degree": 2, "layers_per_stage": (6, 8)}),
         ("request.job.precision", {"precision": "bf16"}),
         ("request.job.optimizer", {"optimizer": "sgd"}),

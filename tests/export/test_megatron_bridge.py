@@ -46,7 +46,11 @@ def applied(plan: Plan, layers: int = 12) -> Fields:
     """A configuration after the exported function."""
     names: dict[str, Any] = {}
     exec(find("megatron-bridge").write(plan).text, names)
-    cfg = Fields(model=Fields(num_layers=layers, recompute_granularity="full", sequence_parallel=True))
+    cfg = Fields(
+        model=Fields(
+            num_layers=layers, recompute_granularity="full", sequence_parallel=True
+        )
+    )
     result: Fields = names["apply_plan"](cfg)
     return result
 
@@ -78,17 +82,30 @@ def test_an_interleaved_plan() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["one-device", "uneven-stages", "hybrid-shards", "per-layer-recompute", "zero-1"])
+@pytest.mark.parametrize(
+    "name",
+    ["one-device", "uneven-stages", "hybrid-shards", "per-layer-recompute", "zero-1"],
+)
 def test_both_megatrons_are_told_the_same(name: str) -> None:
     """Flags of Megatron-LM are fields of the same configurations."""
     plan = plan_of(name)
     cfg, flags = applied(plan), arguments(plan)
-    fields = {**vars(cfg.model), **vars(cfg.train), **vars(cfg.ddp), **vars(cfg.dist), **vars(cfg.optimizer)}
+    fields = {
+        **vars(cfg.model),
+        **vars(cfg.train),
+        **vars(cfg.ddp),
+        **vars(cfg.dist),
+        **vars(cfg.optimizer),
+    }
     for flag, value in flags.items():
         field = flag.removeprefix("--").replace("-", "_")
         if field in fields:
             assert str(fields[field]) == (value or "True")
-    assert {"tensor_model_parallel_size", "micro_batch_size", "overlap_grad_reduce"} <= set(fields)
+    assert {
+        "tensor_model_parallel_size",
+        "micro_batch_size",
+        "overlap_grad_reduce",
+    } <= set(fields)
     assert cfg.mixed_precision.grad_reduce_in_fp32 is False
 
 
@@ -100,21 +117,32 @@ def test_precisions() -> None:
         "fp8": "hybrid",
         "fp8_recipe": "tensorwise",
     }
-    assert applied(with_job(plan_of("one-device"), precision="fp16-mixed")).mixed_precision.fp16 is True
-    assert applied(with_job(plan_of("one-device"), precision="fp32")).mixed_precision.fp32 is True
+    assert (
+        applied(
+            with_job(plan_of("one-device"), precision="fp16-mixed")
+        ).mixed_precision.fp16
+        is True
+    )
+    assert (
+        applied(with_job(plan_of("one-device"), precision="fp32")).mixed_precision.fp32
+        is True
+    )
 
 
 def test_states_take_four_bytes_whatever_the_recipe_says() -> None:
     """Those of Kimi K2 and others take two, which OptimizerConfig refuses without its precision-aware optimizer."""
     optimizer = applied(plan_of("zero-1")).optimizer
     assert optimizer.use_precision_aware_optimizer is False
-    assert {vars(optimizer)[f"{name}_dtype"] for name in ("main_params", "main_grads", "exp_avg", "exp_avg_sq")} == {
-        torch.float32
-    }
+    assert {
+        vars(optimizer)[f"{name}_dtype"]
+        for name in ("main_params", "main_grads", "exp_avg", "exp_avg_sq")
+    } == {torch.float32}
 
 
 @pytest.mark.parametrize(("optimizer", "decouples"), [("adam", False), ("adamw", True)])
-def test_weight_decay_is_the_planned_optimizers(optimizer: str, decouples: bool) -> None:
+def test_weight_decay_is_the_planned_optimizers(
+    optimizer: str, decouples: bool
+) -> None:
     """Megatron-LM has no flag for it, and tells so; Megatron-Bridge has the field."""
     plan = with_job(plan_of("one-device"), optimizer=optimizer)
     assert applied(plan).optimizer.decoupled_weight_decay is decouples
@@ -124,7 +152,9 @@ def test_weight_decay_is_the_planned_optimizers(optimizer: str, decouples: bool)
 
 def test_a_recipe_of_another_model_is_told() -> None:
     """Before anything is written."""
-    with pytest.raises(ValueError, match="the plan is for 12 layers, the recipe's model has 32"):
+    with pytest.raises(
+        ValueError, match="the plan is for 12 layers, the recipe's model has 32"
+    ):
         applied(plan_of("one-device"), 32)
 
 

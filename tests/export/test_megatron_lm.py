@@ -34,7 +34,9 @@ def arguments(plan: Plan) -> dict[str, str]:
     """Flags and values, as a shell passes them on."""
     text = find("megatron-lm").write(plan).text
     shell = ["bash", "-euc", f'{text}\nprintf "%s\\n" "${{PLAN_ARGS[@]}}"']
-    words = subprocess.run(shell, capture_output=True, text=True, check=True).stdout.split()
+    words = subprocess.run(
+        shell, capture_output=True, text=True, check=True
+    ).stdout.split()
     found: dict[str, list[str]] = {}
     for word in words:
         if word.startswith("--"):
@@ -47,7 +49,9 @@ def arguments(plan: Plan) -> dict[str, str]:
 
 def test_an_interleaved_plan_with_uneven_stages() -> None:
     """All flags of a plan, in full."""
-    assert find("megatron-lm").write(plan_of("virtual-stages")).text.splitlines()[2:] == [
+    assert find("megatron-lm").write(plan_of("virtual-stages")).text.splitlines()[
+        2:
+    ] == [
         "# Use: source this file, then torchrun ... pretrain_gpt.py \"${PLAN_ARGS[@]}\" and your model's and data's "
         "arguments.",
         "PLAN_ARGS=(",
@@ -72,12 +76,17 @@ def test_the_layout_string_has_the_layers_of_every_stage(name: str) -> None:
     plan = plan_of(name)
     found = arguments(plan)
     text = found.get("--pipeline-model-parallel-layout", f"Et*{found['--num-layers']}L")
-    stages = re.sub(r"(.)\*(\d+)", lambda match: match[1] * int(match[2]), text).split("|")
-    assert [len(stage) for stage in stages] == [len(stage.layers) for stage in plan.stages]
+    stages = re.sub(r"(.)\*(\d+)", lambda match: match[1] * int(match[2]), text).split(
+        "|"
+    )
+    assert [len(stage) for stage in stages] == [
+        len(stage.layers) for stage in plan.stages
+    ]
     assert "".join(stages) == f"E{'t' * int(found['--num-layers'])}L"
     assert len(stages) % int(found["--pipeline-model-parallel-size"]) == 0
     assert [stage.pipeline_rank for stage in plan.stages] == [
-        index % int(found["--pipeline-model-parallel-size"]) for index in range(len(stages))
+        index % int(found["--pipeline-model-parallel-size"])
+        for index in range(len(stages))
     ]
 
 
@@ -85,8 +94,12 @@ def test_the_layout_string_has_the_layers_of_every_stage(name: str) -> None:
 def test_the_global_batch_is_that_of_the_plan(name: str) -> None:
     """Megatron-LM derives the data-parallel degree of devices / (tensor x pipeline x context)."""
     plan, found = plan_of(name), arguments(plan_of(name))
-    model_parallel = int(found["--tensor-model-parallel-size"]) * int(found["--pipeline-model-parallel-size"])
-    data = len(plan.placement) // (model_parallel * int(found.get("--context-parallel-size", 1)))
+    model_parallel = int(found["--tensor-model-parallel-size"]) * int(
+        found["--pipeline-model-parallel-size"]
+    )
+    data = len(plan.placement) // (
+        model_parallel * int(found.get("--context-parallel-size", 1))
+    )
     per_round = data * int(found["--micro-batch-size"])
     assert int(found["--global-batch-size"]) == per_round * plan.micro_batches
 
@@ -94,31 +107,67 @@ def test_the_global_batch_is_that_of_the_plan(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "flags"),
     [
-        ("hybrid-shards", {"--num-distributed-optimizer-instances": "2", "--use-megatron-fsdp": ""}),
+        (
+            "hybrid-shards",
+            {"--num-distributed-optimizer-instances": "2", "--use-megatron-fsdp": ""},
+        ),
         ("zero-1", {"--use-distributed-optimizer": "", "--overlap-param-gather": ""}),
-        ("tensor-data-zero-3", {"--data-parallel-sharding-strategy": "optim_grads_params", "--sequence-parallel": ""}),
-        ("experts", {"--expert-model-parallel-size": "4", "--expert-tensor-parallel-size": "1"}),
+        (
+            "tensor-data-zero-3",
+            {
+                "--data-parallel-sharding-strategy": "optim_grads_params",
+                "--sequence-parallel": "",
+            },
+        ),
+        (
+            "experts",
+            {"--expert-model-parallel-size": "4", "--expert-tensor-parallel-size": "1"},
+        ),
         ("pipelines-side-by-side", {"--use-tp-pp-dp-mapping": ""}),
         ("fp8", {"--bf16": "", "--fp8-format": "hybrid", "--fp8-recipe": "tensorwise"}),
         ("context", {"--context-parallel-size": "2", "--cp-comm-type": "all_gather"}),
-        ("states-on-host", {"--optimizer-cpu-offload": "", "--use-precision-aware-optimizer": ""}),
-        ("selective-recompute", {"--recompute-granularity": "selective", "--recompute-modules": "layernorm mlp moe"}),
+        (
+            "states-on-host",
+            {"--optimizer-cpu-offload": "", "--use-precision-aware-optimizer": ""},
+        ),
+        (
+            "selective-recompute",
+            {
+                "--recompute-granularity": "selective",
+                "--recompute-modules": "layernorm mlp moe",
+            },
+        ),
     ],
 )
 def test_choices_become_flags(name: str, flags: dict[str, str]) -> None:
     """And what is not chosen has none."""
     assert flags.items() <= arguments(plan_of(name)).items()
-    assert not set(flags) & {flag for flag in arguments(plan_of("one-device")) if flag != "--bf16"}
+    assert not set(flags) & {
+        flag for flag in arguments(plan_of("one-device")) if flag != "--bf16"
+    }
 
 
 @pytest.mark.parametrize(
-    ("name", "found"), [("tensor-data-zero-3", "unset"), ("zero-2", "unset"), ("context", "1"), ("zero-1", "1")]
+    ("name", "found"),
+    [
+        ("tensor-data-zero-3", "unset"),
+        ("zero-2", "unset"),
+        ("context", "1"),
+        ("zero-1", "1"),
+    ],
 )
 def test_connections_are_what_megatron_checks(name: str, found: str) -> None:
     """1 where ranks split layers; under FSDP any but 1, though the shell has it so; else as the shell has it."""
     show = 'echo "${CUDA_DEVICE_MAX_CONNECTIONS-unset}"'
-    shell = ["bash", "-euc", f"CUDA_DEVICE_MAX_CONNECTIONS=1\n{find('megatron-lm').write(plan_of(name)).text}\n{show}"]
-    assert subprocess.run(shell, capture_output=True, text=True, check=True).stdout.strip() == found
+    shell = [
+        "bash",
+        "-euc",
+        f"CUDA_DEVICE_MAX_CONNECTIONS=1\n{find('megatron-lm').write(plan_of(name)).text}\n{show}",
+    ]
+    assert (
+        subprocess.run(shell, capture_output=True, text=True, check=True).stdout.strip()
+        == found
+    )
 
 
 def test_sgd_has_no_momentum_unless_planned() -> None:
@@ -131,29 +180,53 @@ def test_recomputation_is_the_least_that_holds_the_plans_memory() -> None:
     """Of two stages with three and two blocks, in all modes; a warning tells wherever it is not the plan's."""
     worth: dict[RecomputeMode, int] = {"none": 0, "selective": 1, "full": 2}
     for modes in product(worth, repeat=5):
-        stages = tuple(TransformerStage(True, part, False) for part in (modes[:3], modes[3:]))
+        stages = tuple(
+            TransformerStage(True, part, False) for part in (modes[:3], modes[3:])
+        )
         chosen = recomputation(Transformer("layers", stages))
-        wanted = [sorted((worth[mode] for mode in stage.recompute), reverse=True) for stage in stages]
-        run = [_run(chosen.granularity, chosen.method, chosen.blocks, stage.blocks) for stage in stages]
+        wanted = [
+            sorted((worth[mode] for mode in stage.recompute), reverse=True)
+            for stage in stages
+        ]
+        run = [
+            _run(chosen.granularity, chosen.method, chosen.blocks, stage.blocks)
+            for stage in stages
+        ]
         assert _covers(run, wanted)
         assert bool(chosen.warning) == (run != wanted or "selective" in modes)
-        assert chosen.granularity == ("full" if "full" in modes else "selective" if "selective" in modes else None)
-        fewer = [[_run("full", "block", count, stage.blocks) for stage in stages] for count in range(4)]
+        assert chosen.granularity == (
+            "full" if "full" in modes else "selective" if "selective" in modes else None
+        )
+        fewer = [
+            [_run("full", "block", count, stage.blocks) for stage in stages]
+            for count in range(4)
+        ]
         if chosen.granularity == "full":
-            assert sum(map(sum, run)) == min(sum(map(sum, each)) for each in fewer if _covers(each, wanted))
+            assert sum(map(sum, run)) == min(
+                sum(map(sum, each)) for each in fewer if _covers(each, wanted)
+            )
 
 
-def _run(granularity: str | None, method: str | None, count: int | None, blocks: int) -> list[int]:
+def _run(
+    granularity: str | None, method: str | None, count: int | None, blocks: int
+) -> list[int]:
     """What Megatron-Core recomputes of each block of a stage: `megatron/core/recompute.py`."""
     if granularity is None:
         return [0] * blocks
     if granularity == "selective":
         return [1] * blocks
-    return [2 if method == "uniform" or number < (count or 0) else 0 for number in range(blocks)]
+    return [
+        2 if method == "uniform" or number < (count or 0) else 0
+        for number in range(blocks)
+    ]
 
 
 def _covers(run: list[list[int]], wanted: list[list[int]]) -> bool:
-    return all(a >= b for one, other in zip(run, wanted, strict=True) for a, b in zip(one, other, strict=True))
+    return all(
+        a >= b
+        for one, other in zip(run, wanted, strict=True)
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", ["gpipe", "zero-bubble"])
@@ -188,14 +261,21 @@ def test_what_megatron_cannot_do_is_refused(name: str, field: str) -> None:
     ("layout", "field"),
     [
         (
-            {"schedule": "interleaved-memory-optimised", "pipeline_parallel_degree": 2, "virtual_stages_per_rank": 2},
+            {
+                "schedule": "interleaved-memory-optimised",
+                "pipeline_parallel_degree": 2,
+                "virtual_stages_per_rank": 2,
+            },
             "layout.schedule",
         ),
         (
             {"data_parallel_degree": 2, "zero_stage": 2, "pipeline_parallel_degree": 2},
             "layout.pipeline_parallel_degree",
         ),
-        ({"data_parallel_degree": 2, "zero_stage": 1, "optimizer": "sgd"}, "layout.zero_stage"),
+        (
+            {"data_parallel_degree": 2, "zero_stage": 1, "optimizer": "sgd"},
+            "layout.zero_stage",
+        ),
         ({"precision": "bf16"}, "request.job.precision"),
         (
             {
@@ -208,7 +288,9 @@ def test_what_megatron_cannot_do_is_refused(name: str, field: str) -> None:
         ),
     ],
 )
-def test_what_would_not_hold_the_memory_or_start_is_refused(layout: dict[str, object], field: str) -> None:
+def test_what_would_not_hold_the_memory_or_start_is_refused(
+    layout: dict[str, object], field: str
+) -> None:
     """A longer warm-up, Megatron-FSDP beside stages, its distributed optimizer without Adam, no master copy."""
     with pytest.raises(UnsupportedError) as raised:
         find("megatron-lm").write(planned(**layout))  # type: ignore[arg-type]

@@ -91,54 +91,93 @@ def test_tensor_parallelism_that_recomputes() -> None:
     assert found["model"]["model_config"]["offset"] == [0]
 
 
-@pytest.mark.parametrize("modes", [{}, {0: "full", 11: "full"}, dict.fromkeys(range(12), "full")])
+@pytest.mark.parametrize(
+    "modes", [{}, {0: "full", 11: "full"}, dict.fromkeys(range(12), "full")]
+)
 @pytest.mark.parametrize("name", ["uneven-stages", "virtual-stages", "full-recompute"])
-def test_layer_setting_deals_blocks_as_planned(name: str, modes: dict[int, RecomputeMode]) -> None:
+def test_layer_setting_deals_blocks_as_planned(
+    name: str, modes: dict[int, RecomputeMode]
+) -> None:
     """As mindformers.models.utils.LayerSetting deals them, every stage has its blocks, and recomputes as many."""
     plan = recomputing(plan_of(name), modes)
     found = yaml.safe_load(find("mindformers").write(plan).text)
-    model, ranks = found["model"]["model_config"], found["parallel_config"]["pipeline_stage"]
+    model, ranks = (
+        found["model"]["model_config"],
+        found["parallel_config"]["pipeline_stage"],
+    )
     virtual, blocks = model["pp_interleave_num"], model["num_layers"]
     given = np.array(model["offset"])
     assert given.sum() == blocks % (ranks * virtual)
     sizes = np.ones((virtual, ranks), int) * (blocks // (ranks * virtual)) + given
     ends = sizes.cumsum().reshape(-1)
-    counts = np.broadcast_to(np.array(found["recompute_config"]["recompute"] or 0), (virtual, ranks)).reshape(-1)
+    counts = np.broadcast_to(
+        np.array(found["recompute_config"]["recompute"] or 0), (virtual, ranks)
+    ).reshape(-1)
     for stage in plan.stages:
-        held = [layer for layer in stage.layers if layer.modules[0].startswith("transformer.h.")]
+        held = [
+            layer
+            for layer in stage.layers
+            if layer.modules[0].startswith("transformer.h.")
+        ]
         numbers = [int(layer.modules[0].split(".")[-1]) for layer in held]
-        assert all(np.searchsorted(ends, number + 1) == stage.index for number in numbers)
+        assert all(
+            np.searchsorted(ends, number + 1) == stage.index for number in numbers
+        )
         assert stage.index % ranks == stage.pipeline_rank
         assert counts[stage.index] == sum(layer.recompute != "none" for layer in held)
 
 
 def test_what_mindformers_does_in_its_own_way_is_told() -> None:
     """Its parallel optimizer is no stage of ZeRO; partial recomputation becomes whole."""
-    assert "has no ZeRO 2" in written("mindformers", data_parallel_degree=2, zero_stage=2).warnings[-1]
-    told = find("mindformers").write(recomputing(plan_of("uneven-stages"), {5: "full"})).warnings
+    assert (
+        "has no ZeRO 2"
+        in written("mindformers", data_parallel_degree=2, zero_stage=2).warnings[-1]
+    )
+    told = (
+        find("mindformers")
+        .write(recomputing(plan_of("uneven-stages"), {5: "full"}))
+        .warnings
+    )
     assert "recomputes the first blocks of a stage" in told[0]
-    assert "recomputes 12 blocks selectively" in find("mindformers").write(plan_of("selective-recompute")).warnings[0]
+    assert (
+        "recomputes 12 blocks selectively"
+        in find("mindformers").write(plan_of("selective-recompute")).warnings[0]
+    )
     assert "around a ring" in find("mindformers").write(plan_of("context")).warnings[-1]
 
 
 def test_casts_of_parameters_must_fit() -> None:
     """They are refused where a device has no room for them."""
     assert refused(plan_of("one-device"), "mindformers") == ""
-    assert refused(filled(plan_of("one-device")), "mindformers") == "prediction.memory[0]"
+    assert (
+        refused(filled(plan_of("one-device")), "mindformers") == "prediction.memory[0]"
+    )
 
 
 @pytest.mark.parametrize(
     ("field", "layout"),
     [
         ("layout.zero_stage", {"data_parallel_degree": 2, "zero_stage": 3}),
-        ("layout.zero_shard_degree", {"data_parallel_degree": 4, "zero_stage": 2, "zero_shard_degree": 2}),
+        (
+            "layout.zero_shard_degree",
+            {"data_parallel_degree": 4, "zero_stage": 2, "zero_shard_degree": 2},
+        ),
         ("layout.schedule", {"pipeline_parallel_degree": 2, "schedule": "zb-h1"}),
-        ("layout.rank_order", {"data_parallel_degree": 2, "pipeline_parallel_degree": 2, "rank_order": "tp-cp-pp-dp"}),
+        (
+            "layout.rank_order",
+            {
+                "data_parallel_degree": 2,
+                "pipeline_parallel_degree": 2,
+                "rank_order": "tp-cp-pp-dp",
+            },
+        ),
         ("micro_batches", {"pipeline_parallel_degree": 4, "batch": 2}),
         ("request.job.precision", {"precision": "bf16"}),
         ("request.job.optimizer", {"optimizer": "sgd"}),
     ],
 )
-def test_what_mindformers_cannot_do_is_refused(field: str, layout: dict[str, Any]) -> None:
+def test_what_mindformers_cannot_do_is_refused(
+    field: str, layout: dict[str, Any]
+) -> None:
     """The refusal names the field of the plan."""
     assert refused(once(**layout), "mindformers") == field

@@ -94,7 +94,9 @@ optimizer:
 
 
 @given(st.lists(st.integers(0, 6), min_size=2, max_size=5), st.floats(0.01, 30))
-def test_the_range_of_head_costs_is_where_nanotron_cuts_so(sizes: list[int], cost: float) -> None:
+def test_the_range_of_head_costs_is_where_nanotron_cuts_so(
+    sizes: list[int], cost: float
+) -> None:
     """Inside of the range its own rule gives these stages, outside of it others."""
     least, most = head_costs(sizes)
     assume(sum(sizes) and min(abs(cost - least), abs(cost - most)) > 1e-9)
@@ -117,7 +119,11 @@ def cut(blocks: int, stages: int, head: float) -> list[int]:
 def test_the_range_is_told() -> None:
     """Llama 3.2 1B's head costs 128256 / (4 x 2048 + 3 x 8192) = 3.9 blocks: the plan's 10 and 6 are nanotron's cut."""
     export = written(
-        "nanotron", model="llama-3.2-1b", pipeline_parallel_degree=2, layers_per_stage=(11, 7), headroom=0.0
+        "nanotron",
+        model="llama-3.2-1b",
+        pipeline_parallel_degree=2,
+        layers_per_stage=(11, 7),
+        headroom=0.0,
     )
     assert (
         "into the plan's 10, 6 blocks where vocab_size / (4 hidden_size + 3 intermediate_size) of your model is "
@@ -130,7 +136,10 @@ def test_partial_recomputation_becomes_whole() -> None:
     """nanotron recomputes all blocks or none: never fewer than planned."""
     export = written("nanotron", data_parallel_degree=2, recompute="selective")
     assert "recompute_layer: true" in export.text
-    assert "recomputes all 12 blocks whole; the plan recomputes 12 of them, 12 selectively" in export.warnings[0]
+    assert (
+        "recomputes all 12 blocks whole; the plan recomputes 12 of them, 12 selectively"
+        in export.warnings[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,7 +148,14 @@ def test_partial_recomputation_becomes_whole() -> None:
         ("layout.zero_stage", {"data_parallel_degree": 2, "zero_stage": 2}),
         ("layout.context_parallel_degree", {"context_parallel_degree": 2}),
         ("layout.schedule", {"pipeline_parallel_degree": 2, "schedule": "zb-h1"}),
-        ("layout.rank_order", {"data_parallel_degree": 2, "pipeline_parallel_degree": 2, "rank_order": "tp-cp-pp-dp"}),
+        (
+            "layout.rank_order",
+            {
+                "data_parallel_degree": 2,
+                "pipeline_parallel_degree": 2,
+                "rank_order": "tp-cp-pp-dp",
+            },
+        ),
         ("micro_batches", {"pipeline_parallel_degree": 4, "batch": 2}),
         ("stages", {"pipeline_parallel_degree": 2, "layers_per_stage": (5, 9)}),
         ("request.job.optimizer", {"optimizer": "adam"}),
@@ -160,4 +176,7 @@ def test_gradients_in_fp32_must_fit() -> None:
 @pytest.mark.parametrize("precision", ["fp16-mixed", "fp32"])
 def test_precision_that_it_cannot_train_in_is_refused(precision: str) -> None:
     """It does not scale the loss of fp16, and FlashAttention takes no fp32."""
-    assert refused(with_job(plan_of("one-device"), precision=precision), "nanotron") == "request.job.precision"
+    assert (
+        refused(with_job(plan_of("one-device"), precision=precision), "nanotron")
+        == "request.job.precision"
+    )

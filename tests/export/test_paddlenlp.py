@@ -56,8 +56,13 @@ python -m paddle.distributed.launch ${PADDLE_LAUNCH:-} run_pretrain.py "$1" \\
 def arguments(text: str) -> dict[str, list[str]]:
     """What run_pretrain.py is given, by name."""
     words = shlex.split(text.split('"$1"')[1].replace("\\\n", ""))
-    starts = [*(number for number, word in enumerate(words) if word.startswith("--")), len(words)]
-    return {words[first][2:]: words[first + 1 : last] for first, last in pairwise(starts)}
+    starts = [
+        *(number for number, word in enumerate(words) if word.startswith("--")),
+        len(words),
+    ]
+    return {
+        words[first][2:]: words[first + 1 : last] for first, last in pairwise(starts)
+    }
 
 
 def test_tensor_parallelism_in_groups_of_shards() -> None:
@@ -72,7 +77,10 @@ def test_tensor_parallelism_in_groups_of_shards() -> None:
     )
     found = arguments(find("paddlenlp").write(plan).text)
     assert (found["sharding"], found["sharding_parallel_degree"]) == (["stage3"], ["2"])
-    assert (found["tensor_parallel_degree"], found["sequence_parallel"]) == (["2"], ["true"])
+    assert (found["tensor_parallel_degree"], found["sequence_parallel"]) == (
+        ["2"],
+        ["true"],
+    )
     assert found["hybrid_parallel_topo_order"] == ["pp_first"]
 
 
@@ -83,20 +91,32 @@ def test_every_block_recomputes_as_planned() -> None:
     found = arguments(export.text)
     assert found["recompute"] == ["true"]
     assert found["recompute_granularity"] == ["full"]
-    assert found["no_recompute_layers"] == [str(number) for number in range(12) if number not in {1, 11}]
+    assert found["no_recompute_layers"] == [
+        str(number) for number in range(12) if number not in {1, 11}
+    ]
     assert "recomputes 1 block selectively" in export.warnings[0]
-    assert "no_recompute_layers" not in find("paddlenlp").write(plan_of("full-recompute")).text
+    assert (
+        "no_recompute_layers"
+        not in find("paddlenlp").write(plan_of("full-recompute")).text
+    )
 
 
 def test_virtual_stages_are_equal() -> None:
     """Twelve blocks on two ranks with two virtual stages each are three per stage."""
     found = arguments(find("paddlenlp").write(plan_of("virtual-stages")).text)
-    assert (found["pipeline_parallel_degree"], found["virtual_pp_degree"]) == (["2"], ["2"])
+    assert (found["pipeline_parallel_degree"], found["virtual_pp_degree"]) == (
+        ["2"],
+        ["2"],
+    )
 
 
 def test_precision() -> None:
     """Either half is mixed with fp32 copies."""
-    found = arguments(find("paddlenlp").write(with_job(plan_of("one-device"), precision="fp16-mixed")).text)
+    found = arguments(
+        find("paddlenlp")
+        .write(with_job(plan_of("one-device"), precision="fp16-mixed"))
+        .text
+    )
     assert found["fp16"] == ["true"]
     assert found["fp16_opt_level"] == ["O2"]
     assert "bf16" not in found
@@ -106,9 +126,23 @@ def test_precision() -> None:
     ("field", "layout"),
     [
         ("stages", {"pipeline_parallel_degree": 2, "layers_per_stage": (6, 8)}),
-        ("layout.zero_stage", {**dict.fromkeys(("data_parallel_degree", "pipeline_parallel_degree", "zero_stage"), 2)}),
-        ("layout.zero_shard_degree", {"data_parallel_degree": 4, "zero_stage": 1, "zero_shard_degree": 2}),
-        ("layout.rank_order", {"data_parallel_degree": 2, "pipeline_parallel_degree": 2}),
+        (
+            "layout.zero_stage",
+            {
+                **dict.fromkeys(
+                    ("data_parallel_degree", "pipeline_parallel_degree", "zero_stage"),
+                    2,
+                )
+            },
+        ),
+        (
+            "layout.zero_shard_degree",
+            {"data_parallel_degree": 4, "zero_stage": 1, "zero_shard_degree": 2},
+        ),
+        (
+            "layout.rank_order",
+            {"data_parallel_degree": 2, "pipeline_parallel_degree": 2},
+        ),
         ("layout.schedule", {"pipeline_parallel_degree": 2, "schedule": "gpipe"}),
         ("layout.context_parallel_degree", {"context_parallel_degree": 2}),
         (
@@ -124,9 +158,13 @@ def test_precision() -> None:
         ("request.job.optimizer", {"optimizer": "sgd"}),
     ],
 )
-def test_what_paddlenlp_cannot_do_is_refused(field: str, layout: dict[str, Any]) -> None:
+def test_what_paddlenlp_cannot_do_is_refused(
+    field: str, layout: dict[str, Any]
+) -> None:
     """The refusal names the field of the plan."""
-    stages = layout.get("pipeline_parallel_degree", 1) * layout.get("virtual_stages_per_rank", 1)
+    stages = layout.get("pipeline_parallel_degree", 1) * layout.get(
+        "virtual_stages_per_rank", 1
+    )
     if stages == 2 and "layers_per_stage" not in layout:
         layout = {**layout, "layers_per_stage": (7, 7)}
     assert refused(once(**layout), "paddlenlp") == field

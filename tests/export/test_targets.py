@@ -27,7 +27,9 @@ BY_ID = ("torchrun", "slurm")
 
 
 def _is_bash(text: str) -> None:
-    subprocess.run(["bash", "-n"], input=text, text=True, check=True, capture_output=True)
+    subprocess.run(
+        ["bash", "-n"], input=text, text=True, check=True, capture_output=True
+    )
 
 
 READERS: dict[str, Callable[[str], Any]] = {
@@ -75,7 +77,9 @@ def test_a_plan_is_written_or_refused(target: Target, name: str) -> None:
     assert target.suffix not in COMMENTED or plan.id in export.text
     assert export.text.endswith("\n")
     assert not export.text.endswith("\n\n")
-    assert all(warning.endswith(".") and "\n" not in warning for warning in export.warnings)
+    assert all(
+        warning.endswith(".") and "\n" not in warning for warning in export.warnings
+    )
     assert target.write(plan) == export
 
 
@@ -93,7 +97,10 @@ def test_names_are_in_order() -> None:
         assert re.fullmatch(r"[a-z0-9-]+", name)
         assert target.suffix in READERS
         assert re.search(r"\d", target.version)
-        assert target.file_name(plan_of("one-device")) == f"{plan_of('one-device').id[:12]}-{name}{target.suffix}"
+        assert (
+            target.file_name(plan_of("one-device"))
+            == f"{plan_of('one-device').id[:12]}-{name}{target.suffix}"
+        )
 
 
 def test_an_unknown_target_is_told_what_was_meant() -> None:
@@ -102,14 +109,29 @@ def test_an_unknown_target_is_told_what_was_meant() -> None:
         find("torch-pipeline")
 
 
-def changed(plan: Plan, *, job: dict[str, Any] | None = None, recompute: str | None = None, **layout: Any) -> Plan:
+def changed(
+    plan: Plan,
+    *,
+    job: dict[str, Any] | None = None,
+    recompute: str | None = None,
+    **layout: Any,
+) -> Plan:
     """The plan with fields of its layout or job changed, and nothing else: neither id nor consequences."""
-    request = plan.request.model_copy(update={"job": plan.request.job.model_copy(update=job or {})})
-    update: dict[str, Any] = {"layout": plan.layout.model_copy(update=layout), "request": request}
+    request = plan.request.model_copy(
+        update={"job": plan.request.job.model_copy(update=job or {})}
+    )
+    update: dict[str, Any] = {
+        "layout": plan.layout.model_copy(update=layout),
+        "request": request,
+    }
     if recompute is not None:
-        layers = [[each.model_copy(update={"recompute": recompute}) for each in one.layers] for one in plan.stages]
+        layers = [
+            [each.model_copy(update={"recompute": recompute}) for each in one.layers]
+            for one in plan.stages
+        ]
         update["stages"] = tuple(
-            one.model_copy(update={"layers": tuple(found)}) for one, found in zip(plan.stages, layers, strict=True)
+            one.model_copy(update={"layers": tuple(found)})
+            for one, found in zip(plan.stages, layers, strict=True)
         )
         update["layout"] = plan.layout.model_copy(update={"recompute": recompute})
     return plan.model_copy(update=update)
@@ -117,14 +139,18 @@ def changed(plan: Plan, *, job: dict[str, Any] | None = None, recompute: str | N
 
 @cache
 def _with_layers(*counts: int) -> Plan:
-    return planned(pipeline_parallel_degree=2, data_parallel_degree=2, layers_per_stage=counts)
+    return planned(
+        pipeline_parallel_degree=2, data_parallel_degree=2, layers_per_stage=counts
+    )
 
 
 CHANGES: dict[str, Callable[[Plan], Plan]] = {
     "zero_stage": lambda plan: changed(plan, zero_stage=1),
     "gradients sharded": lambda plan: changed(plan, zero_stage=2),
     "parameters sharded": lambda plan: changed(plan, zero_stage=3),
-    "schedule": lambda plan: changed(plan, schedule="gpipe").model_copy(update={"actions": _gpipe().actions}),
+    "schedule": lambda plan: changed(plan, schedule="gpipe").model_copy(
+        update={"actions": _gpipe().actions}
+    ),
     "micro_batch_size": lambda plan: _larger_micro_batches().model_copy(
         update={"id": plan.id, "prediction": plan.prediction, "request": plan.request}
     ),
@@ -133,7 +159,9 @@ CHANGES: dict[str, Callable[[Plan], Plan]] = {
     "rank_order": lambda plan: changed(plan, rank_order="tp-cp-pp-dp"),
     "activation_offload": lambda plan: changed(plan, activation_offload=True),
     "optimizer_offload": lambda plan: changed(plan, optimizer_offload=True),
-    "stages": lambda plan: plan.model_copy(update={"stages": _with_layers(6, 8).stages}),
+    "stages": lambda plan: plan.model_copy(
+        update={"stages": _with_layers(6, 8).stages}
+    ),
     "precision": lambda plan: changed(plan, job={"precision": "fp16-mixed"}),
     "optimizer": lambda plan: changed(plan, job={"optimizer": "momentum"}),
     "sequence_length": lambda plan: changed(plan, job={"sequence_length": 128}),
@@ -143,12 +171,22 @@ CHANGES: dict[str, Callable[[Plan], Plan]] = {
 
 @cache
 def _gpipe() -> Plan:
-    return planned(pipeline_parallel_degree=2, data_parallel_degree=2, schedule="gpipe", layers_per_stage=(7, 7))
+    return planned(
+        pipeline_parallel_degree=2,
+        data_parallel_degree=2,
+        schedule="gpipe",
+        layers_per_stage=(7, 7),
+    )
 
 
 @cache
 def _larger_micro_batches() -> Plan:
-    return planned(pipeline_parallel_degree=2, data_parallel_degree=2, micro_batch_size=2, layers_per_stage=(7, 7))
+    return planned(
+        pipeline_parallel_degree=2,
+        data_parallel_degree=2,
+        micro_batch_size=2,
+        layers_per_stage=(7, 7),
+    )
 
 
 @cache
@@ -158,7 +196,9 @@ def _with_split_layers() -> Plan:
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize(
-    "target", [each for each in TARGETS.values() if each.name not in BY_ID], ids=lambda each: each.name
+    "target",
+    [each for each in TARGETS.values() if each.name not in BY_ID],
+    ids=lambda each: each.name,
 )
 def test_nothing_is_dropped_in_silence(target: Target, change: str) -> None:
     """A change of any field shows in the text or in the warnings, or is refused."""
@@ -185,7 +225,9 @@ UNDONE: dict[str, dict[str, Any]] = {
 def test_what_is_special_is_not_dropped(name: str, plan: str) -> None:
     """A plan is not written as if what is special about it were not there."""
     before = written(find(name), plan_of(plan))
-    assert before is None or before != written(find(name), changed(plan_of(plan), **UNDONE[plan]))
+    assert before is None or before != written(
+        find(name), changed(plan_of(plan), **UNDONE[plan])
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in TARGETS if name not in BY_ID])
@@ -209,7 +251,10 @@ def test_a_recomputed_head_is_refused(name: str) -> None:
     head = head.model_copy(update={"recompute": "full"})
     stage = plan.stages[0].model_copy(update={"layers": (*layers, head)})
     plan = plan.model_copy(
-        update={"stages": (stage,), "layout": plan.layout.model_copy(update={"recompute": "per-layer"})}
+        update={
+            "stages": (stage,),
+            "layout": plan.layout.model_copy(update={"recompute": "per-layer"}),
+        }
     )
     with pytest.raises(UnsupportedError, match=r"stages\[0\]\.layers: .* recompute"):
         find(name).write(plan)

@@ -55,13 +55,20 @@ def refused(plan: Plan, target: str) -> str:
 def with_job(plan: Plan, **fields: Any) -> Plan:
     """The plan, as if it were for another job."""
     job = plan.request.job.model_copy(update=fields)
-    return plan.model_copy(update={"request": plan.request.model_copy(update={"job": job})})
+    return plan.model_copy(
+        update={"request": plan.request.model_copy(update={"job": job})}
+    )
 
 
 def filled(plan: Plan) -> Plan:
     """The plan, as if its devices had no byte to spare."""
-    rows = tuple(row.model_copy(update={"capacity_bytes": row.peak_bytes}) for row in plan.prediction.memory)
-    return plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"memory": rows})})
+    rows = tuple(
+        row.model_copy(update={"capacity_bytes": row.peak_bytes})
+        for row in plan.prediction.memory
+    )
+    return plan.model_copy(
+        update={"prediction": plan.prediction.model_copy(update={"memory": rows})}
+    )
 
 
 def recomputing(plan: Plan, modes: dict[int, RecomputeMode]) -> Plan:
@@ -72,7 +79,10 @@ def recomputing(plan: Plan, modes: dict[int, RecomputeMode]) -> Plan:
         return modes.get(int(number), "none") if number.isdigit() else "none"
 
     def changed(stage: Stage) -> Stage:
-        layers = (each.model_copy(update={"recompute": recompute(each)}) for each in stage.layers)
+        layers = (
+            each.model_copy(update={"recompute": recompute(each)})
+            for each in stage.layers
+        )
         return stage.model_copy(update={"layers": tuple(layers)})
 
     return plan.model_copy(update={"stages": tuple(map(changed, plan.stages))})

@@ -59,7 +59,9 @@ def row(source_id: str = "a", **values: object) -> Row:
     }
     unknown = set(values) - set(COLUMNS)
     assert not unknown, f"no columns {unknown}"
-    return dict.fromkeys(COLUMNS, "") | {name: str(value) for name, value in (plain | values).items()}
+    return dict.fromkeys(COLUMNS, "") | {
+        name: str(value) for name, value in (plain | values).items()
+    }
 
 
 def cited(source_id: str, **values: object) -> Row:

@@ -21,9 +21,16 @@ def data(tmp_path: Path) -> Path:
         cited("selective", step_s=1.10, recompute="selective", sequence_parallel=1),
         row("tpu", hardware="Cloud TPU"),
     ]
-    plans = [row(f"{tp}-{mbs}", tp=tp, mbs=mbs, rank_group="g") for tp in (1, 2) for mbs in (1, 2)]
+    plans = [
+        row(f"{tp}-{mbs}", tp=tp, mbs=mbs, rank_group="g")
+        for tp in (1, 2)
+        for mbs in (1, 2)
+    ]
     write_rows(tmp_path / "papers_transformer.csv", papers)
-    write_rows(tmp_path / "mine.csv", [*plans, row("oom", hidden=65536, status="OOM", step_s="", tp=1, pp=1)])
+    write_rows(
+        tmp_path / "mine.csv",
+        [*plans, row("oom", hidden=65536, status="OOM", step_s="", tp=1, pp=1)],
+    )
     return tmp_path
 
 
@@ -44,8 +51,12 @@ def test_json(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = "rows in_scope time_mape time_median_ape memory_mape oom_accuracy false_fit_rate mean_regret spearman"
     assert set(found["overall"]) == set(names.split())
     assert (found["overall"]["rows"], found["overall"]["in_scope"]) == (8, 7)
-    assert found["families"]["papers_transformer"]["out_of_scope"] == {"hardware without catalogue entry": 1}
-    assert found["families"]["papers_transformer"]["time_mape"] < 0.35  # as the package comes, nothing fitted to these
+    assert found["families"]["papers_transformer"]["out_of_scope"] == {
+        "hardware without catalogue entry": 1
+    }
+    assert (
+        found["families"]["papers_transformer"]["time_mape"] < 0.35
+    )  # as the package comes, nothing fitted to these
     assert found["families"]["mine"]["oom_rows"] == 5
     assert found["families"]["mine"]["mean_regret"] == 1.0  # all plans took one second
 
@@ -54,7 +65,12 @@ def test_text(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Families, what was left out and why, targets, speeds and the worst rows."""
     assert fidelity.main(["--data", str(data), "--worst", "2"]) == 0
     printed = capsys.readouterr().out
-    for word in ("papers_transformer", "hardware without catalogue entry", "papers: time, median error", "<= 50 us"):
+    for word in (
+        "papers_transformer",
+        "hardware without catalogue entry",
+        "papers: time, median error",
+        "<= 50 us",
+    ):
         assert word in printed
     assert "worst in time" in printed
     assert "worst in time" not in _printed(capsys, "--data", str(data), "--worst", "0")
@@ -65,22 +81,39 @@ def _printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-def test_one_family_and_its_picture(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_family_and_its_picture(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """--family takes one file's rows, and the picture draws those."""
     path = tmp_path / "picture.svg"
-    found = json.loads(_printed(capsys, "--data", str(data), "--family", "mine", "--json", "--picture", str(path)))
+    found = json.loads(
+        _printed(
+            capsys,
+            "--data",
+            str(data),
+            "--family",
+            "mine",
+            "--json",
+            "--picture",
+            str(path),
+        )
+    )
     assert list(found["families"]) == ["mine"]
     assert found["overall"]["rows"] == 5
     assert path.read_text(encoding="utf-8").count("<circle") == 4 + 1
 
 
-def test_unknown_families_are_told(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_families_are_told(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A family that is not there is refused with those that are."""
     assert fidelity.main(["--data", str(data), "--family", "others"]) == 2
     assert "mine, papers_transformer" in capsys.readouterr().err
 
 
-def test_failures_are_loud(data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_are_loud(
+    data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A run in scope that cannot be predicted is told, counted as 100 % off, and ends the command with 1."""
 
     def broken(run: object, constants: object = None) -> None:
@@ -105,7 +138,12 @@ def test_targets_are_of_their_rows() -> None:
 
 @pytest.mark.parametrize(
     ("reached", "at_least", "is_met"),
-    [(0.05, False, True), (0.06, False, False), (0.05, True, True), (0.04, True, False)],
+    [
+        (0.05, False, True),
+        (0.06, False, False),
+        (0.05, True, True),
+        (0.04, True, False),
+    ],
 )
 def test_met(reached: float, at_least: bool, is_met: bool) -> None:
     """A limit that is just reached is met."""
@@ -114,7 +152,10 @@ def test_met(reached: float, at_least: bool, is_met: bool) -> None:
 
 def test_runs_in_fp8_are_told_apart() -> None:
     """They have a line of their own beside their family's; without any there is none."""
-    half, low = (run(precision, hardware="H100-80GB", precision=precision) for precision in ("bf16", "fp8"))
+    half, low = (
+        run(precision, hardware="H100-80GB", precision=precision)
+        for precision in ("bf16", "fp8")
+    )
     assert fidelity.in_fp8(outcomes([half], {})) == {}
     (figures,) = fidelity.in_fp8(outcomes([half, low, low], {})).values()
     assert (figures.rows, figures.in_scope, figures.time.rows) == (2, 2, 2)

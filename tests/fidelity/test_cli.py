@@ -19,7 +19,12 @@ ROOT = Path(__file__).resolve().parents[2]
 QUESTION = (
     *("--model", "llama-3.1-8b", "--cluster", ROOT / "examples" / "h100x64.yaml"),
     *("--job", ROOT / "examples" / "pretrain-4m-tokens.yaml"),
-    *("--layout", "data_parallel_degree=16", "tensor_parallel_degree=2", "pipeline_parallel_degree=2"),
+    *(
+        "--layout",
+        "data_parallel_degree=16",
+        "tensor_parallel_degree=2",
+        "pipeline_parallel_degree=2",
+    ),
     *("layers_per_stage=17,17", "schedule=1f1b", "recompute=full"),
 )
 
@@ -34,7 +39,10 @@ def quick_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def measurements(tmp_path: Path) -> Path:
     """Ten runs of one framework on one device."""
-    rows = [row(str(index), hidden=512 * (1 + index), heads=8, mem_gib=4 + index) for index in range(10)]
+    rows = [
+        row(str(index), hidden=512 * (1 + index), heads=8, mem_gib=4 + index)
+        for index in range(10)
+    ]
     return write_rows(tmp_path / "measured.csv", rows)
 
 
@@ -42,7 +50,9 @@ def measurements(tmp_path: Path) -> Path:
 def calibration(tmp_path: Path) -> Path:
     """Constants of one framework on Hopper."""
     path = tmp_path / "calibration.json"
-    slow = Calibration("megatron-core", "Hopper", replace(start(), matmul_fraction=0.3), 20, "a test")
+    slow = Calibration(
+        "megatron-core", "Hopper", replace(start(), matmul_fraction=0.3), 20, "a test"
+    )
     path.write_text(dump((slow,)), encoding="utf-8")
     return path
 
@@ -54,7 +64,14 @@ def test_calibrate(planner: Command, measurements: Path, tmp_path: Path) -> None
     path = tmp_path / "fitted.json"
     ended = planner("calibrate", "--measurements", measurements, "-o", path)
     assert ended.code == 0
-    for word in ("median before", "megatron-lm on Ampere", "matmul_fraction", "0.500", "20 rows", "10 step times"):
+    for word in (
+        "median before",
+        "megatron-lm on Ampere",
+        "matmul_fraction",
+        "0.500",
+        "20 rows",
+        "10 step times",
+    ):
         assert word in ended.out
     found = load(path)
     assert [(one.framework, one.architecture, one.rows) for one in found] == [
@@ -69,13 +86,22 @@ def test_calibrate(planner: Command, measurements: Path, tmp_path: Path) -> None
 def test_calibrate_prints_json(planner: Command, measurements: Path) -> None:
     """--json prints what -o writes, and leaves words to stderr."""
     pytest.importorskip("scipy")
-    ended = planner("calibrate", "--measurements", measurements, "--framework", "megatron-lm", "--json")
+    ended = planner(
+        "calibrate",
+        "--measurements",
+        measurements,
+        "--framework",
+        "megatron-lm",
+        "--json",
+    )
     assert [one["framework"] for one in ended.json["calibrations"]] == ["megatron-lm"]
     assert "median before" in ended.err
 
 
 @pytest.mark.usefixtures("quick_fit")
-def test_calibrate_asks_a_service(planner: Command, measurements: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibrate_asks_a_service(
+    planner: Command, measurements: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What it has stored is read as a file is."""
     pytest.importorskip("scipy")
     asked: list[str] = []
@@ -90,14 +116,20 @@ def test_calibrate_asks_a_service(planner: Command, measurements: Path, monkeypa
     assert asked == ["http://here:1/v1/measurements.csv"]
 
 
-def test_calibrate_refuses_unknown_frameworks(planner: Command, measurements: Path) -> None:
+def test_calibrate_refuses_unknown_frameworks(
+    planner: Command, measurements: Path
+) -> None:
     """A framework is one of a fixed vocabulary, which is told."""
-    ended = planner("calibrate", "--measurements", measurements, "--framework", "megatron")
+    ended = planner(
+        "calibrate", "--measurements", measurements, "--framework", "megatron"
+    )
     assert ended.code == 2
     assert all(name in ended.err for name in FRAMEWORKS)
 
 
-def test_calibrate_without_scipy(planner: Command, measurements: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibrate_without_scipy(
+    planner: Command, measurements: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without scipy the command says what to install."""
     monkeypatch.setattr(fits, "find_spec", lambda name: None)
     ended = planner("calibrate", "--measurements", measurements)
@@ -127,23 +159,38 @@ def test_predict_with_a_calibration(planner: Command, calibration: Path) -> None
     core = ("--framework", "megatron-core", "--json")
     plain = planner("predict", *QUESTION, *core).json
     slow = planner("predict", *QUESTION, *core, "--calibration", calibration).json
-    assert slow["prediction"]["step_seconds"] > 1.5 * plain["prediction"]["step_seconds"]
+    assert (
+        slow["prediction"]["step_seconds"] > 1.5 * plain["prediction"]["step_seconds"]
+    )
 
 
-def test_predict_refuses_a_calibration_of_others(planner: Command, calibration: Path, tmp_path: Path) -> None:
+def test_predict_refuses_a_calibration_of_others(
+    planner: Command, calibration: Path, tmp_path: Path
+) -> None:
     """A file without constants for this framework and device is no silent default; nor is a file of something else."""
     ended = planner("predict", *QUESTION, "--calibration", calibration)
     assert ended.code == 2
     assert "it has megatron-core on Hopper" in ended.err
     (tmp_path / "other.json").write_text("{}", encoding="utf-8")
-    assert planner("predict", *QUESTION, "--calibration", tmp_path / "other.json").code == 2
-    assert planner("predict", *QUESTION, "--calibration", tmp_path / "none.json").code == 2
+    assert (
+        planner("predict", *QUESTION, "--calibration", tmp_path / "other.json").code
+        == 2
+    )
+    assert (
+        planner("predict", *QUESTION, "--calibration", tmp_path / "none.json").code == 2
+    )
 
 
 def test_predict_explains(planner: Command) -> None:
     """Each millisecond and GiB with its equations; as JSON beside the forecast."""
     told = planner("predict", *QUESTION, "--explain").out
-    for word in ("each stage and micro-batch, ms", "T1 C2", "each pipeline rank at its peak, GiB", "M2 M5", "K1-K3"):
+    for word in (
+        "each stage and micro-batch, ms",
+        "T1 C2",
+        "each pipeline rank at its peak, GiB",
+        "M2 M5",
+        "K1-K3",
+    ):
         assert word in told
     document = planner("predict", *QUESTION, "--explain", "--json").json
     last = document["account"]["ranks"][document["account"]["last_rank"]]

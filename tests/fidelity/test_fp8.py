@@ -20,7 +20,9 @@ BASE = replace(start(), matmul_fraction=0.9)
 PLANTED = replace(BASE, fp8_fraction=0.7)
 
 
-def runs(precision: str, system: str = "torchtitan", family: str = "family") -> list[Run]:
+def runs(
+    precision: str, system: str = "torchtitan", family: str = "family"
+) -> list[Run]:
     """Six models on an H100."""
     each = [(hidden, batch) for hidden in (2048, 4096, 8192) for batch in (2, 8)]
     return [
@@ -40,7 +42,10 @@ def runs(precision: str, system: str = "torchtitan", family: str = "family") -> 
 
 def made(each: list[Run]) -> tuple[Run, ...]:
     """The runs, having taken what the planted constants predict."""
-    return tuple(replace(one, step_seconds=told) for one, told in zip(each, StepSeconds(each)(PLANTED), strict=True))
+    return tuple(
+        replace(one, step_seconds=told)
+        for one, told in zip(each, StepSeconds(each)(PLANTED), strict=True)
+    )
 
 
 def test_precision_of_a_row() -> None:
@@ -58,11 +63,24 @@ def test_transformer_engine_keeps_inputs_in_fp8() -> None:
     but attention keeps its own result in bf16 besides; torchtitan keeps what it keeps in bf16."""
 
     def kept(system: str, precision: str, **values: object) -> int:
-        one = run(system=system, precision=precision, hardware="H100-80GB", hidden=1024, seq_len=512, **values)
+        one = run(
+            system=system,
+            precision=precision,
+            hardware="H100-80GB",
+            hidden=1024,
+            seq_len=512,
+            **values,
+        )
         return workload_of(one).profile.layers[1].measurements[0].activation_bytes
 
-    for samples, narrower in ((1, 1 + 1 - 1 + 4), (2, 1 + 1 + 1 + 4)):  # of several samples it keeps a copy anyway
-        half, low = (kept("NeMo (Megatron-Core)", precision, mbs=samples) for precision in ("bf16", "fp8"))
+    for samples, narrower in (
+        (1, 1 + 1 - 1 + 4),
+        (2, 1 + 1 + 1 + 4),
+    ):  # of several samples it keeps a copy anyway
+        half, low = (
+            kept("NeMo (Megatron-Core)", precision, mbs=samples)
+            for precision in ("bf16", "fp8")
+        )
         assert half - low == narrower * samples * 512 * 1024
     assert kept("torchtitan", "fp8") == kept("torchtitan", "bf16")
 
@@ -76,16 +94,24 @@ def test_the_planted_fraction_is_found_and_nothing_else_moves() -> None:
     found = assemble(replace(data, fp8_times=made(runs("fp8"))), times, "planted")
     assert [one.framework for one in found] == ["*", "torchtitan"]
     for one, other in zip(found, plain, strict=True):
-        assert one.constants.fp8_fraction == pytest.approx(0.7, rel=0.05)  # the prior pulls
-        assert replace(one.constants, fp8_fraction=DEFAULT.fp8_fraction) == other.constants
+        assert one.constants.fp8_fraction == pytest.approx(
+            0.7, rel=0.05
+        )  # the prior pulls
+        assert (
+            replace(one.constants, fp8_fraction=DEFAULT.fp8_fraction) == other.constants
+        )
         assert "6 step times in fp8" in one.source
     own = constants_for("planner", "Hopper", found)
-    assert own.fp8_fraction == pytest.approx(0.7, rel=0.05)  # products of the same libraries
+    assert own.fp8_fraction == pytest.approx(
+        0.7, rel=0.05
+    )  # products of the same libraries
 
 
 def test_few_runs_leave_the_prior() -> None:
     """Four runs are no fit: the constant stays what is known elsewhere."""
-    data = Measured(times=made(runs("bf16")), memories=(), fp8_times=made(runs("fp8"))[:4])
+    data = Measured(
+        times=made(runs("bf16")), memories=(), fp8_times=made(runs("fp8"))[:4]
+    )
     for one in assemble(data, {("torchtitan", "Hopper"): (BASE, 6)}, "planted"):
         assert one.constants.fp8_fraction == DEFAULT.fp8_fraction == FP8_PRIOR.value
 
@@ -102,20 +128,43 @@ def test_a_source_learns_nothing_from_itself(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(TimeFit, "solve", solve)
     low = {name: made(runs("fp8", family=name)) for name in ("a", "b")}
     slow = [replace(one, step_seconds=2 * (one.step_seconds or 0)) for one in low["b"]]
-    every = [*made(runs("bf16", family="a")), *made(runs("bf16", family="b")), *low["a"], *slow]
+    every = [
+        *made(runs("bf16", family="a")),
+        *made(runs("bf16", family="b")),
+        *low["a"],
+        *slow,
+    ]
     found = cross_validate(every, {}, workers=1, by_source=True)
     assert sorted(map(sorted, fitted)) == [["a"], ["b"]]
     of_b = [one for one in found if one.run.family == "b" and one.run.is_fp8]
     for one, truth in zip(of_b, low["b"], strict=True):
-        assert one.predicted_seconds == pytest.approx(truth.step_seconds, rel=0.1)  # and not twice as slow
+        assert one.predicted_seconds == pytest.approx(
+            truth.step_seconds, rel=0.1
+        )  # and not twice as slow
 
 
 def test_nemo_splits_sequences_and_overlaps() -> None:
     """NeMo's recipes say what its rows leave out; where a row says otherwise, that stands."""
-    nemo = {"system": "NeMo (Megatron-Core)", "hardware": "H100-80GB", "tp": 2, "layers": 4}
+    nemo = {
+        "system": "NeMo (Megatron-Core)",
+        "hardware": "H100-80GB",
+        "tp": 2,
+        "layers": 4,
+    }
     by_rule, stated = run(**nemo), run(**nemo, sequence_parallel=0)
-    assert (by_rule.layout.sequence_parallel, stated.layout.sequence_parallel) == (True, False)
-    assert (by_rule.framework.overlaps_tensor_parallel, by_rule.framework.fp32_gradients) == (True, False)
-    exposed = replace(by_rule, framework=replace(by_rule.framework, overlaps_tensor_parallel=False))
-    assert predict_run(by_rule, BASE).step_seconds < predict_run(exposed, BASE).step_seconds
+    assert (by_rule.layout.sequence_parallel, stated.layout.sequence_parallel) == (
+        True,
+        False,
+    )
+    assert (
+        by_rule.framework.overlaps_tensor_parallel,
+        by_rule.framework.fp32_gradients,
+    ) == (True, False)
+    exposed = replace(
+        by_rule, framework=replace(by_rule.framework, overlaps_tensor_parallel=False)
+    )
+    assert (
+        predict_run(by_rule, BASE).step_seconds
+        < predict_run(exposed, BASE).step_seconds
+    )
     assert not run(system="Megatron-LM", tp=2, layers=4).layout.sequence_parallel

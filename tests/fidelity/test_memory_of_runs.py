@@ -56,16 +56,44 @@ def allocated_gib(found: Run) -> float:
         (NANOTRON | {"tp": 1, "pp": 8}, 43.002),
         (NANOTRON | {"tp": 1, "pp": 4, "dp": 2}, 38.141),
         (NANOTRON | {"tp": 4, "pp": 2, "mbs": 8, "sequence_parallel": 1}, 25.105),
-        (NANOTRON | {"tp": 2, "pp": 1, "dp": 4, "mbs": 8, "sequence_parallel": 1}, 42.628),
+        (
+            NANOTRON | {"tp": 2, "pp": 1, "dp": 4, "mbs": 8, "sequence_parallel": 1},
+            42.628,
+        ),
         (MEGATRON | {"tp": 1, "pp": 4, "notes": "deterministic-mode=True"}, 2.0444),
-        (MEGATRON | {"tp": 1, "pp": 4, "attention": "unfused", "notes": "deterministic-mode=True"}, 2.4997),
-        (MEGATRON | {"tp": 1, "pp": 4, "vp": 3, "attention": "unfused", "notes": "deterministic-mode=True"}, 3.8396),
-        (MEGATRON | {"tp": 2, "pp": 1, "cp": 2, "sequence_parallel": 1, "attention": "flash"}, 1.07),
+        (
+            MEGATRON
+            | {
+                "tp": 1,
+                "pp": 4,
+                "attention": "unfused",
+                "notes": "deterministic-mode=True",
+            },
+            2.4997,
+        ),
+        (
+            MEGATRON
+            | {
+                "tp": 1,
+                "pp": 4,
+                "vp": 3,
+                "attention": "unfused",
+                "notes": "deterministic-mode=True",
+            },
+            3.8396,
+        ),
+        (
+            MEGATRON
+            | {"tp": 2, "pp": 1, "cp": 2, "sequence_parallel": 1, "attention": "flash"},
+            1.07,
+        ),
     ],
 )
 def test_allocated(values: dict[str, object], measured: float) -> None:
     """Counted bytes are torch's own within 3 %, whatever splits the model."""
-    assert allocated_gib(run(**values, mem_gib=measured)) == pytest.approx(measured, rel=0.03)
+    assert allocated_gib(run(**values, mem_gib=measured)) == pytest.approx(
+        measured, rel=0.03
+    )
 
 
 def test_stages_by_flops() -> None:
@@ -77,7 +105,10 @@ def test_stages_by_flops() -> None:
     ("notes", "blocks"),
     [
         ("", (3, 3, 3, 3)),
-        ("decoder-first-pipeline-num-layers=2; decoder-last-pipeline-num-layers=2", (2, 4, 4, 2)),
+        (
+            "decoder-first-pipeline-num-layers=2; decoder-last-pipeline-num-layers=2",
+            (2, 4, 4, 2),
+        ),
         ("stage sizes: 3-4-4-3", (2, 4, 4, 2)),
     ],
 )
@@ -91,16 +122,32 @@ def test_arguments_of_megatron() -> None:
     plain = run(**MEGATRON, tp=1, pp=1)
     told = "position-embedding-type=rope; untie-embeddings-and-output-weights=True; transformer-impl=local"
     named = run(**MEGATRON, tp=1, pp=1, notes=told)
-    assert (plain.shape.positions, plain.shape.is_tied, plain.attention) == (1024, True, "flash")
-    assert (named.shape.positions, named.shape.is_tied, named.attention) == (0, False, "fused-softmax")
+    assert (plain.shape.positions, plain.shape.is_tied, plain.attention) == (
+        1024,
+        True,
+        "flash",
+    )
+    assert (named.shape.positions, named.shape.is_tied, named.attention) == (
+        0,
+        False,
+        "fused-softmax",
+    )
     assert plain.framework.dropout == named.framework.dropout == "always"
 
 
 def test_instances_of_the_optimizer_share_out_less() -> None:
     """Two instances of the distributed optimizer: each half of the data-parallel ranks holds all of it."""
-    values = MEGATRON | {"zero_fsdp": "distributed optimizer", "notes": "num-distributed-optimizer-instances=2"}
+    values = MEGATRON | {
+        "zero_fsdp": "distributed optimizer",
+        "notes": "num-distributed-optimizer-instances=2",
+    }
     assert run(**values, tp=1, pp=1).layout.zero_shard_degree == 4
-    assert run(**MEGATRON, tp=1, pp=1, zero_fsdp="HSDP", gpus_per_node=4).layout.zero_shard_degree == 4
+    assert (
+        run(
+            **MEGATRON, tp=1, pp=1, zero_fsdp="HSDP", gpus_per_node=4
+        ).layout.zero_shard_degree
+        == 4
+    )
 
 
 def test_whole_experts_are_shared_out() -> None:
@@ -108,13 +155,24 @@ def test_whole_experts_are_shared_out() -> None:
     moe = MEGATRON | {"experts": 8, "topk": 1, "tp": 2, "pp": 1, "gpus": 8}
     whole, split = run(**moe, ep=4, etp=1), run(**moe, ep=2)
     assert (whole.layout.expert_parallel_degree, whole.splits_experts) == (2, False)
-    weights = [predict_run(one, DEFAULT).prediction.memory[0].parameters_bytes for one in (whole, split)]
+    weights = [
+        predict_run(one, DEFAULT).prediction.memory[0].parameters_bytes
+        for one in (whole, split)
+    ]
     assert weights[0] == weights[1]
 
 
 def deepspeed(**values: object) -> Row:
     """ZeRO 3 of 32 V100."""
-    return row(hardware="V100-32GB", gpus=32, zero_fsdp="zero3", precision="fp16", recompute="full", gbs=128, **values)
+    return row(
+        hardware="V100-32GB",
+        gpus=32,
+        zero_fsdp="zero3",
+        precision="fp16",
+        recompute="full",
+        gbs=128,
+        **values,
+    )
 
 
 def test_what_lies_on_the_host() -> None:
@@ -136,21 +194,36 @@ def test_what_lies_on_the_host() -> None:
 def test_gradients_of_micro_batches_are_whole() -> None:
     """KempnerForge scatters gradients once per step: two micro-batches hold 4 bytes per parameter on every rank."""
     forge = {"system": "KempnerForge", "gpus": 4, "zero_fsdp": "FSDP2 (ZeRO-3)"}
-    once, twice = (predict_run(run(**forge, gbs=gbs), DEFAULT).prediction.memory[0] for gbs in (4, 8))
-    assert twice.gradients_bytes == pytest.approx(2 * 4 * once.gradients_bytes, rel=1e-3)
+    once, twice = (
+        predict_run(run(**forge, gbs=gbs), DEFAULT).prediction.memory[0]
+        for gbs in (4, 8)
+    )
+    assert twice.gradients_bytes == pytest.approx(
+        2 * 4 * once.gradients_bytes, rel=1e-3
+    )
 
 
 def test_bf16_states_are_sharded_without_zero() -> None:
     """DeepSpeed's BF16_Optimizer partitions its states where ZeRO is off, its FP16 one does not."""
-    stages = [run(system="Megatron-DeepSpeed", gpus=8, precision=each).layout.zero_stage for each in ("bf16", "fp16")]
+    stages = [
+        run(system="Megatron-DeepSpeed", gpus=8, precision=each).layout.zero_stage
+        for each in ("bf16", "fp16")
+    ]
     assert stages == [1, 0]
 
 
 def test_a_device_of_unstated_type_is_asked_for_its_bytes_alone() -> None:
     """Galvatron's profile names no device: its bytes are predicted, whether it fits is not judged."""
-    values = {"system": "Galvatron profiler", "hardware": '8x GPU (type not stated; config dir "36GB" budgets)'}
+    values = {
+        "system": "Galvatron profiler",
+        "hardware": '8x GPU (type not stated; config dir "36GB" budgets)',
+    }
     told = row(**values, step_s="", mem_gib=2.2)
-    found = Outcome(run_of(told, "f"), predict_run(run_of(told, "f"), DEFAULT), remarks=remarks_of(told))
+    found = Outcome(
+        run_of(told, "f"),
+        predict_run(run_of(told, "f"), DEFAULT),
+        remarks=remarks_of(told),
+    )
     assert found.memory_error is not None
     assert not found.is_decided
 
@@ -163,8 +236,15 @@ def test_a_device_holds_what_its_driver_reports() -> None:
 
 def test_cached_memory_shows_where_it_was_measured() -> None:
     """What torch reserved, and what a device shows, hold the allocator's cache; what torch allocated does not."""
-    kinds = {"torch max_memory_allocated": 0, "max reserved GiB": 1e9, "nvidia-smi": 1e9}
+    kinds = {
+        "torch max_memory_allocated": 0,
+        "max reserved GiB": 1e9,
+        "nvidia-smi": 1e9,
+    }
     for kind, cached in kinds.items():
         one = run(mem_gib=10, mem_kind=kind)
-        more, less = (predict_run(one, replace(DEFAULT, cached_bytes=each)).memory_bytes for each in (1e9, 0.0))
+        more, less = (
+            predict_run(one, replace(DEFAULT, cached_bytes=each)).memory_bytes
+            for each in (1e9, 0.0)
+        )
         assert more - less == cached

@@ -31,18 +31,34 @@ STATED = Remarks(memory_is_stated=True)
 
 
 def said(
-    run: Run, seconds: float = 1.0, *, bytes_: int = 2**30, fits: bool = True, remarks: Remarks = STATED
+    run: Run,
+    seconds: float = 1.0,
+    *,
+    bytes_: int = 2**30,
+    fits: bool = True,
+    remarks: Remarks = STATED,
 ) -> Outcome:
     """An outcome with these predicted figures."""
-    rank = PREDICTED.prediction.memory[0].model_copy(update={"peak_bytes": bytes_, "reserved_bytes": 0})
-    prediction = PREDICTED.prediction.model_copy(update={"step_seconds": seconds, "memory": (rank,)})
-    return Outcome(run, Predicted(run, prediction, 2**40 if fits else 1), remarks=remarks)
+    rank = PREDICTED.prediction.memory[0].model_copy(
+        update={"peak_bytes": bytes_, "reserved_bytes": 0}
+    )
+    prediction = PREDICTED.prediction.model_copy(
+        update={"step_seconds": seconds, "memory": (rank,)}
+    )
+    return Outcome(
+        run, Predicted(run, prediction, 2**40 if fits else 1), remarks=remarks
+    )
 
 
-def plans(predicted: list[float], measured: list[float], name: str = "group") -> list[Outcome]:
+def plans(
+    predicted: list[float], measured: list[float], name: str = "group"
+) -> list[Outcome]:
     """One rank group of different plans."""
     times = enumerate(zip(predicted, measured, strict=True))
-    return [said(run(step_s=real, rank_group=name, mbs=2**place), told) for place, (told, real) in times]
+    return [
+        said(run(step_s=real, rank_group=name, mbs=2**place), told)
+        for place, (told, real) in times
+    ]
 
 
 def test_errors() -> None:
@@ -52,14 +68,18 @@ def test_errors() -> None:
     assert found.rows == 5
     assert found.median == pytest.approx(0.3)
     assert found.mean == pytest.approx(0.3)
-    assert found.p90 == pytest.approx(0.46)  # linear between 0.4 and 0.5 at 0.9 x 4 = 3.6
+    assert found.p90 == pytest.approx(
+        0.46
+    )  # linear between 0.4 and 0.5 at 0.9 x 4 = 3.6
     assert found.bias == pytest.approx(0.06)
     assert errors_of([None]) is None
 
 
 def test_time_and_memory_errors() -> None:
     """(predicted - measured) / measured."""
-    one = said(run(step_s=2.0, mem_gib=4, mem_kind="max allocated"), 1.5, bytes_=5 * 2**30)
+    one = said(
+        run(step_s=2.0, mem_gib=4, mem_kind="max allocated"), 1.5, bytes_=5 * 2**30
+    )
     assert one.time_error == pytest.approx(-0.25)
     assert one.memory_error == pytest.approx(0.25)
     assert said(run(step_s="", mem_gib=4)).time_error is None
@@ -68,7 +88,11 @@ def test_time_and_memory_errors() -> None:
 
 def test_times_that_are_overhead_count_in_no_time_figure() -> None:
     """A row whose own notes call its time overhead keeps its memory and is counted as left out."""
-    toy = said(run(mem_gib=1), 9.0, remarks=Remarks(time_is_overhead=True, memory_is_stated=True))
+    toy = said(
+        run(mem_gib=1),
+        9.0,
+        remarks=Remarks(time_is_overhead=True, memory_is_stated=True),
+    )
     found = figures(Dataset((toy.run,), {}, {"family": 1}), [toy])
     assert (found.time, found.time_left_out) == (None, 1)
     assert found.memory is not None
@@ -78,10 +102,21 @@ def test_times_that_are_overhead_count_in_no_time_figure() -> None:
 def test_decisions() -> None:
     """Right, said to fit but ran out, said not to fit but ran; the false fits are of those said to fit."""
     ran, out = run(), run(status="OOM", step_s="")
-    told = [said(ran), said(ran), said(ran, fits=False), said(out, fits=False), said(out)]
+    told = [
+        said(ran),
+        said(ran),
+        said(ran, fits=False),
+        said(out, fits=False),
+        said(out),
+    ]
     found = decisions_of(told)
     assert found is not None
-    assert (found.rows, found.said_to_fit, found.false_fits, found.false_refusals) == (5, 3, 1, 1)
+    assert (found.rows, found.said_to_fit, found.false_fits, found.false_refusals) == (
+        5,
+        3,
+        1,
+        1,
+    )
     assert found.accuracy == pytest.approx(3 / 5)
     assert found.false_fit_rate == pytest.approx(1 / 3)
 
@@ -89,7 +124,11 @@ def test_decisions() -> None:
 def test_what_cannot_be_decided() -> None:
     """Devices of unknown memory, computed memory and single layers say nothing about fitting."""
     unknown = said(run(hardware="A100"), remarks=Remarks())
-    modelled = said(run(step_s="", mem_gib=100), fits=False, remarks=replace(STATED, is_modelled=True))
+    modelled = said(
+        run(step_s="", mem_gib=100),
+        fits=False,
+        remarks=replace(STATED, is_modelled=True),
+    )
     layer = said(run(layers=1, vocab=0))
     assert decisions_of([unknown, modelled, layer]) is None
     assert decisions_of([said(run(hardware="H200"), remarks=Remarks())]) is not None
@@ -120,11 +159,21 @@ def test_runs_of_one_plan_count_once() -> None:
     """A plan that ran in 1, 2 and 9 s took 2 s, as long as its rows say the same: the plan of 1.5 s would be better."""
     remarks = replace(STATED, words="on a monday")
     other, *same = plans([2.0, 1.0, 1.0, 1.0], [1.5, 1.0, 2.0, 9.0])
-    again = [replace(one, run=replace(same[0].run, step_seconds=one.run.step_seconds), remarks=remarks) for one in same]
+    again = [
+        replace(
+            one,
+            run=replace(same[0].run, step_seconds=one.run.step_seconds),
+            remarks=remarks,
+        )
+        for one in same
+    ]
     (group,) = rank_groups([other, *again])
     assert (group.runs, group.plans) == (4, 2)
     assert group.regret == pytest.approx(2 / 1.5)
-    named = [replace(one, remarks=replace(remarks, words=word)) for one, word in zip(again, "abc", strict=True)]
+    named = [
+        replace(one, remarks=replace(remarks, words=word))
+        for one, word in zip(again, "abc", strict=True)
+    ]
     assert rank_groups([other, *named])[0].plans == 4
     assert rank_groups(again) == ()
 
@@ -140,7 +189,10 @@ def test_groups_need_three_timed_runs_of_one_family() -> None:
 
 def test_mean_regret_over_larger_groups() -> None:
     """The target's regret is over groups of five runs or more."""
-    small, large = plans([2, 1, 3], [1, 2, 3], "small"), plans([2, 1, 3, 4, 5], [1, 1.1, 3, 4, 5], "large")
+    small, large = (
+        plans([2, 1, 3], [1, 2, 3], "small"),
+        plans([2, 1, 3, 4, 5], [1, 1.1, 3, 4, 5], "large"),
+    )
     found = figures(Dataset((), {}, {"family": 8}), [*small, *large])
     assert found.mean_regret() == pytest.approx((2 + 1.1) / 2)
     assert found.mean_regret(5) == pytest.approx(1.1)
@@ -153,13 +205,17 @@ def test_rank_correlation_with_ties() -> None:
     assert spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
 
 
-@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=3, max_size=12))
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=3, max_size=12)
+)
 def test_rank_correlation_is_scipys(pairs: list[tuple[int, int]]) -> None:
     """scipy says the same of all values that are not all equal."""
     stats = pytest.importorskip("scipy.stats")
     left, right = zip(*pairs, strict=True)
     if len(set(left)) > 1 and len(set(right)) > 1:
-        assert spearman(left, right) == pytest.approx(stats.spearmanr(left, right).statistic)
+        assert spearman(left, right) == pytest.approx(
+            stats.spearmanr(left, right).statistic
+        )
 
 
 def test_a_failed_prediction_is_never_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +229,10 @@ def test_a_failed_prediction_is_never_dropped(monkeypatch: pytest.MonkeyPatch) -
     assert one.failure == "ZeroDivisionError: no heads"
     found = figures(Dataset((one.run,), {}, {"family": 1}), [one])
     assert (found.in_scope, found.failures) == (1, 1)
-    assert (found.time and found.time.mean, found.memory and found.memory.mean) == (1.0, 1.0)
+    assert (found.time and found.time.mean, found.memory and found.memory.mean) == (
+        1.0,
+        1.0,
+    )
     assert found.decisions is not None
     assert found.decisions.accuracy == 0
 
@@ -181,7 +240,11 @@ def test_a_failed_prediction_is_never_dropped(monkeypatch: pytest.MonkeyPatch) -
 def test_families_apart_and_together() -> None:
     """Figures of a family are of its rows; those of all together hold every row and every reason."""
     mine, other = said(run(), 1.1), said(run(family="other"), 1.3)
-    dataset = Dataset((mine.run, other.run), {"other": Counter({"no layout": 2})}, {"family": 1, "other": 3})
+    dataset = Dataset(
+        (mine.run, other.run),
+        {"other": Counter({"no layout": 2})},
+        {"family": 1, "other": 3},
+    )
     whole, part = (figures(dataset, [mine, other], name) for name in (None, "family"))
     assert (whole.rows, whole.in_scope, whole.out_of_scope) == (4, 2, {"no layout": 2})
     assert (part.rows, part.in_scope, part.out_of_scope) == (1, 1, {})

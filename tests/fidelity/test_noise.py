@@ -13,7 +13,15 @@ import pytest
 
 from benchmarks import fidelity
 from planner.fidelity.metrics import Outcome
-from planner.fidelity.noise import Spread, host_share, lines, spread_of_runs, spread_of_traces, trace_of, winnable
+from planner.fidelity.noise import (
+    Spread,
+    host_share,
+    lines,
+    spread_of_runs,
+    spread_of_traces,
+    trace_of,
+    winnable,
+)
 from planner.fidelity.outcomes import outcomes
 from planner.fidelity.predict import predict_run
 from planner.fidelity.rows import Run
@@ -38,8 +46,13 @@ def told(each: Sequence[Run]) -> tuple[Outcome, ...]:
 def took(factors: Sequence[float], **values: Any) -> list[Run]:
     """Runs of plans that differ in the micro-batch size, each of which took so many times what is predicted."""
     sizes = [2**index for index in range(len(factors))]
-    plans = [run(str(size), mbs=size, gbs=64, rank_group="g", **values) for size in sizes]
-    steps = [predict_run(plan).step_seconds * factor for plan, factor in zip(plans, factors, strict=True)]
+    plans = [
+        run(str(size), mbs=size, gbs=64, rank_group="g", **values) for size in sizes
+    ]
+    steps = [
+        predict_run(plan).step_seconds * factor
+        for plan, factor in zip(plans, factors, strict=True)
+    ]
     return [
         run(str(size), mbs=size, gbs=64, rank_group="g", **(values | {"step_s": step}))
         for size, step in zip(sizes, steps, strict=True)
@@ -68,7 +81,10 @@ def test_a_right_model_wins_as_often_as_the_normal_distribution_says() -> None:
     sigma = 0.2
     won = NormalDist(0, sigma * math.sqrt(2)).cdf(math.log(1.03 * second / first))
     copies = [
-        Outcome(run(one.run.source_id + name, mbs=mbs, gbs=64, rank_group=name), one.predicted)
+        Outcome(
+            run(one.run.source_id + name, mbs=mbs, gbs=64, rank_group=name),
+            one.predicted,
+        )
         for name in map(str, range(20))
         for one, mbs in ((small, 1), (large, 2))
         for _ in range(2)
@@ -102,7 +118,10 @@ def test_won_counts_what_was_measured() -> None:
 
 def test_computed_steps_lie_on_a_line() -> None:
     """Equation (N4): one clock tick off, and it is no line any more."""
-    exact = [run(str(count), gbs=8 * count, step_s=0.1 + 0.01 * count) for count in (1, 2, 4, 8)]
+    exact = [
+        run(str(count), gbs=8 * count, step_s=0.1 + 0.01 * count)
+        for count in (1, 2, 4, 8)
+    ]
     (line,) = lines(told(exact))
     assert line.runs == 4
     assert line.distance < 1e-12
@@ -120,8 +139,13 @@ def test_traces_with_equal_launches_tell_the_hosts_spread() -> None:
     for plan in plans:
         share = host_share(plan)
         assert 0.5 < share <= 1
-        seconds = predict_run(plan).step_seconds * math.exp(share * shift[plan.layout.micro_batch_size])
-        timed = run(plan.source_id, **(SIMULATED | {"mbs": plan.layout.micro_batch_size, "step_s": seconds}))
+        seconds = predict_run(plan).step_seconds * math.exp(
+            share * shift[plan.layout.micro_batch_size]
+        )
+        timed = run(
+            plan.source_id,
+            **(SIMULATED | {"mbs": plan.layout.micro_batch_size, "step_s": seconds}),
+        )
         shares[timed] = share
         found += told([timed])
     spread = spread_of_traces(found, shares)
@@ -135,15 +159,34 @@ def test_simulated_steps_recompute_nothing_and_measured_ones_are_megatrons() -> 
     """Of vTrain's two files one was simulated, without recomputation; the other holds runs of Megatron-LM."""
     simulated = run(**SIMULATED)
     assert (simulated.framework.name, simulated.recompute) == ("vtrain", "none")
-    measured = run(**(SIMULATED | {"source": "VIA-Research/vTrain data/ground_truth_multi.csv"}))
+    measured = run(
+        **(SIMULATED | {"source": "VIA-Research/vTrain data/ground_truth_multi.csv"})
+    )
     assert (measured.framework.name, measured.recompute) == ("megatron-lm", "full")
 
 
-def test_the_benchmark_tells_simulated_steps_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_benchmark_tells_simulated_steps_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """--winners: a family that ran and one that was computed, as text and as JSON."""
-    plans = [row(f"{tp}-{again}", tp=tp, rank_group="g", step_s=tp + 0.01 * again) for tp in (1, 2) for again in (0, 1)]
+    plans = [
+        row(f"{tp}-{again}", tp=tp, rank_group="g", step_s=tp + 0.01 * again)
+        for tp in (1, 2)
+        for again in (0, 1)
+    ]
     steps = [
-        row(f"{mbs}-{gbs}", **(SIMULATED | {"mbs": mbs, "gbs": gbs, "rank_group": str(gbs), "step_s": 0.1 + gbs / 100}))
+        row(
+            f"{mbs}-{gbs}",
+            **(
+                SIMULATED
+                | {
+                    "mbs": mbs,
+                    "gbs": gbs,
+                    "rank_group": str(gbs),
+                    "step_s": 0.1 + gbs / 100,
+                }
+            ),
+        )
         for mbs in (1, 2, 4)
         for gbs in (32, 64, 96)
     ]
@@ -151,9 +194,20 @@ def test_the_benchmark_tells_simulated_steps_apart(tmp_path: Path, capsys: pytes
     write_rows(tmp_path / "computed.csv", steps)
     assert fidelity.main(["--data", str(tmp_path), "--winners"]) == 0
     printed = capsys.readouterr().out
-    for word in ("computed, simulated", "of host time", "ran ", "(2 plans)", "computed, not measured"):
+    for word in (
+        "computed, simulated",
+        "of host time",
+        "ran ",
+        "(2 plans)",
+        "computed, not measured",
+    ):
         assert word in printed
     assert fidelity.main(["--data", str(tmp_path), "--winners", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [(one["family"], one["groups"]["groups"]) for one in found["winners"]] == [("computed", 3), ("ran", 1)]
-    assert {name: len(each) for name, each in found["exact_lines"].items()} == {"computed": 3}
+    assert [(one["family"], one["groups"]["groups"]) for one in found["winners"]] == [
+        ("computed", 3),
+        ("ran", 1),
+    ]
+    assert {name: len(each) for name, each in found["exact_lines"].items()} == {
+        "computed": 3
+    }

@@ -7,20 +7,33 @@ from pathlib import Path
 import pytest
 
 from planner.errors import DocumentError
-from planner.fidelity.remarks import COLUMNS, has_one_memory_size, read_remarks, remarks_of
+from planner.fidelity.remarks import (
+    COLUMNS,
+    has_one_memory_size,
+    read_remarks,
+    remarks_of,
+)
 from planner.fidelity.rows import OutOfScope, run_of
 from tests.fidelity.support import row, write_rows
 
 
 def test_toy_models_say_so_themselves() -> None:
     """The notes of a row call its time overhead, whatever file it stands in."""
-    assert remarks_of(row(notes="env=dev; TINY MODEL: step time is overhead")).time_is_overhead
+    assert remarks_of(
+        row(notes="env=dev; TINY MODEL: step time is overhead")
+    ).time_is_overhead
     assert not remarks_of(row(notes="a model")).time_is_overhead
 
 
 @pytest.mark.parametrize(
     ("hardware", "is_stated"),
-    [("A100-80GB SXM", True), ("V100 32G", True), ("H100-80 GiB", True), ("A100 (8/node)", False), ("H100", False)],
+    [
+        ("A100-80GB SXM", True),
+        ("V100 32G", True),
+        ("H100-80 GiB", True),
+        ("A100 (8/node)", False),
+        ("H100", False),
+    ],
 )
 def test_stated_memory(hardware: str, is_stated: bool) -> None:
     """The hardware names its memory or not."""
@@ -46,14 +59,18 @@ def test_rows_are_found_by_family_and_name(tmp_path: Path) -> None:
     write_rows(tmp_path / "toys.csv", [row("a", hardware="A100", notes="tiny model")])
     write_rows(tmp_path / "real.csv", [row("a", hardware="A100")])
     found = read_remarks(tmp_path)
-    assert [found[family, "a"].time_is_overhead for family in ("toys", "real")] == [True, False]
+    assert [found[family, "a"].time_is_overhead for family in ("toys", "real")] == [
+        True,
+        False,
+    ]
     assert list(read_remarks(tmp_path / "toys.csv")) == [("toys", "a")]
 
 
 def test_words_tell_plans_apart_and_dates_do_not() -> None:
     """Runs on two days say the same, one with another dispatcher does not."""
     first, second, other = (
-        remarks_of(row(notes=each)).words for each in ("05-25; 16GB", "05-26; 17 GB", "05-25; 16GB; DeepEP")
+        remarks_of(row(notes=each)).words
+        for each in ("05-25; 16GB", "05-26; 17 GB", "05-25; 16GB; DeepEP")
     )
     assert first == second != other
 
@@ -76,5 +93,8 @@ def test_every_column_that_is_read_is_asked_for() -> None:
     assert set(bare) == set(COLUMNS)
     with pytest.raises(OutOfScope, match="no dimensions"):
         run_of(bare, "family")
-    numbers = {name: row()[name] for name in ("hidden", "heads", "seq_len", "tp", "pp", "mbs", "gbs", "step_s")}
+    numbers = {
+        name: row()[name]
+        for name in ("hidden", "heads", "seq_len", "tp", "pp", "mbs", "gbs", "step_s")
+    }
     assert run_of(bare | numbers, "family").step_seconds == 1.0

@@ -44,18 +44,36 @@ def test_a_row_as_a_run() -> None:
         "megatron-lm",
         "a100-sxm4-80gb",
     )
-    assert (found.shape.layers, found.shape.hidden, found.shape.feed_forward) == (48, 6144, 24576)
-    assert (found.layout.tensor_parallel_degree, found.layout.data_parallel_degree) == (8, 1)
-    assert (found.nodes, found.devices_per_node, found.recompute, found.dtype) == (1, 8, "full", "fp16")
+    assert (found.shape.layers, found.shape.hidden, found.shape.feed_forward) == (
+        48,
+        6144,
+        24576,
+    )
+    assert (found.layout.tensor_parallel_degree, found.layout.data_parallel_degree) == (
+        8,
+        1,
+    )
+    assert (found.nodes, found.devices_per_node, found.recompute, found.dtype) == (
+        1,
+        8,
+        "full",
+        "fp16",
+    )
     assert found.shape.parameters == pytest.approx(22e9, rel=0.02)
 
 
 def test_degrees_follow_from_each_other() -> None:
     """The data-parallel degree is what is left of the devices; the micro-batch size what is left of the batch."""
     filled = run(gpus=16, tp=2, pp=2, gbs=64, mbs="", num_microbatches=8)
-    assert (filled.layout.data_parallel_degree, filled.layout.micro_batch_size) == (4, 2)
+    assert (filled.layout.data_parallel_degree, filled.layout.micro_batch_size) == (
+        4,
+        2,
+    )
     assert (filled.nodes, filled.devices_per_node) == (2, 8)
-    assert run(gpus="", dp=2, tp=2, gbs="", mbs=2, num_microbatches=3).global_batch_size == 12
+    assert (
+        run(gpus="", dp=2, tp=2, gbs="", mbs=2, num_microbatches=3).global_batch_size
+        == 12
+    )
 
 
 def test_one_device_needs_no_degrees() -> None:
@@ -73,7 +91,9 @@ def test_sizes_that_are_not_stated() -> None:
 
 def test_the_parameter_count_tells_gate_and_tie() -> None:
     """Llama-2 7B's stated count fits a gated network with two embeddings only."""
-    llama = run(params=6.738e9, layers=32, hidden=4096, ffn=11008, heads=32, vocab=32000)
+    llama = run(
+        params=6.738e9, layers=32, hidden=4096, ffn=11008, heads=32, vocab=32000
+    )
     assert llama.shape.is_gated
     assert not llama.shape.is_tied
 
@@ -115,7 +135,9 @@ def test_versions_of_flash_attention(words: str, kernel: str) -> None:
 
 def test_step_seconds_from_throughput() -> None:
     """Tokens of the batch / tokens per second of all devices."""
-    assert run(gpus=4, step_s="", tokens_s_gpu=1000, gbs=8, seq_len=1024).step_seconds == pytest.approx(8 * 1024 / 4000)
+    assert run(
+        gpus=4, step_s="", tokens_s_gpu=1000, gbs=8, seq_len=1024
+    ).step_seconds == pytest.approx(8 * 1024 / 4000)
 
 
 def test_running_out_is_a_measurement() -> None:
@@ -138,11 +160,22 @@ def test_running_out_is_a_measurement() -> None:
 def test_kinds_of_memory(kind: str, read: str, rank: str, unit: int) -> None:
     """Whose memory it is, what it counts, and whether a gigabyte is 10^9 or 2^30 bytes."""
     found = run(mem_gib=10, mem_kind=kind)
-    assert (found.memory_kind, found.memory_rank, found.memory_bytes) == (read, rank, 10 * unit)
+    assert (found.memory_kind, found.memory_rank, found.memory_bytes) == (
+        read,
+        rank,
+        10 * unit,
+    )
 
 
 @pytest.mark.parametrize(
-    ("words", "stage"), [("none (DDP)", 0), ("ZeRO-1", 1), ("zero-2", 2), ("FSDP full_shard", 3), ("ZeRO-3", 3)]
+    ("words", "stage"),
+    [
+        ("none (DDP)", 0),
+        ("ZeRO-1", 1),
+        ("zero-2", 2),
+        ("FSDP full_shard", 3),
+        ("ZeRO-3", 3),
+    ],
 )
 def test_zero_stages(words: str, stage: int) -> None:
     """ZeRO stages by their usual names."""
@@ -151,11 +184,22 @@ def test_zero_stages(words: str, stage: int) -> None:
 
 @pytest.mark.parametrize(
     ("words", "degree"),
-    [("zero1 within 8 GPUs", 8), ("fsdp 4", 4), ("HSDP", 8), ("fsdp 16", None), ("zero1 over all dp", None)],
+    [
+        ("zero1 within 8 GPUs", 8),
+        ("fsdp 4", 4),
+        ("HSDP", 8),
+        ("fsdp 16", None),
+        ("zero1 over all dp", None),
+    ],
 )
 def test_hybrid_sharding(words: str, degree: int | None) -> None:
     """Groups that share out the states, as stated or a node's; all 16 ranks are no group of their own."""
-    assert run(zero_fsdp=words, gpus=16, gpus_per_node=8, tp=1, pp=1, dp=16, gbs=64).layout.zero_shard_degree == degree
+    assert (
+        run(
+            zero_fsdp=words, gpus=16, gpus_per_node=8, tp=1, pp=1, dp=16, gbs=64
+        ).layout.zero_shard_degree
+        == degree
+    )
 
 
 def test_a_folder_is_read_by_family(tmp_path: Path) -> None:
@@ -164,7 +208,10 @@ def test_a_folder_is_read_by_family(tmp_path: Path) -> None:
     write_rows(tmp_path / "second.csv", [row("c")])
     (tmp_path / "links.csv").write_text("ranks,bytes\n8,1024\n", encoding="utf-8")
     found = read_runs(tmp_path)
-    assert [(one.family, one.source_id) for one in found.runs] == [("first", "a"), ("second", "c")]
+    assert [(one.family, one.source_id) for one in found.runs] == [
+        ("first", "a"),
+        ("second", "c"),
+    ]
     assert found.rows == {"first": 2, "second": 1}
     assert dict(found.out_of_scope["first"]) == {"hardware without catalogue entry": 1}
 

@@ -18,7 +18,9 @@ every_method = pytest.mark.parametrize("method", sorted(METHODS))
 
 
 @st.composite
-def problems(draw: st.DrawFn, costs: st.SearchStrategy[list] = whole_costs) -> tuple[list, int]:  # type: ignore[type-arg]
+def problems(
+    draw: st.DrawFn, costs: st.SearchStrategy[list] = whole_costs
+) -> tuple[list, int]:  # type: ignore[type-arg]
     """Costs, and a number of parts that they can make."""
     drawn = draw(costs)
     return drawn, draw(st.integers(1, len(drawn)))
@@ -37,14 +39,18 @@ def all_partitions(costs: list[int], parts: int) -> Iterator[list[int]]:
 @example(problem=([1, 100, 1], 3))
 @example(problem=([1, 1, 50, 5], 4))
 @example(problem=([0, 0, 0], 2))
-def test_parts_are_contiguous_and_whole(problem: tuple[list[float], int], method: str) -> None:
+def test_parts_are_contiguous_and_whole(
+    problem: tuple[list[float], int], method: str
+) -> None:
     """Every layer stands in exactly one part, in order; no part is empty; costs are those of the layers."""
     costs, parts = problem
     made = partition(costs, parts, method)
     assert len(made.sizes) == parts
     assert min(made.sizes) >= 1
     assert [layer for part in made.parts for layer in part] == list(range(len(costs)))
-    assert made.costs == pytest.approx([sum(costs[layer] for layer in part) for part in made.parts])
+    assert made.costs == pytest.approx(
+        [sum(costs[layer] for layer in part) for part in made.parts]
+    )
     assert made.bottleneck == max(made.costs)
 
 
@@ -56,7 +62,9 @@ def test_optimal_is_the_best_of_all(problem: tuple[list[int], int]) -> None:
     made = partition(costs, parts, "optimal")
     least = min(max(way) for way in ways)
     assert made.bottleneck == least
-    assert sum(cost * cost for cost in made.costs) == min(sum(c * c for c in way) for way in ways if max(way) == least)
+    assert sum(cost * cost for cost in made.costs) == min(
+        sum(c * c for c in way) for way in ways if max(way) == least
+    )
 
 
 @every_method
@@ -83,14 +91,23 @@ def test_histogram_follows_the_shares(problem: tuple[list[int], int]) -> None:
     total = sum(costs)
     if not total:
         return
-    rule = [min(parts * sum(costs[: layer + 1]) // total, parts - 1) for layer in range(len(costs))]
+    rule = [
+        min(parts * sum(costs[: layer + 1]) // total, parts - 1)
+        for layer in range(len(costs))
+    ]
     if set(rule) == set(range(parts)):
-        assert partition(costs, parts, "histogram").sizes == tuple(map(rule.count, range(parts)))
+        assert partition(costs, parts, "histogram").sizes == tuple(
+            map(rule.count, range(parts))
+        )
 
 
 @pytest.mark.parametrize(
     ("method", "sizes", "bottleneck"),
-    [("histogram", (2, 3, 2), 60), ("block", (2, 2, 3), 80), ("optimal", (2, 3, 2), 60)],
+    [
+        ("histogram", (2, 3, 2), 60),
+        ("block", (2, 2, 3), 80),
+        ("optimal", (2, 3, 2), 60),
+    ],
 )
 def test_classic_example(method: str, sizes: tuple[int, ...], bottleneck: int) -> None:
     """Layers [1, 2], [3, 4, 5], [6, 7] by shares and at the optimum; the block partition is content with less."""
@@ -108,7 +125,11 @@ def test_parts_name_their_layers() -> None:
 def test_methods_differ() -> None:
     """Equal layers: only the histogram does not split them evenly, because each ends on a share."""
     assert partition((1,) * 8, 4, "histogram").sizes == (1, 2, 2, 3)
-    assert partition((1,) * 8, 4, "block").sizes == partition((1,) * 8, 4).sizes == (2, 2, 2, 2)
+    assert (
+        partition((1,) * 8, 4, "block").sizes
+        == partition((1,) * 8, 4).sizes
+        == (2, 2, 2, 2)
+    )
 
 
 def test_exactness_beyond_floating_point() -> None:
@@ -150,7 +171,9 @@ def test_unknown_method_lists_the_known() -> None:
         ((1, float("inf")), 1, r"costs\[1\].*got inf"),
     ],
 )
-def test_impossible_problems_are_refused(method: str, costs: tuple[float, ...], parts: int, says: str) -> None:
+def test_impossible_problems_are_refused(
+    method: str, costs: tuple[float, ...], parts: int, says: str
+) -> None:
     """Every method refuses them in the same words."""
     with pytest.raises(LayoutError, match=says):
         partition(costs, parts, method)

@@ -26,8 +26,12 @@ class PackedAttention(nn.Module):
             each.view(samples, tokens, HEADS, width // HEADS).transpose(1, 2)
             for each in self.qkv(hidden).split(width, dim=2)
         )
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        made: Tensor = self.proj(mixed.transpose(1, 2).contiguous().view(samples, tokens, width))
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True
+        )
+        made: Tensor = self.proj(
+            mixed.transpose(1, 2).contiguous().view(samples, tokens, width)
+        )
         return made
 
 
@@ -44,10 +48,19 @@ class StackedAttention(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """(samples, tokens, width) -> the same."""
         samples, tokens, width = hidden.shape
-        packed = self.qkv(hidden).reshape(samples, tokens, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        packed = (
+            self.qkv(hidden)
+            .reshape(samples, tokens, 3, HEADS, -1)
+            .permute(2, 0, 3, 1, 4)
+        )
         query, key, value = packed.unbind(0)
-        scores = self.norm(query) @ key.transpose(-2, -1) / (width // HEADS) ** 0.5 + self.bias
-        made: Tensor = self.proj((scores.softmax(dim=-1) @ value).transpose(1, 2).flatten(2))
+        scores = (
+            self.norm(query) @ key.transpose(-2, -1) / (width // HEADS) ** 0.5
+            + self.bias
+        )
+        made: Tensor = self.proj(
+            (scores.softmax(dim=-1) @ value).transpose(1, 2).flatten(2)
+        )
         return made
 
 
@@ -58,7 +71,9 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.attention = attention
-        self.network = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
+        self.network = nn.Sequential(
+            nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH)
+        )
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(samples, tokens, width) -> the same."""
@@ -82,7 +97,11 @@ class Pool(nn.Module):
 
 def own_transformer() -> tuple[nn.Module, Tensor]:
     """Blocks with packed and stacked heads."""
-    blocks = (Block(PackedAttention()), Block(StackedAttention()), Block(StackedAttention()))
+    blocks = (
+        Block(PackedAttention()),
+        Block(StackedAttention()),
+        Block(StackedAttention()),
+    )
     return nn.Sequential(*blocks, Pool()), torch.randn(2, TOKENS, WIDTH)
 
 
@@ -91,27 +110,35 @@ class Residual(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv2d(8, 16, 3, padding=1), nn.Conv2d(16, 8, 3, padding=1)
+        self.first, self.second = (
+            nn.Conv2d(8, 16, 3, padding=1),
+            nn.Conv2d(16, 8, 3, padding=1),
+        )
         self.norm = nn.GroupNorm(4, 16)
 
     def forward(self, images: Tensor) -> Tensor:
         """(samples, 8, height, width) -> the same."""
-        made: Tensor = images + self.second(functional.relu(self.norm(self.first(images))))
+        made: Tensor = images + self.second(
+            functional.relu(self.norm(self.first(images)))
+        )
         return made
 
 
 def own_network() -> tuple[nn.Module, Tensor]:
     """Convolutions, and a gated feed-forward network."""
     head = nn.Sequential(nn.Linear(8, 16), nn.GLU(), nn.Linear(8, 5))
-    return nn.Sequential(nn.Conv2d(3, 8, 3), Residual(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), head), torch.randn(
-        2, 3, 10, 10
-    )
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), Residual(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), head
+    ), torch.randn(2, 3, 10, 10)
 
 
 def torch_encoder() -> tuple[nn.Module, Tensor]:
     """torch's own encoder layers, without and with the samples in front, and a norm ahead."""
     layer = {"d_model": WIDTH, "nhead": HEADS, "dim_feedforward": 64, "dropout": 0.0}
-    layers = (nn.TransformerEncoderLayer(**layer, batch_first=True, norm_first=True), Swapped(layer))
+    layers = (
+        nn.TransformerEncoderLayer(**layer, batch_first=True, norm_first=True),
+        Swapped(layer),
+    )
     return nn.Sequential(*layers, Pool()), torch.randn(2, TOKENS, WIDTH)
 
 
@@ -124,6 +151,8 @@ class Swapped(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(samples, tokens, width) -> the same."""
-        mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool, device=hidden.device).triu(1)
+        mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool, device=hidden.device).triu(
+            1
+        )
         made: Tensor = self.layer(hidden.transpose(0, 1), src_mask=mask).transpose(0, 1)
         return made

@@ -8,7 +8,9 @@ from torch import nn
 
 def mlp() -> nn.Sequential:
     """Features in, classes out."""
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)
+    )
 
 
 def token_chain() -> nn.Sequential:
@@ -24,8 +26,12 @@ def with_example() -> tuple[nn.Module, torch.Tensor]:
 def convolutions() -> nn.Sequential:
     """Needs an example input."""
     return nn.Sequential(
-        nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True)),
-        nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True)),
+        nn.Sequential(
+            nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True)
+        ),
+        nn.Sequential(
+            nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True)
+        ),
         nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)),
     )
 
@@ -35,7 +41,15 @@ def transformer() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(
-        GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=40, n_positions=24, bos_token_id=1, eos_token_id=2)
+        GPT2Config(
+            n_layer=2,
+            n_embd=16,
+            n_head=2,
+            vocab_size=40,
+            n_positions=24,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
     )
 
 

@@ -86,7 +86,12 @@ TINY: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention"] * 3,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
-    "olmoe": {**LLAMA_LIKE, "model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {
+        **LLAMA_LIKE,
+        "model_type": "olmoe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
     "bert": {
         **SMALL,
         "model_type": "bert",

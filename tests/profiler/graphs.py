@@ -58,7 +58,9 @@ class Residual(nn.Module):
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(outputs)
         self.downsample = (
-            nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False)) if stride > 1 else None
+            nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False))
+            if stride > 1
+            else None
         )
 
     def forward(self, images: Tensor) -> Tensor:
@@ -78,7 +80,9 @@ class ResNet(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(2)
         self.layer1 = nn.Sequential(Residual(4, 4, 1), Residual(4, 4, 1))
-        self.layer2 = nn.Sequential(Residual(4, 8, 2), Residual(8, 8, 1), Residual(8, 8, 1))
+        self.layer2 = nn.Sequential(
+            Residual(4, 8, 2), Residual(8, 8, 1), Residual(8, 8, 1)
+        )
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(8, 5)
 
@@ -95,7 +99,12 @@ class Modulated(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(width, elementwise_affine=False)
         self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
-        self.mlp = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.25), nn.Linear(width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, width),
+            nn.GELU(),
+            nn.Dropout(0.25),
+            nn.Linear(width, width),
+        )
 
     def forward(self, hidden: Tensor, condition: Tensor) -> Tensor:
         """Hidden (batch, tokens, width), condition (batch, width)."""
@@ -118,7 +127,9 @@ class Diffusion(nn.Module):
 
     def forward(self, patches: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Patches (batch, 7, 6), labels (batch,)."""
-        hidden = self.patch(patches) + self.position * torch.arange(1, 8, device=patches.device).view(1, 7, 1)
+        hidden = self.patch(patches) + self.position * torch.arange(
+            1, 8, device=patches.device
+        ).view(1, 7, 1)
         condition = self.label(labels)
         for block in self.blocks:
             hidden = block(hidden, condition)
@@ -133,7 +144,12 @@ class PairwiseTransformer(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(32, 8)
         self.layers = nn.ModuleList(
-            nn.ModuleList([nn.MultiheadAttention(8, 2, batch_first=True), nn.Sequential(nn.Linear(8, 8), nn.ReLU())])
+            nn.ModuleList(
+                [
+                    nn.MultiheadAttention(8, 2, batch_first=True),
+                    nn.Sequential(nn.Linear(8, 8), nn.ReLU()),
+                ]
+            )
             for _ in range(3)
         )
         self.scale = nn.Linear(8, 8)
@@ -154,7 +170,10 @@ class Experts(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(8)
         self.gate = nn.Linear(8, 3)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(3))
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+            for _ in range(3)
+        )
 
     def forward(self, features: Tensor) -> Tensor:
         """(batch, 8) -> (batch, 8)."""
@@ -282,7 +301,9 @@ class Halting(nn.Module):
         while hidden.abs().mean().item() > 0.05 and steps < 3:
             hidden = torch.tanh(self.block(hidden))
             steps += 1
-        output: Tensor = self.left(hidden) if hidden.sum().item() > 0 else self.right(hidden)
+        output: Tensor = (
+            self.left(hidden) if hidden.sum().item() > 0 else self.right(hidden)
+        )
         return output
 
 
@@ -298,7 +319,9 @@ class Forking(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """(batch, 8) -> (batch, 4)."""
         hidden = torch.tanh(self.first(features))
-        output: Tensor = self.left(hidden) if features.sum().item() < 0 else self.right(hidden)
+        output: Tensor = (
+            self.left(hidden) if features.sum().item() < 0 else self.right(hidden)
+        )
         return output
 
 
@@ -338,7 +361,9 @@ class Wide(nn.Module):
         super().__init__()
         self.register_buffer("table", torch.linspace(-1, 1, 8))
         self.first = nn.Linear(6, 8)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3)
+        )
         self.recurrent = nn.LSTM(8, 8, batch_first=True)
         self.last = nn.Linear(8, 5)
 
@@ -348,7 +373,9 @@ class Wide(nn.Module):
         stream = (hidden + self.table).float()
         for block in self.blocks:
             stream = stream + block(stream.to(hidden.dtype)).float()
-        return self.last(self.recurrent(stream.to(hidden.dtype).unsqueeze(1))[0].squeeze(1))
+        return self.last(
+            self.recurrent(stream.to(hidden.dtype).unsqueeze(1))[0].squeeze(1)
+        )
 
 
 def wide() -> tuple[nn.Module, Tensor]:
@@ -368,7 +395,10 @@ def resnet() -> tuple[nn.Module, Tensor]:
 
 def diffusion() -> tuple[nn.Module, dict[str, Tensor]]:
     """Inputs by keyword."""
-    return Diffusion(), {"patches": torch.zeros(1, 7, 6), "labels": torch.zeros(1, dtype=torch.long)}
+    return Diffusion(), {
+        "patches": torch.zeros(1, 7, 6),
+        "labels": torch.zeros(1, dtype=torch.long),
+    }
 
 
 def pairwise() -> nn.Module:

@@ -14,6 +14,10 @@ from profiler.measure_device import DeviceSheet
 def know_cpu(monkeypatch: pytest.MonkeyPatch, **figures: Any) -> DeviceSpec:
     """What profiles say of the device from now on, of a GiB; figures as in its document."""
     spec = DeviceSpec(id="cpu", memory_bytes=1 << 30, **figures)
-    monkeypatch.setattr(measure, "look_up_device", lambda place, _: DeviceSheet(place, "test", 1 << 30, None, None))
+    monkeypatch.setattr(
+        measure,
+        "look_up_device",
+        lambda place, _: DeviceSheet(place, "test", 1 << 30, None, None),
+    )
     monkeypatch.setattr(measure, "measure_peaks", lambda *arguments: spec)
     return spec

@@ -28,9 +28,15 @@ print(faults() - before)
 
 def faults(kept: str, **environment: str) -> int:
     """Of a process that takes and frees the same large piece again and again."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MALLOC_", "GLIBC_"))
+    }
     command = [sys.executable, "-c", PROGRAM, kept]
-    done = subprocess.run(command, env=clean | environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, env=clean | environment, capture_output=True, text=True, check=True
+    )
     return int(done.stdout)
 
 

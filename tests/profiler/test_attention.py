@@ -16,7 +16,10 @@ ROWS = 64
 
 def _inputs(rows: int, width: int, value_width: int) -> tuple[Tensor, Tensor, Tensor]:
     widths = (width, width, value_width)
-    query, key, value = (torch.empty(2, 4, rows, each, device="meta", requires_grad=True) for each in widths)
+    query, key, value = (
+        torch.empty(2, 4, rows, each, device="meta", requires_grad=True)
+        for each in widths
+    )
     return query, key, value
 
 
@@ -29,7 +32,10 @@ def _run(function, *inputs: Tensor) -> tuple[Tensor, int, int, int]:
         kept[storage._cdata] = storage.nbytes()
         return tensor
 
-    with FlopCounterMode(display=False) as counter, saved_tensors_hooks(pack, lambda tensor: tensor):
+    with (
+        FlopCounterMode(display=False) as counter,
+        saved_tensors_hooks(pack, lambda tensor: tensor),
+    ):
         output = function(*inputs)
         forward = counter.get_total_flops()
         output.sum().backward()
@@ -37,7 +43,9 @@ def _run(function, *inputs: Tensor) -> tuple[Tensor, int, int, int]:
 
 
 def _torch(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, bias, True)[0]
+    return torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, True
+    )[0]
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -57,7 +65,10 @@ def test_one_number_per_row_is_kept():
     """Besides inputs and output: 4 bytes per sample, head and row, whatever the number of rows."""
     query, key, value = _inputs(23, 16, 8)
     output, kept, _, _ = _run(efficient_attention, query, key, value, None)
-    assert kept == sum(each.nbytes for each in (query, key, value, output)) + 2 * 4 * 23 * 4
+    assert (
+        kept
+        == sum(each.nbytes for each in (query, key, value, output)) + 2 * 4 * 23 * 4
+    )
 
 
 def test_a_trained_bias_gets_its_gradient():

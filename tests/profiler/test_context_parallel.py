@@ -32,15 +32,21 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
 
 
 def _block(source: ModelSource, **sizes: Any) -> Any:
-    return count(source, **{"micro_batch_size": B, "sequence_length": S, **sizes})[BLOCK]
+    return count(source, **{"micro_batch_size": B, "sequence_length": S, **sizes})[
+        BLOCK
+    ]
 
 
 def test_a_rank_works_on_its_piece_and_keeps_all_keys(llama: ModelSource) -> None:
     """All but attention is that of a shorter sequence; attention has its queries and everybody's keys, of which a
     causal kernel skips a smaller part than of a square: the operation is charged with as much more."""
-    row, short = _block(llama, context_parallel_degree=RANKS), _block(llama, sequence_length=S // RANKS)
+    row, short = (
+        _block(llama, context_parallel_degree=RANKS),
+        _block(llama, sequence_length=S // RANKS),
+    )
     attention, of_short = (
-        next(each.flops for each in one.operations if each.kind == "attention") for one in (row, short)
+        next(each.flops for each in one.operations if each.kind == "attention")
+        for one in (row, short)
     )
     assert attention == (2 * RANKS - 1) * of_short
     assert row.forward_flops - RANKS * of_short == short.forward_flops - of_short
@@ -58,7 +64,9 @@ class _Collectives(TorchDispatchMode):
         super().__init__()
         self.seen: Counter[tuple[str, int]] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("_c10d_functional::")
         if name == "all_gather_into_tensor":
@@ -79,13 +87,17 @@ def test_rows_tell_what_a_rank_exchanges(llama: ModelSource) -> None:
         past = KeyValues(pieces, gather_over(group)).past(0)
         with _Collectives() as watch:
             tokens = torch.randint(256, (B, S // RANKS))
-            torch.autograd.backward(model(tokens, past_key_values=past, use_cache=True).logits.sum())
+            torch.autograd.backward(
+                model(tokens, past_key_values=past, use_cache=True).logits.sum()
+            )
     finally:
         dist.destroy_process_group()
     blocks = sum(layer.kind == BLOCK for layer in llama.cut().layers)
     row = _block(llama, context_parallel_degree=RANKS)
     assert {each.group for each in row.collectives} == {"context"}
-    assert watch.seen == {(each.operation, each.bytes): blocks * each.count for each in row.collectives}
+    assert watch.seen == {
+        (each.operation, each.bytes): blocks * each.count for each in row.collectives
+    }
 
 
 def test_profiles_hold_all_degrees_that_are_asked_for(llama: ModelSource) -> None:
@@ -104,17 +116,26 @@ def test_profiles_hold_all_degrees_that_are_asked_for(llama: ModelSource) -> Non
     }
     assert sorted(rows) == [(1, 1), (1, 2), (2, 1), (2, 2)]
     gathered = [
-        sum(each.bytes * each.count for each in rows[tensor, 2].collectives if each.group == "context")
+        sum(
+            each.bytes * each.count
+            for each in rows[tensor, 2].collectives
+            if each.group == "context"
+        )
         for tensor in (1, 2)
     ]
     assert gathered[0] == 2 * gathered[1]
 
 
-def test_what_cannot_be_shared_out_is_refused(llama: ModelSource, tmp_path: Path) -> None:
+def test_what_cannot_be_shared_out_is_refused(
+    llama: ModelSource, tmp_path: Path
+) -> None:
     """A sequence that does not divide, and a model without causal attention."""
     with pytest.raises(DocumentError, match="does not divide over 5 ranks"):
         _block(llama, context_parallel_degree=5)
     with pytest.raises(UnsupportedError, match="no causal language model"):
         count(
-            load_model("tests.profiler.graphs:unet"), micro_batch_size=1, sequence_length=0, context_parallel_degree=2
+            load_model("tests.profiler.graphs:unet"),
+            micro_batch_size=1,
+            sequence_length=0,
+            context_parallel_degree=2,
         )

@@ -49,35 +49,66 @@ def sources() -> Callable[[str], ModelSource]:
     ],
 )
 def test_stored_counts_equal_a_fresh_count(
-    name: str, sequence_length: int, dtype, degrees: tuple[int, ...], sources: Callable[[str], ModelSource]
+    name: str,
+    sequence_length: int,
+    dtype,
+    degrees: tuple[int, ...],
+    sources: Callable[[str], ModelSource],
 ):
     """The whole profile is the same document, evaluated or counted, for one sample and for three."""
-    sizes = {"sequence_length": sequence_length, "micro_batch_sizes": (1, 3), "tensor_parallel_degrees": degrees}
+    sizes = {
+        "sequence_length": sequence_length,
+        "micro_batch_sizes": (1, 3),
+        "tensor_parallel_degrees": degrees,
+    }
     source = sources(name)
-    splits = {"sequence_parallel": True, "expert_parallel_degrees": source.expert_parallel_degrees()}
-    stored, fresh = counted.counted_profile(name, dtype=dtype, **sizes), profile(source, dtype=dtype, **sizes, **splits)
+    splits = {
+        "sequence_parallel": True,
+        "expert_parallel_degrees": source.expert_parallel_degrees(),
+    }
+    stored, fresh = (
+        counted.counted_profile(name, dtype=dtype, **sizes),
+        profile(source, dtype=dtype, **sizes, **splits),
+    )
     is_same = stored == fresh  # pytest would explain two large documents for minutes
     assert is_same
 
 
 AMOEBANETS = ("208", "256", "416")
-_LARGER = {"amoebanet-d-18": AMOEBANETS, "t5": ("large", "3b", "11b"), "vit": ("h-14",), "dit": ("l-2", "xl-2")}
-LIKE_A_SMALLER_ONE = {f"{family}-{size}" for family, sizes in _LARGER.items() for size in sizes}
+_LARGER = {
+    "amoebanet-d-18": AMOEBANETS,
+    "t5": ("large", "3b", "11b"),
+    "vit": ("h-14",),
+    "dit": ("l-2", "xl-2"),
+}
+LIKE_A_SMALLER_ONE = {
+    f"{family}-{size}" for family, sizes in _LARGER.items() for size in sizes
+}
 """Their splits are derived by running their parts for seconds; smaller models of the same structure stand for them."""
 
 
 @pytest.mark.parametrize("name", catalogue.names())
-def test_every_catalogue_model_is_counted(name: str, sources: Callable[[str], ModelSource]):
+def test_every_catalogue_model_is_counted(
+    name: str, sources: Callable[[str], ModelSource]
+):
     """All entries have stored counts of the same parameters, for all degrees by default."""
     entry = catalogue.entry(name)
-    length = min(entry.longest_sequence or 512, 512) if entry.takes_tokens else 0  # 0: any length
-    found = counted.counted_profile(name, sequence_length=length, micro_batch_sizes=(1, 2))
-    shared = sum(each.parameters * (len(each.layers) - 1) for each in found.shared_parameters)
+    length = (
+        min(entry.longest_sequence or 512, 512) if entry.takes_tokens else 0
+    )  # 0: any length
+    found = counted.counted_profile(
+        name, sequence_length=length, micro_batch_sizes=(1, 2)
+    )
+    shared = sum(
+        each.parameters * (len(each.layers) - 1) for each in found.shared_parameters
+    )
     assert sum(layer.parameters for layer in found.layers) - shared == entry.parameters
     source = sources(name)
     assert found.model_digest == source.digest
     degrees = {row.tensor_parallel_degree for row in found.layers[1].measurements}
-    assert name in LIKE_A_SMALLER_ONE or degrees == set(source.tensor_parallel_degrees())
+    assert name in LIKE_A_SMALLER_ONE or degrees == set(
+        source.tensor_parallel_degrees()
+    )
 
 
 def small_amoebanet() -> tuple[nn.Module, Tensor]:
@@ -90,7 +121,9 @@ def test_amoebanets_are_split_as_a_small_one_is():
     derived = load_model(f"{__name__}:small_amoebanet").tensor_parallel_degrees()
     for size in AMOEBANETS:
         found = counted.counted_profile(f"amoebanet-d-18-{size}", sequence_length=0)
-        assert {row.tensor_parallel_degree for row in found.layers[1].measurements} == set(derived)
+        assert {
+            row.tensor_parallel_degree for row in found.layers[1].measurements
+        } == set(derived)
 
 
 def test_blocks_share_their_rows():
@@ -106,7 +139,9 @@ def test_evaluation_needs_no_torch():
         "import sys; from profiler.counted import counted_profile as c; c('llama-3.1-70b', sequence_length=4096); "
         "print('torch' in sys.modules, 'transformers' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["False", "False"]
 
 
@@ -116,11 +151,21 @@ def test_evaluation_needs_no_torch():
         ("gpt2", {"sequence_length": 0}, "sequence_length"),
         ("gpt2", {"sequence_length": 1025}, "sequence_length"),
         ("resnet-50", {"sequence_length": 128}, "sequence_length"),
-        ("gpt2", {"sequence_length": 64, "tensor_parallel_degrees": (5,)}, "tensor_parallel_degrees"),
-        ("gpt2", {"sequence_length": 64, "micro_batch_sizes": (0,)}, "micro_batch_sizes"),
+        (
+            "gpt2",
+            {"sequence_length": 64, "tensor_parallel_degrees": (5,)},
+            "tensor_parallel_degrees",
+        ),
+        (
+            "gpt2",
+            {"sequence_length": 64, "micro_batch_sizes": (0,)},
+            "micro_batch_sizes",
+        ),
     ],
 )
-def test_sizes_that_the_model_does_not_take_are_refused(name: str, sizes: dict, field: str):
+def test_sizes_that_the_model_does_not_take_are_refused(
+    name: str, sizes: dict, field: str
+):
     """The same refusals as when counting with torch."""
     with pytest.raises(DocumentError) as caught:
         counted.counted_profile(name, **sizes)
@@ -130,9 +175,15 @@ def test_sizes_that_the_model_does_not_take_are_refused(name: str, sizes: dict, 
     assert fresh.value.problems == caught.value.problems
 
 
-def test_lengths_that_no_stored_count_holds_for_are_refused(monkeypatch: pytest.MonkeyPatch):
+def test_lengths_that_no_stored_count_holds_for_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+):
     """Without counts beyond the sliding window, those below it are not used for longer sequences."""
-    data = {key: value for key, value in counted._stored("gemma-3-1b").items() if key != "windowed_counts"}
+    data = {
+        key: value
+        for key, value in counted._stored("gemma-3-1b").items()
+        if key != "windowed_counts"
+    }
     monkeypatch.setattr(counted, "_stored", lambda name: data)
     assert counted.counted_profile("gemma-3-1b", sequence_length=511).layers
     with pytest.raises(DocumentError, match="below its sliding window of 512 tokens"):
@@ -149,7 +200,11 @@ def test_write_stores_what_is_evaluated(tmp_path):
     """The generator's file is the one in the catalogue: counting again changes nothing."""
     from profiler.counted_write import write
 
-    stored = counted.files("profiler.catalogue").joinpath("counted", "vgg16.json").read_text(encoding="utf-8")
+    stored = (
+        counted.files("profiler.catalogue")
+        .joinpath("counted", "vgg16.json")
+        .read_text(encoding="utf-8")
+    )
     assert write("vgg16", tmp_path).read_text(encoding="utf-8") == stored
 
 

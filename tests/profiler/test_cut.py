@@ -25,7 +25,9 @@ def _meta(module: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("function", ["mlp", "token_chain", "with_example"])
 @pytest.mark.parametrize("recompute", get_args(RecomputeMode))
-def test_stages_of_a_sequential_equal_the_whole(function: str, recompute: RecomputeMode):
+def test_stages_of_a_sequential_equal_the_whole(
+    function: str, recompute: RecomputeMode
+):
     """Outputs, gradients and running statistics agree for one layer per stage, recomputed or not."""
     source = load_model(f"{CALLABLES}:{function}")
     cut = source.cut()
@@ -56,10 +58,16 @@ def test_activations_in_place_do_not_begin_a_stage():
 
     def model() -> nn.Sequential:
         parts = (nn.ReLU(inplace=True), nn.BatchNorm1d(4), nn.Hardtanh(inplace=True))
-        return nn.Sequential(nn.Linear(4, 4), parts[0], nn.Linear(4, 4), *parts[1:], nn.Linear(4, 2))
+        return nn.Sequential(
+            nn.Linear(4, 4), parts[0], nn.Linear(4, 4), *parts[1:], nn.Linear(4, 2)
+        )
 
     cut = cut_model(_meta(model()), torch.empty(3, 4, device="meta"))
-    assert [layer.modules for layer in cut.layers] == [("0", "1"), ("2", "3", "4"), ("5",)]
+    assert [layer.modules for layer in cut.layers] == [
+        ("0", "1"),
+        ("2", "3", "4"),
+        ("5",),
+    ]
     whole, inputs = model(), torch.randn(3, 4)
     output = inputs
     for index in range(3):
@@ -74,7 +82,8 @@ def test_stage_that_ends_in_a_view_returns_a_copy():
     """Flatten returns a view, which pipelining could not detach in place."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Flatten(), nn.Linear(8, 2))
     cut = cut_model(
-        _meta(nn.Sequential(nn.Linear(4, 4), nn.Flatten(), nn.Linear(8, 2))), torch.empty(3, 2, 4, device="meta")
+        _meta(nn.Sequential(nn.Linear(4, 4), nn.Flatten(), nn.Linear(8, 2))),
+        torch.empty(3, 2, 4, device="meta"),
     )
     output = cut.stage(model, 0, 2)(torch.randn(3, 2, 4))
     assert output.shape == (3, 8)
@@ -110,10 +119,18 @@ def test_kind_names_are_one_to_one_with_signatures():
 def test_tied_layers_of_a_sequential_are_shared():
     """A weight used by two children is one shared parameter of both layers."""
     with torch.device("meta"):
-        model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 4), nn.Linear(4, 6, bias=False))
+        model = nn.Sequential(
+            nn.Embedding(6, 4), nn.Linear(4, 4), nn.Linear(4, 6, bias=False)
+        )
         model[2].weight = model[0].weight
-    (shared,) = cut_model(model, torch.empty(1, 3, dtype=torch.long, device="meta")).shared_parameters
-    assert (shared.names, shared.layers, shared.parameters) == (("0.weight", "2.weight"), ("0", "2"), 24)
+    (shared,) = cut_model(
+        model, torch.empty(1, 3, dtype=torch.long, device="meta")
+    ).shared_parameters
+    assert (shared.names, shared.layers, shared.parameters) == (
+        ("0.weight", "2.weight"),
+        ("0", "2"),
+        24,
+    )
 
 
 def test_frozen_statistics_of_cumulative_batch_norm():
@@ -128,7 +145,9 @@ def test_frozen_statistics_of_cumulative_batch_norm():
         stage(images).sum().backward()
         plain(images).sum().backward()
     assert stage.state_dict()["1.1.num_batches_tracked"] == 2
-    torch.testing.assert_close(stage.state_dict()["1.1.running_var"], plain.state_dict()["1.1.running_var"])
+    torch.testing.assert_close(
+        stage.state_dict()["1.1.running_var"], plain.state_dict()["1.1.running_var"]
+    )
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (2, 2), (0, 6), (3, 1)])
@@ -151,14 +170,19 @@ def test_recompute_of_the_last_layer_is_refused(write_config):
     source = load_model(f"{CALLABLES}:mlp")
     with pytest.raises(UnsupportedError, match="cannot be recomputed"):
         source.cut().stage(source.build_on_meta(), 0, 5, recompute={4: "full"})
-    offered = [layer.recomputable for layer in load_model(write_config("gpt2")).cut().layers]
+    offered = [
+        layer.recomputable for layer in load_model(write_config("gpt2")).cut().layers
+    ]
     assert offered == [False, True, True, True, False]
 
 
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 5)), "does not run on meta tensors"),
+        (
+            nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 5)),
+            "does not run on meta tensors",
+        ),
         (nn.Sequential(nn.LSTM(4, 4), nn.Linear(4, 4)), "does not run"),
     ],
 )

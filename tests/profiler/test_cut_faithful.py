@@ -34,7 +34,9 @@ class Three(nn.Module):
 
     def __init__(self, between: Callable[[Three, Tensor], Tensor]) -> None:
         super().__init__()
-        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.first, self.second, self.third = (
+            nn.Linear(WIDTH, WIDTH) for _ in range(3)
+        )
         self.register_buffer("average", torch.ones(WIDTH))
         self.runs = 0
         self._between = between
@@ -112,7 +114,9 @@ def normed(module: Three, hidden: Tensor) -> Tensor:
 
 def assigned(module: Three, hidden: Tensor) -> Tensor:
     """The same, by its data."""
-    module.second.weight.data = module.second.weight.data / module.second.weight.data.norm()
+    module.second.weight.data = (
+        module.second.weight.data / module.second.weight.data.norm()
+    )
     return hidden
 
 
@@ -122,7 +126,18 @@ def rounded(module: Three, hidden: Tensor) -> Tensor:
         return (hidden @ module.first.weight).float()
 
 
-ODD = (stopped, hooked, own_gradient, averaged, averaged_anew, counted, drawn, normed, assigned, rounded)
+ODD = (
+    stopped,
+    hooked,
+    own_gradient,
+    averaged,
+    averaged_anew,
+    counted,
+    drawn,
+    normed,
+    assigned,
+    rounded,
+)
 
 
 def hooked_sequential() -> nn.Module:
@@ -162,23 +177,38 @@ def _differences(build: Callable[[], nn.Module], mode: RecomputeMode) -> list[st
             outputs.append(run(inputs))
             outputs[-1].square().sum().backward()
         found += [] if torch.allclose(*outputs) else [f"output {step}"]
-    held = {name: value for stage in stages for name, value in (*stage.named_parameters(), *stage.named_buffers())}
+    held = {
+        name: value
+        for stage in stages
+        for name, value in (*stage.named_parameters(), *stage.named_buffers())
+    }
     for name, value in (*plain.named_parameters(), *plain.named_buffers()):
-        gradients = [torch.zeros_like(value) if each.grad is None else each.grad for each in (value, held[name])]
-        same = torch.allclose(value, held[name]) and torch.allclose(*gradients, atol=1e-6)
+        gradients = [
+            torch.zeros_like(value) if each.grad is None else each.grad
+            for each in (value, held[name])
+        ]
+        same = torch.allclose(value, held[name]) and torch.allclose(
+            *gradients, atol=1e-6
+        )
         found += [] if same else [name]
     return found
 
 
-def _stage(cut: LayerCut, build: Callable[[], nn.Module], index: int, mode: RecomputeMode) -> nn.Module:
+def _stage(
+    cut: LayerCut, build: Callable[[], nn.Module], index: int, mode: RecomputeMode
+) -> nn.Module:
     torch.manual_seed(0)
-    chosen: dict[int, RecomputeMode] = {index: mode} if cut.layers[index].recomputable else {}
+    chosen: dict[int, RecomputeMode] = (
+        {index: mode} if cut.layers[index].recomputable else {}
+    )
     return cut.stage(build(), index, index + 1, recompute=chosen)
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 @pytest.mark.parametrize("odd", ODD, ids=lambda odd: odd.__name__)
-def test_odd_modules_compute_what_their_code_says(odd: Callable[[Three, Tensor], Tensor], mode: RecomputeMode) -> None:
+def test_odd_modules_compute_what_their_code_says(
+    odd: Callable[[Three, Tensor], Tensor], mode: RecomputeMode
+) -> None:
     """Stop-gradients, hooks, own gradients, moving averages, counters, draws of Python: silently lost by a cut, or done
     twice by recomputation."""
     assert _differences(lambda: Three(odd), mode) == []
@@ -186,7 +216,9 @@ def test_odd_modules_compute_what_their_code_says(odd: Callable[[Three, Tensor],
 
 
 @pytest.mark.parametrize("build", [hooked_sequential, doubled])
-def test_containers_with_code_of_their_own_are_followed(build: Callable[[], nn.Module]) -> None:
+def test_containers_with_code_of_their_own_are_followed(
+    build: Callable[[], nn.Module],
+) -> None:
     """An nn.Sequential with a hook, or of a class of its own, was run as its children alone."""
     assert _differences(build, "none") == []
 
@@ -195,7 +227,9 @@ def test_frozen_batch_norm_is_not_counted_by_recomputation() -> None:
     """A norm in evaluation counted its batches backwards."""
 
     def build() -> nn.Module:
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+        model = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+        )
         model[1].eval()
         return model
 

@@ -95,7 +95,12 @@ def _loss(outputs: tuple[Tensor, ...]) -> Tensor:
     return torch.stack([output.float().square().mean() for output in outputs]).sum()
 
 
-def _run(source: ModelSource, bounds: tuple[int, ...], inputs: tuple[Tensor, ...], mode: str = "none"):
+def _run(
+    source: ModelSource,
+    bounds: tuple[int, ...],
+    inputs: tuple[Tensor, ...],
+    mode: str = "none",
+):
     """Outputs, gradients by name (summed over the copies of shared parameters) and buffers of a split, every boundary
     detached as between processes."""
     cut = source.cut()
@@ -105,10 +110,17 @@ def _run(source: ModelSource, bounds: tuple[int, ...], inputs: tuple[Tensor, ...
     stages = []
     given = inputs
     for start, stop in spans:
-        recompute = {i: mode for i in range(start, stop) if cut.layers[i].recomputable and mode != "none"}
+        recompute = {
+            i: mode
+            for i in range(start, stop)
+            if cut.layers[i].recomputable and mode != "none"
+        }
         stage = cut.stage(_build(source), start, stop, recompute=recompute)
         _seed_layers(source, stage, range(start, stop))
-        leaves = [each.detach().requires_grad_(each.is_floating_point() and start > 0) for each in given]
+        leaves = [
+            each.detach().requires_grad_(each.is_floating_point() and start > 0)
+            for each in given
+        ]
         output = stage(*leaves)
         given = output if isinstance(output, tuple) else (output,)
         assert not any(tensor._is_view() for tensor in given)
@@ -117,15 +129,25 @@ def _run(source: ModelSource, bounds: tuple[int, ...], inputs: tuple[Tensor, ...
         stages.append(stage)
     _loss(given).backward()
     for outputs, leaves in reversed(list(zip(sent, received[1:], strict=False))):
-        pairs = [(out, leaf.grad) for out, leaf in zip(outputs, leaves, strict=True) if out.requires_grad]
-        torch.autograd.backward(*zip(*[pair for pair in pairs if pair[1] is not None], strict=True))
+        pairs = [
+            (out, leaf.grad)
+            for out, leaf in zip(outputs, leaves, strict=True)
+            if out.requires_grad
+        ]
+        torch.autograd.backward(
+            *zip(*[pair for pair in pairs if pair[1] is not None], strict=True)
+        )
     gradients: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     for stage in stages:
         for name, parameter in stage.named_parameters():
             if parameter.grad is not None:
                 gradients[name] = gradients.get(name, 0) + parameter.grad
-        buffers |= {name: value for name, value in stage.named_buffers() if "running" in name or "tracked" in name}
+        buffers |= {
+            name: value
+            for name, value in stage.named_buffers()
+            if "running" in name or "tracked" in name
+        }
     for shared in cut.shared_parameters:
         total = sum(gradients.pop(name) for name in shared.names if name in gradients)
         gradients[shared.names[0]] = total
@@ -138,7 +160,9 @@ def _assert_same(found, expected) -> None:
     for ours, theirs in zip(found[1:], expected[1:], strict=True):
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():
-            torch.testing.assert_close(ours[name], value, atol=1e-6, rtol=1e-4, msg=name)
+            torch.testing.assert_close(
+                ours[name], value, atol=1e-6, rtol=1e-4, msg=name
+            )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -160,7 +184,11 @@ def test_one_stage_equals_the_users_model(name: str, tmp_path: Path):
     source = _load(name, tmp_path)
     inputs = source.example_inputs(3, 6)
     model, stage = (
-        part.train() for part in (_build(source), source.cut().stage(_build(source), 0, len(source.cut().layers)))
+        part.train()
+        for part in (
+            _build(source),
+            source.cut().stage(_build(source), 0, len(source.cut().layers)),
+        )
     )
     for part in (*model.modules(), *stage.modules()):
         if isinstance(part, nn.Dropout):
@@ -179,7 +207,9 @@ def test_one_stage_equals_the_users_model(name: str, tmp_path: Path):
     held = dict(stage.named_parameters())
     for parameter_name, parameter in model.named_parameters():
         if gradients[id(parameter)] is not None:
-            torch.testing.assert_close(held[parameter_name].grad, parameter.grad, msg=parameter_name)
+            torch.testing.assert_close(
+                held[parameter_name].grad, parameter.grad, msg=parameter_name
+            )
 
 
 def _names(source: ModelSource) -> list[str]:
@@ -189,23 +219,42 @@ def _names(source: ModelSource) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "layers"),
     [
-        ("unet", ["down1", "down2", "middle", "grow2", "up2", "grow1", "up1", "classes"]),
-        ("resnet", ["conv1", "layer1.0", "layer1.1", "layer2.0", "layer2.1", "layer2.2", "fc"]),
-        ("diffusion", ["patch", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "norm"]),
+        (
+            "unet",
+            ["down1", "down2", "middle", "grow2", "up2", "grow1", "up1", "classes"],
+        ),
+        (
+            "resnet",
+            ["conv1", "layer1.0", "layer1.1", "layer2.0", "layer2.1", "layer2.2", "fc"],
+        ),
+        (
+            "diffusion",
+            ["patch", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "norm"],
+        ),
         ("pairwise", ["tokens", "layers.0.0", "layers.1.0", "layers.2.0", "scale"]),
         ("mixture", ["blocks.0", "blocks.1", "blocks.2", "head"]),
         ("plain", ["conv1", "conv2", "fc1", "fc2"]),
         (
             "t5.json",
             [
-                *("encoder.embed_tokens", "encoder.block.0", "encoder.block.1", "encoder.final_layer_norm"),
+                *(
+                    "encoder.embed_tokens",
+                    "encoder.block.0",
+                    "encoder.block.1",
+                    "encoder.final_layer_norm",
+                ),
                 *("decoder.block.0", "decoder.block.1", "decoder.final_layer_norm"),
             ],
         ),
-        ("vit.json", ["vit.embeddings", "vit.layers.0", "vit.layers.1", "vit.layernorm"]),
+        (
+            "vit.json",
+            ["vit.embeddings", "vit.layers.0", "vit.layers.1", "vit.layernorm"],
+        ),
     ],
 )
-def test_layers_are_what_people_call_blocks(name: str, layers: list[str], tmp_path: Path):
+def test_layers_are_what_people_call_blocks(
+    name: str, layers: list[str], tmp_path: Path
+):
     """Blocks of lists, levels and pairs are layers; residual branches and parallel experts are not torn apart."""
     assert _names(_load(name, tmp_path)) == layers
 
@@ -218,17 +267,26 @@ def test_every_parameter_belongs_to_a_layer_and_shared_ones_to_several(tmp_path:
         owned = [
             parameter
             for index in range(len(cut.layers))
-            for parameter, _ in cut.layer(source.build_on_meta(), index).named_parameters()
+            for parameter, _ in cut.layer(
+                source.build_on_meta(), index
+            ).named_parameters()
         ]
         shared = {each for group in cut.shared_parameters for each in group.names}
-        assert {each for each, _ in source.build_on_meta().named_parameters()} <= set(owned)
+        assert {each for each, _ in source.build_on_meta().named_parameters()} <= set(
+            owned
+        )
         assert {each for each in owned if owned.count(each) > 1} <= shared
 
 
 def test_skips_of_a_unet_carry_their_bytes(tmp_path: Path):
     """Each level's output skips to its counterpart: channels x height x width floats, from the last layer with it."""
-    edges = {(edge.from_, edge.to): edge.bytes for edge in _load("unet", tmp_path).edges(0)}
-    assert edges == {("down2", "up1"): 4 * 16 * 16 * 4, ("middle", "up2"): 8 * 8 * 8 * 4}
+    edges = {
+        (edge.from_, edge.to): edge.bytes for edge in _load("unet", tmp_path).edges(0)
+    }
+    assert edges == {
+        ("down2", "up1"): 4 * 16 * 16 * 4,
+        ("middle", "up2"): 8 * 8 * 8 * 4,
+    }
 
 
 @pytest.mark.parametrize("name", ["unet", "diffusion", "t5.json", "pairwise"])
@@ -238,17 +296,23 @@ def test_boundary_is_output_and_skips(name: str, tmp_path: Path):
     borders, edges, names = source.borders(1, 8), source.edges(8), _names(source)
     order = {each: index for index, each in enumerate(names)}
     for last in range(len(names) - 1):
-        over = sum(edge.bytes for edge in edges if order[edge.from_] <= last < order[edge.to])
+        over = sum(
+            edge.bytes for edge in edges if order[edge.from_] <= last < order[edge.to]
+        )
         sent = sum(tensor.nbytes for tensor in borders.crossing[last + 1])
         assert borders.output_bytes[last] + over == sent, names[last]
 
 
 def test_encoder_output_reaches_every_decoder_layer(tmp_path: Path):
     """It travels from decoder layer to decoder layer, beside the position biases of one micro-batch."""
-    edges = {(edge.from_, edge.to): edge for edge in _load("t5.json", tmp_path).edges(8)}
+    edges = {
+        (edge.from_, edge.to): edge for edge in _load("t5.json", tmp_path).edges(8)
+    }
     edge = edges["decoder.block.0", "decoder.block.1"]
     assert (edge.bytes, edge.sequence_length) == (8 * 16 * 4, 8)
-    assert edges["encoder.embed_tokens", "encoder.final_layer_norm"].bytes == 8 * 8, "ids of the decoder"
+    assert edges["encoder.embed_tokens", "encoder.final_layer_norm"].bytes == 8 * 8, (
+        "ids of the decoder"
+    )
 
 
 def test_the_user_names_the_cut(tmp_path: Path):
@@ -272,7 +336,9 @@ def test_language_models_take_named_cuts_too(write_config):
 
 def test_unknown_name_in_a_cut_is_refused_with_the_nearest(tmp_path: Path):
     """A typing mistake is told with names that run."""
-    with pytest.raises(UnknownNameError, match=r"no module 'layer3\.\*'.*did you mean layer"):
+    with pytest.raises(
+        UnknownNameError, match=r"no module 'layer3\.\*'.*did you mean layer"
+    ):
         _load("resnet", tmp_path).cut_at(("layer3.*",)).cut()
 
 
@@ -283,14 +349,20 @@ def test_model_that_cannot_be_cut_is_one_layer_with_the_reason(tmp_path: Path):
     assert _names(source) == ["model"]
     assert "Untraceable uses a tensor" in cut.reason
     inputs = source.example_inputs(3, 0)
-    torch.testing.assert_close(cut.stage(_build(source), 0, 1)(*inputs), _build(source)(*inputs))
+    torch.testing.assert_close(
+        cut.stage(_build(source), 0, 1)(*inputs), _build(source)(*inputs)
+    )
     counted = profile(source, sequence_length=0, micro_batch_sizes=(1,))
     assert counted.environment["cut"] == f"one layer: {cut.reason}"
-    assert counted.layers[0].parameters == sum(each.numel() for each in source.blueprint.parameters())
+    assert counted.layers[0].parameters == sum(
+        each.numel() for each in source.blueprint.parameters()
+    )
 
 
 @pytest.mark.parametrize("name", ["reading", "halting"])
-def test_model_that_reads_values_is_one_layer_counted_on_a_real_run(name: str, tmp_path: Path):
+def test_model_that_reads_values_is_one_layer_counted_on_a_real_run(
+    name: str, tmp_path: Path
+):
     """Control flow by values stops on meta tensors, which is told with the module that does it; the model is counted
     whole, and keeps what autograd keeps of the same run."""
     source = _load(name, tmp_path)
@@ -327,12 +399,20 @@ def test_stage_takes_other_sizes_and_types(tmp_path: Path):
     """One stage runs any micro-batch size, sequence length and type: it is traced anew."""
     source = _load("t5.json", tmp_path)
     stage = source.cut().stage(_build(source).eval(), 3, 5)
-    for size, dtype in (((2, 8), torch.float32), ((1, 5), torch.float32), ((4, 9), torch.bfloat16)):
+    for size, dtype in (
+        ((2, 8), torch.float32),
+        ((1, 5), torch.float32),
+        ((4, 9), torch.bfloat16),
+    ):
         stage.to(dtype)
         given = source.borders(*size).crossing
         zeros = [torch.zeros(each.shape, dtype=each.dtype) for each in given[3]]
-        made = stage(*(each.to(dtype) if each.is_floating_point() else each for each in zeros))
-        assert [tuple(each.shape) for each in made] == [tuple(each.shape) for each in given[5]]
+        made = stage(
+            *(each.to(dtype) if each.is_floating_point() else each for each in zeros)
+        )
+        assert [tuple(each.shape) for each in made] == [
+            tuple(each.shape) for each in given[5]
+        ]
 
 
 def test_stage_refuses_what_no_size_gives(tmp_path: Path):
@@ -370,4 +450,6 @@ def test_a_model_that_is_not_of_transformers_is_cut_without_importing_it() -> No
         "import sys; from profiler.models import load_model; source = load_model('tests.profiler.graphs:unet'); "
         "assert len(source.cut().layers) > 4; source.borders(2, 0); assert 'transformers' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2]
+    )

@@ -49,22 +49,39 @@ def _block(source: ModelSource, part: str) -> dict[str, int | None]:
     """Of the modules that are split below a name: their sections, None for rows."""
     found = source.derived_split
     split = found.columns | dict.fromkeys(found.rows)
-    return {name.removeprefix(part): sections for name, sections in split.items() if name.startswith(part)}
+    return {
+        name.removeprefix(part): sections
+        for name, sections in split.items()
+        if name.startswith(part)
+    }
 
 
 def test_gpt2_is_split_as_megatron_splits_it() -> None:
     """Queries, keys and values of one matrix by heads each, and the feed-forward network."""
     block = _block(known("gpt2-still"), "transformer.h.1.")
-    assert block == {"attn.c_attn": 3, "attn.c_proj": None, "mlp.c_fc": 1, "mlp.c_proj": None}
+    assert block == {
+        "attn.c_attn": 3,
+        "attn.c_proj": None,
+        "mlp.c_fc": 1,
+        "mlp.c_proj": None,
+    }
 
 
 @pytest.mark.parametrize(
     ("name", "part", "expected"),
     [
-        ("bert-still", "bert.encoder.layer.1.attention.", {"self.query", "self.key", "self.value", "output.dense"}),
+        (
+            "bert-still",
+            "bert.encoder.layer.1.attention.",
+            {"self.query", "self.key", "self.value", "output.dense"},
+        ),
         ("t5-split", "decoder.block.1.layer.1.EncDecAttention.", set("qkvo")),
         ("t5-split", "decoder.block.1.layer.2.DenseReluDense.", {"wi_0", "wi_1", "wo"}),
-        ("own_transformer", "1.", {"attention.qkv", "attention.proj", "network.0", "network.2"}),
+        (
+            "own_transformer",
+            "1.",
+            {"attention.qkv", "attention.proj", "network.0", "network.2"},
+        ),
         ("own_network", "1.", {"first", "second"}),
         ("own_network", "4.", {"0", "2"}),
     ],
@@ -76,7 +93,10 @@ def test_regions_of_other_models(name: str, part: str, expected: set[str]) -> No
 
 def test_attention_of_torch_is_split_by_heads() -> None:
     """It multiplies without calling modules, so it is split as a whole."""
-    assert known("torch_encoder").derived_split.attentions == ("0.self_attn", "1.layer.self_attn")
+    assert known("torch_encoder").derived_split.attentions == (
+        "0.self_attn",
+        "1.layer.self_attn",
+    )
 
 
 class Mixed(nn.Module):
@@ -84,7 +104,11 @@ class Mixed(nn.Module):
 
     def __init__(self, between: nn.Module, *, tied: bool = False) -> None:
         super().__init__()
-        self.first, self.second, self.between = nn.Linear(8, 8), nn.Linear(8, 8), between
+        self.first, self.second, self.between = (
+            nn.Linear(8, 8),
+            nn.Linear(8, 8),
+            between,
+        )
         if tied:
             self.second.weight = self.first.weight
 
@@ -108,20 +132,29 @@ class Mixed(nn.Module):
 )
 def test_what_cannot_be_split_stays_whole(build: Callable[[], nn.Module]) -> None:
     """Norms and softmax over the split features, statistics, shared weights: the degree is 1."""
-    source = ModelSource("mixed", "features", lambda: nn.Sequential(build(), nn.Linear(8, 3)), sample_shape=(8,))
+    source = ModelSource(
+        "mixed",
+        "features",
+        lambda: nn.Sequential(build(), nn.Linear(8, 3)),
+        sample_shape=(8,),
+    )
     assert source.tensor_parallel_degrees() == (1,)
 
 
 def test_the_same_between_products_that_can_be_split() -> None:
     """What the test above leaves whole is what stands between the products."""
     builder = lambda: nn.Sequential(Mixed(nn.GELU()), nn.Linear(8, 3))  # noqa: E731
-    assert ModelSource("mixed", "features", builder, sample_shape=(8,)).tensor_parallel_degrees() == (1, 2, 4, 8)
+    assert ModelSource(
+        "mixed", "features", builder, sample_shape=(8,)
+    ).tensor_parallel_degrees() == (1, 2, 4, 8)
 
 
 class Language(nn.Module):
     """A language model, of which a function may read the weight of a module besides."""
 
-    def __init__(self, besides: Callable[[nn.Module, Tensor], Tensor] | None, reads: str) -> None:
+    def __init__(
+        self, besides: Callable[[nn.Module, Tensor], Tensor] | None, reads: str
+    ) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(32, 8), nn.Linear(8, 32)
         self.block = Mixed(nn.GELU())
@@ -130,7 +163,11 @@ class Language(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """(samples, tokens) -> logits."""
         logits: Tensor = self.head(self.block(self.embedding(ids)))
-        return logits if self.besides is None else self.besides(self.get_submodule(self.reads), logits)
+        return (
+            logits
+            if self.besides is None
+            else self.besides(self.get_submodule(self.reads), logits)
+        )
 
 
 @pytest.mark.parametrize(
@@ -138,23 +175,47 @@ class Language(nn.Module):
     [
         (None, "head", ("embedding", "head")),
         (lambda module, logits: logits + module.weight.mean(), "embedding", ("head",)),
-        (lambda module, logits: functional.linear(logits[..., :8], module.weight), "embedding", ("head",)),
-        (lambda module, logits: logits / module.weight.norm(dim=-1), "head", ("embedding",)),
+        (
+            lambda module, logits: functional.linear(logits[..., :8], module.weight),
+            "embedding",
+            ("head",),
+        ),
+        (
+            lambda module, logits: logits / module.weight.norm(dim=-1),
+            "head",
+            ("embedding",),
+        ),
     ],
     ids=["nobody else", "a mean", "a product", "a norm"],
 )
-def test_vocabularies_are_split_where_nobody_else_reads_their_weights(besides, reads: str, expected: tuple) -> None:
+def test_vocabularies_are_split_where_nobody_else_reads_their_weights(
+    besides, reads: str, expected: tuple
+) -> None:
     """A rank's rows are no weight that other code could use."""
-    source = ModelSource("lm", "tokens", lambda: Language(besides, reads), vocabulary_size=32, longest_sequence=16)
+    source = ModelSource(
+        "lm",
+        "tokens",
+        lambda: Language(besides, reads),
+        vocabulary_size=32,
+        longest_sequence=16,
+    )
     assert source.derived_split.vocabulary == expected
 
 
 def test_a_weight_that_its_own_layer_reads_besides_stays_whole() -> None:
     """Code within a layer, which the cut does not tell, stumbles over the stand-in of the weight."""
-    source = ModelSource("lm", "tokens", lambda: Language(None, "head"), vocabulary_size=32, longest_sequence=16)
+    source = ModelSource(
+        "lm",
+        "tokens",
+        lambda: Language(None, "head"),
+        vocabulary_size=32,
+        longest_sequence=16,
+    )
     assert vocabulary_of(source, _Shapes(1)) == ("embedding", "head")
     head = source.blueprint.get_submodule("head")
-    head.register_forward_hook(lambda module, arguments, logits: logits * module.weight.mean())
+    head.register_forward_hook(
+        lambda module, arguments, logits: logits * module.weight.mean()
+    )
     assert vocabulary_of(source, _Shapes(1)) == ()
 
 
@@ -162,19 +223,28 @@ def test_tied_vocabularies_are_split_alike() -> None:
     """The embedding holds half of its rows, and sums what it looks up; the head gathers its logits."""
     source = known("gpt2-still")
     sizes = {"micro_batch_size": 2, "sequence_length": 8}
-    whole, part = (count(source, **sizes, tensor_parallel_degree=degree) for degree in (1, 2))
+    whole, part = (
+        count(source, **sizes, tensor_parallel_degree=degree) for degree in (1, 2)
+    )
     for kind in ("embedding", "head"):
-        assert whole[kind].local_parameters - part[kind].local_parameters == 256 * 32 // 2
+        assert (
+            whole[kind].local_parameters - part[kind].local_parameters == 256 * 32 // 2
+        )
     hidden, logits = 2 * 8 * 32 * 4, 2 * 8 * 256 * 4
     assert _sent(part["embedding"]) == {("forward", "all_reduce", hidden)}
-    assert _sent(part["head"]) == {("forward", "all_gather", logits), ("backward", "all_reduce", hidden)}
+    assert _sent(part["head"]) == {
+        ("forward", "all_gather", logits),
+        ("backward", "all_reduce", hidden),
+    }
 
 
 def _sent(row: Measurement) -> set[tuple[str, str, int]]:
     return {(each.phase, each.operation, each.bytes) for each in row.collectives}
 
 
-def test_a_vocabulary_that_the_degree_does_not_divide_stays_whole(two_ranks: DeviceMesh) -> None:
+def test_a_vocabulary_that_the_degree_does_not_divide_stays_whole(
+    two_ranks: DeviceMesh,
+) -> None:
     """It limits no degree."""
     embedding = nn.Embedding(7, 4)
     split_ours(embedding, {"": "derived_vocabulary"}, two_ranks)
@@ -194,23 +264,41 @@ class Flops(TorchDispatchMode):
         """Run the operation."""
         output = func(*args, **(kwargs or {}))
         if func._overloadpacket in flop_registry:
-            self.flops += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=output)
+            self.flops += flop_registry[func._overloadpacket](
+                *args, **(kwargs or {}), out_val=output
+            )
         return output
 
 
 @pytest.mark.parametrize(
     ("name", "index"),
-    [("gpt2-still", 0), ("gpt2-still", 1), ("gpt2-still", 5), ("own_transformer", 1), ("torch_encoder", 1)],
+    [
+        ("gpt2-still", 0),
+        ("gpt2-still", 1),
+        ("gpt2-still", 5),
+        ("own_transformer", 1),
+        ("torch_encoder", 1),
+    ],
 )
 def test_a_shard_counts_as_what_a_rank_runs(name: str, index: int, two_ranks) -> None:
     """Its parameters, forward FLOPs and what autograd keeps, to the byte."""
     source = known(name)
     size = (2, 8 if source.input_kind == "tokens" else 0)
-    options = {"micro_batch_size": size[0], "sequence_length": size[1], "tensor_parallel_degree": 2}
+    options = {
+        "micro_batch_size": size[0],
+        "sequence_length": size[1],
+        "tensor_parallel_degree": 2,
+    }
     row = count(source, **options)[source.cut().layers[index].kind]
     layer = source.cut().layer(source.build(), index)
-    split_ours(layer, tensor_parallel.split_modules(layer, tensor_parallel.plan(source)), two_ranks)
-    assert row.local_parameters == sum(local(each).numel() for each in layer.parameters())
+    split_ours(
+        layer,
+        tensor_parallel.split_modules(layer, tensor_parallel.plan(source)),
+        two_ranks,
+    )
+    assert row.local_parameters == sum(
+        local(each).numel() for each in layer.parameters()
+    )
     takes = source.borders(*size).takes[index]
     inputs = [
         torch.randn(each.shape, requires_grad=True)
@@ -226,9 +314,15 @@ def test_a_shard_counts_as_what_a_rank_runs(name: str, index: int, two_ranks) ->
 def test_a_packed_shard_keeps_what_it_is_counted_to_keep(two_ranks) -> None:
     """The activation bytes of a block of GPT-2 are those that autograd keeps of a rank's, to the byte."""
     source = known("gpt2-still")
-    row = count(source, micro_batch_size=3, sequence_length=20, tensor_parallel_degree=2)["GPT2Block"]
+    row = count(
+        source, micro_batch_size=3, sequence_length=20, tensor_parallel_degree=2
+    )["GPT2Block"]
     block = source.cut().layer(source.build(), 1)
-    split_ours(block, tensor_parallel.split_modules(block, tensor_parallel.plan(source)), two_ranks)
+    split_ours(
+        block,
+        tensor_parallel.split_modules(block, tensor_parallel.plan(source)),
+        two_ranks,
+    )
     owned = {local(each).untyped_storage()._cdata for each in block.parameters()}
     saved: list[weakref.ref] = []
 
@@ -238,10 +332,17 @@ def test_a_packed_shard_keeps_what_it_is_counted_to_keep(two_ranks) -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = block(torch.randn(3, 20, 32, requires_grad=True))
-    held = {storage._cdata: storage.nbytes() for each in saved if (storage := each()) is not None}
+    held = {
+        storage._cdata: storage.nbytes()
+        for each in saved
+        if (storage := each()) is not None
+    }
     random_state = 24  # of the CUDA kernel
     assert output.shape == (3, 20, 32)
-    assert sum(size for key, size in held.items() if key not in owned) == row.activation_bytes - random_state
+    assert (
+        sum(size for key, size in held.items() if key not in owned)
+        == row.activation_bytes - random_state
+    )
 
 
 def test_every_rank_drops_by_numbers_of_its_own(two_ranks) -> None:
@@ -264,9 +365,14 @@ def test_every_rank_drops_by_numbers_of_its_own(two_ranks) -> None:
 def test_collectives_of_a_position_bias() -> None:
     """T5's blocks gather the gradient of the bias of which each rank has taken its heads."""
     source = known("t5-split")
-    rows = count(source, micro_batch_size=2, sequence_length=8, tensor_parallel_degree=2)
+    rows = count(
+        source, micro_batch_size=2, sequence_length=8, tensor_parallel_degree=2
+    )
     hidden, bias = 2 * 8 * 16 * 4, 4 * 8 * 8 * 4
-    found = {(each.phase, each.operation, each.bytes): each.count for each in rows["T5Block-2"].collectives}
+    found = {
+        (each.phase, each.operation, each.bytes): each.count
+        for each in rows["T5Block-2"].collectives
+    }
     assert found == {
         ("forward", "all_reduce", hidden): 2,
         ("backward", "all_reduce", hidden): 2,

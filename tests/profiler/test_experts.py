@@ -18,10 +18,17 @@ TOKENS, WIDTH, INNER = 12, 32, 48
 
 
 def _block_flops(tmp_path: Path, experts: int, chosen: int) -> tuple[int, int, int]:
-    config = {**LLAMA_LIKE, "model_type": "mixtral", "num_local_experts": experts, "num_experts_per_tok": chosen}
+    config = {
+        **LLAMA_LIKE,
+        "model_type": "mixtral",
+        "num_local_experts": experts,
+        "num_experts_per_tok": chosen,
+    }
     path = tmp_path / f"{experts}-{chosen}.json"
     path.write_text(json.dumps(config))
-    row = count(load_model(str(path)), micro_batch_size=1, sequence_length=TOKENS)["MixtralDecoderLayer"]
+    row = count(load_model(str(path)), micro_batch_size=1, sequence_length=TOKENS)[
+        "MixtralDecoderLayer"
+    ]
     return row.forward_flops, row.backward_input_flops, row.backward_weight_flops
 
 

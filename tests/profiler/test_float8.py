@@ -22,7 +22,13 @@ from profiler import float8_product as float8_product_module
 from profiler import low_bit, measure
 from profiler.count import Counter
 from profiler.count import profile as counted_profile
-from profiler.float8 import OF_COLUMNS, OF_ROWS, OF_TOKENS, float8_modules, run_in_float8
+from profiler.float8 import (
+    OF_COLUMNS,
+    OF_ROWS,
+    OF_TOKENS,
+    float8_modules,
+    run_in_float8,
+)
 from profiler.float8_product import PLAIN, Parts, compiled, float8_product
 from profiler.low_bit import torchao
 from profiler.models import ModelSource, load_model
@@ -52,7 +58,9 @@ def test_a_linear_layer_computes_as_torchaos_bit_by_bit(bias: bool, tokens: int)
     """Output and all gradients, for numbers of tokens that 16 divides or does not; its module, parameters and hooks
     stay."""
     torch.manual_seed(0)
-    ours = nn.Sequential(nn.Linear(32, 48, bias=bias), nn.GELU(), nn.Linear(48, 16, bias=bias)).bfloat16()
+    ours = nn.Sequential(
+        nn.Linear(32, 48, bias=bias), nn.GELU(), nn.Linear(48, 16, bias=bias)
+    ).bfloat16()
     float8 = torchao("float8")
     config = float8.Float8LinearConfig(emulate=True)
     theirs = float8.convert_to_float8_training(copy.deepcopy(ours), config=config)
@@ -66,7 +74,10 @@ def test_a_linear_layer_computes_as_torchaos_bit_by_bit(bias: bool, tokens: int)
         each.square().sum().backward()
     assert torch.equal(*results)
     assert torch.equal(inputs.grad, wanted.grad)
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    assert all(
+        torch.equal(a.grad, b.grad)
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)
+    )
     assert all(a is b for a, b in zip(ours.parameters(), before, strict=True))
     assert seen == [ours[0]]
     assert type(ours[0]) is nn.Linear
@@ -77,12 +88,17 @@ def test_a_conv1d_is_a_linear_layer_whose_weight_stands_the_other_way_round():
     from transformers.pytorch_utils import Conv1D
 
     conv, linear = Conv1D(48, 32).bfloat16(), nn.Linear(32, 48).bfloat16()
-    linear.weight, linear.bias = nn.Parameter(conv.weight.detach().t().contiguous()), conv.bias
+    linear.weight, linear.bias = (
+        nn.Parameter(conv.weight.detach().t().contiguous()),
+        conv.bias,
+    )
     model = nn.ModuleList([conv, linear])
     run_in_float8(model, ["0", "1"])
     given = _random(5, 32)
     assert torch.equal(conv(given), linear(given))
-    assert not torch.equal(conv(given), nn.functional.linear(given, linear.weight, linear.bias))
+    assert not torch.equal(
+        conv(given), nn.functional.linear(given, linear.weight, linear.bias)
+    )
 
 
 class _Products(TorchDispatchMode):
@@ -90,13 +106,17 @@ class _Products(TorchDispatchMode):
 
     count = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.count += func is torch.ops.aten.mm.default
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("tokens", [16, 7])
-def test_torchs_products_in_fp8_give_what_emulation_gives(tokens: int, monkeypatch: pytest.MonkeyPatch):
+def test_torchs_products_in_fp8_give_what_emulation_gives(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+):
     """By the kernel that GPUs run, which torch has for CPUs too: operands laid out and padded as it wants them."""
     seen: list[tuple[int, ...]] = []
     scaled = torch._scaled_mm
@@ -111,7 +131,9 @@ def test_torchs_products_in_fp8_give_what_emulation_gives(tokens: int, monkeypat
     def run() -> tuple[Tensor, ...]:
         given, weight = _random(tokens, 32), _random(48, 32, seed=1)
         made = float8_product(given, weight.t())
-        return made, *torch.autograd.grad(made, (given, weight), _random(tokens, 48, seed=2).detach())
+        return made, *torch.autograd.grad(
+            made, (given, weight), _random(tokens, 48, seed=2).detach()
+        )
 
     emulated = run()
     assert not seen
@@ -122,7 +144,10 @@ def test_torchs_products_in_fp8_give_what_emulation_gives(tokens: int, monkeypat
     found = run()
     float8_product_module._settings.cache_clear()
     assert seen == [(tokens, 32, 48), (tokens, 48, 32), (48, 16, 32)]
-    assert all(torch.allclose(a, b, rtol=0.02, atol=0.02) for a, b in zip(found, emulated, strict=True))
+    assert all(
+        torch.allclose(a, b, rtol=0.02, atol=0.02)
+        for a, b in zip(found, emulated, strict=True)
+    )
 
 
 def test_a_split_backward_runs_each_product_once():
@@ -130,21 +155,31 @@ def test_a_split_backward_runs_each_product_once():
     layer = nn.Linear(32, 48).bfloat16()
     run_in_float8(nn.ModuleList([layer]), ["0"])
     given, gradient = _random(16, 32), _random(16, 48, seed=1).detach()
-    expected = torch.autograd.grad(layer(given), (given, layer.weight, layer.bias), gradient)
+    expected = torch.autograd.grad(
+        layer(given), (given, layer.weight, layer.bias), gradient
+    )
     output = layer(given)
     with _Products() as of_input:
-        (found,), weights = backward_input([output], [gradient], [given], layer.parameters())
+        (found,), weights = backward_input(
+            [output], [gradient], [given], layer.parameters()
+        )
     with _Products() as of_weight:
         weights.run()
     assert (of_input.count, of_weight.count) == (1, 1)
     assert all(map(torch.equal, (found, layer.weight.grad, layer.bias.grad), expected))
 
 
-def _exchange(wholes: dict[str, Tensor], operands: frozenset[Operand]) -> Callable[[Tensor], Tensor]:
+def _exchange(
+    wholes: dict[str, Tensor], operands: frozenset[Operand]
+) -> Callable[[Tensor], Tensor]:
     """What ranks that hold parts of these tensors tell each other: once in the forward, once in the backward."""
     passes = (("input", "weight"), ("gradient",))
     named = ([name for name in each if name in operands] for each in passes)
-    answers = [torch.stack([wholes[name].detach().abs().amax() for name in each]) for each in named if each]
+    answers = [
+        torch.stack([wholes[name].detach().abs().amax() for name in each])
+        for each in named
+        if each
+    ]
 
     def largest(values: Tensor) -> Tensor:
         found = answers.pop(0)
@@ -158,7 +193,11 @@ def _exchange(wholes: dict[str, Tensor], operands: frozenset[Operand]) -> Callab
 def test_shards_are_cast_as_the_whole_is(operands: frozenset[Operand], dimension: int):
     """Two ranks that know each other's largest values give the bits of one that has all: outputs side by side, or
     gradients; what they add up differs by rounding alone."""
-    given, weight, gradient = _random(16, 32), _random(32, 64, seed=1), _random(16, 64, seed=2).detach()
+    given, weight, gradient = (
+        _random(16, 32),
+        _random(32, 64, seed=1),
+        _random(16, 64, seed=2).detach(),
+    )
     whole = float8_product(given, weight)
     of_given, of_weight = torch.autograd.grad(whole, (given, weight), gradient)
     wholes = {"input": given, "weight": weight, "gradient": gradient}
@@ -174,7 +213,9 @@ def test_shards_are_cast_as_the_whole_is(operands: frozenset[Operand], dimension
     together, apart = (outputs, inputs) if dimension else (inputs, outputs)
     assert torch.equal(torch.cat(together, 1), whole if dimension else of_given)
     summed = apart[0].float() + apart[1].float()
-    assert torch.allclose(summed, (of_given if dimension else whole).float(), rtol=2e-2, atol=2e-1)
+    assert torch.allclose(
+        summed, (of_given if dimension else whole).float(), rtol=2e-2, atol=2e-1
+    )
 
 
 class _FirstOfTwo:
@@ -227,29 +268,56 @@ def test_compiled_casts_give_the_same_bits(dtype: torch.dtype):
         largest = kernels.largest(numbers)
         assert torch.equal(largest, PLAIN.largest(numbers))
         scale = (torch.finfo(dtype).max / largest.double()).float()
-        found = [each.cast(numbers, scale, dtype).view(torch.uint8) for each in (kernels, PLAIN)]
+        found = [
+            each.cast(numbers, scale, dtype).view(torch.uint8)
+            for each in (kernels, PLAIN)
+        ]
         assert torch.equal(*found)
 
 
 @pytest.mark.parametrize(
-    ("model", "degree"), [(CONFIG, 2), (GPT2, 2), (CONFIGS["bert"], 2), (CONFIGS["vit"], 1), ("torch_encoder", 1)]
+    ("model", "degree"),
+    [
+        (CONFIG, 2),
+        (GPT2, 2),
+        (CONFIGS["bert"], 2),
+        (CONFIGS["vit"], 1),
+        ("torch_encoder", 1),
+    ],
 )
-def test_as_many_products_run_in_fp8_as_the_profile_prices(model: Any, degree: int, tmp_path: Path):
+def test_as_many_products_run_in_fp8_as_the_profile_prices(
+    model: Any, degree: int, tmp_path: Path
+):
     """Layer by layer, whole or as a tensor-parallel rank holds it; none in the last one, and none of torch's own
     attention, whose products only look like a linear layer's."""
     own = isinstance(model, str)
-    source = load_model(f"tests.profiler.blocks:{model}") if own else _source(model, tmp_path)
+    source = (
+        load_model(f"tests.profiler.blocks:{model}")
+        if own
+        else _source(model, tmp_path)
+    )
     tokens = 16 if source.input_kind == "tokens" else 0
     found = counted_profile(
-        source, sequence_length=tokens, micro_batch_sizes=(2,), tensor_parallel_degrees=(degree,), dtype="bf16"
+        source,
+        sequence_length=tokens,
+        micro_batch_sizes=(2,),
+        tensor_parallel_degrees=(degree,),
+        dtype="bf16",
     )
     chosen = float8_modules(source.blueprint, source, degree)
     assert chosen
     for layer, cut in zip(found.layers, source.cut().layers, strict=True):
-        row = next(row for row in layer.measurements if row.recompute == "none" and not row.sequence_parallel)
+        row = next(
+            row
+            for row in layer.measurements
+            if row.recompute == "none" and not row.sequence_parallel
+        )
         told = told_fp8(row, "bf16", DYNAMIC, is_last=layer is found.layers[-1])
         priced = sum(one.count for one in told.operations if one.is_linear)
-        assert priced == sum(any(f"{name}.".startswith(f"{each}.") for each in cut.modules) for name in chosen)
+        assert priced == sum(
+            any(f"{name}.".startswith(f"{each}.") for each in cut.modules)
+            for name in chosen
+        )
 
 
 def test_which_modules_run_in_fp8(tmp_path: Path):
@@ -267,7 +335,11 @@ def test_layers_in_fp8_keep_what_is_counted_in_bf16(mode: Any, tmp_path: Path):
     """And two scales, of four bytes each, per product."""
     source = _source(CONFIG, tmp_path)
     counted = Counter(source, "fp32").count(source.cut().layers[1].kind, BATCH, TOKENS)
-    expected = counted.modes[mode].kept_bytes - RANDOM_STATE_BYTES * (mode != "full") - counted.input_bytes
+    expected = (
+        counted.modes[mode].kept_bytes
+        - RANDOM_STATE_BYTES * (mode != "full")
+        - counted.input_bytes
+    )
     found = kept_bytes_of(source, 1, mode, partial(_in_float8, source))
     assert found == expected + 8 * PER_BLOCK
 
@@ -276,13 +348,21 @@ def _in_float8(source: ModelSource, stage: nn.Module) -> None:
     run_in_float8(stage, float8_modules(stage, source))
 
 
-def test_what_cannot_run_in_fp8_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_cannot_run_in_fp8_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Another type, a model without a product of that size, and no torchao; each by name and mend."""
-    sizes: dict[str, Any] = {"sequence_lengths": (16,), "micro_batch_sizes": (1,), "precision": "fp8"}
+    sizes: dict[str, Any] = {
+        "sequence_lengths": (16,),
+        "micro_batch_sizes": (1,),
+        "precision": "fp8",
+    }
     with pytest.raises(SpecError, match="fp8 casts what is bf16, not fp32"):
         measure.profile(_source(CONFIG, tmp_path), **sizes)
     odd = _source({**CONFIG, "hidden_size": 24, "intermediate_size": 40}, tmp_path)
-    with pytest.raises(UnsupportedError, match="has no linear layer, ahead of its last layer"):
+    with pytest.raises(
+        UnsupportedError, match="has no linear layer, ahead of its last layer"
+    ):
         measure.profile(odd, **sizes, dtype="bf16")
     monkeypatch.setattr(low_bit, "find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match=r"planner\[low-bit\]"):

@@ -25,14 +25,29 @@ def test_two_agents_are_two_nodes(tmp_path: Path) -> None:
     """Two torchrun agents of two ranks each measure both levels: pairs inside, pairs across, and both nodes whole. With
     no time at all, the two smallest sizes are measured all the same, because a fit needs them, and no other."""
     output = tmp_path / "links.json"
-    options = {"sizes": [4096, 16384, 1024], "operations": ["all_reduce"], "repeats": 1, "time_budget_seconds": 1e-9}
+    options = {
+        "sizes": [4096, 16384, 1024],
+        "operations": ["all_reduce"],
+        "repeats": 1,
+        "time_budget_seconds": 1e-9,
+    }
     fields = json.dumps(options | {"slowdowns": False})
-    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
+    agent = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=2",
+        "--nproc-per-node=2",
+    ]
     agent += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     rank = ["-m", "profiler.links", "--output", str(output), "--options", fields]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     agents = [
-        subprocess.Popen([*agent, f"--node-rank={node}", *rank], env=environment, stdout=subprocess.DEVNULL)
+        subprocess.Popen(
+            [*agent, f"--node-rank={node}", *rank],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+        )
         for node in (0, 1)
     ]
     assert [agent.wait(120) for agent in agents] == [0, 0]
@@ -40,7 +55,10 @@ def test_two_agents_are_two_nodes(tmp_path: Path) -> None:
     assert links.intra_node is not None
     assert links.inter_node is not None
     assert {(row.ranks, row.nodes) for row in links.intra_node.measurements} == {(2, 1)}
-    assert {(row.ranks, row.nodes) for row in links.inter_node.measurements} == {(2, 2), (4, 2)}
+    assert {(row.ranks, row.nodes) for row in links.inter_node.measurements} == {
+        (2, 2),
+        (4, 2),
+    }
     for link in (links.intra_node, links.inter_node):
         assert {row.bytes for row in link.measurements} == {1024, 4096}
         assert (link.overlap_slowdown, link.pipeline_slowdown) == (None, None)
@@ -49,7 +67,9 @@ def test_two_agents_are_two_nodes(tmp_path: Path) -> None:
 @pytest.mark.torchrun
 def test_failure_of_a_rank_is_told() -> None:
     """Ranks that fail end in a RunError with the rank's own last words."""
-    with pytest.raises(RunError, match=r"rank (\d): (?s:.*)the cable of rank \1 is broken"):
+    with pytest.raises(
+        RunError, match=r"rank (\d): (?s:.*)the cable of rank \1 is broken"
+    ):
         run_torchrun("tests.profiler.failing_rank", [], 2, timeout_seconds=300)
 
 
@@ -86,7 +106,9 @@ def test_default_sizes_end_where_the_device_or_the_user_says() -> None:
         ({"backend": "mpi"}, "backend"),
     ],
 )
-def test_bad_options_are_refused_before_ranks_start(fields: dict[str, object], field: str) -> None:
+def test_bad_options_are_refused_before_ranks_start(
+    fields: dict[str, object], field: str
+) -> None:
     """Every option that cannot be measured is an error that names it."""
     with pytest.raises(SpecError) as caught:
         launch_links(2, LinkOptions(**fields))  # type: ignore[arg-type]
@@ -102,14 +124,21 @@ def test_one_rank_is_no_link() -> None:
 def test_measuring_needs_a_process_group() -> None:
     """Without a process group there is nothing to measure, and the error says what to call."""
     with pytest.raises(RunError, match="init_process_group"):
-        measure_rows([1024], OPERATIONS, device=torch.device("cpu"), sampling=Sampling())
+        measure_rows(
+            [1024], OPERATIONS, device=torch.device("cpu"), sampling=Sampling()
+        )
 
 
 def test_a_world_of_one_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """One rank under torchrun gets told to start two, without a traceback."""
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }.items():
         monkeypatch.setenv(name, value)
     assert main(["--output", str(tmp_path / "links.json")]) == 1
     assert "at least 2 ranks" in capfd.readouterr().err

@@ -21,12 +21,16 @@ ranks = st.integers(2, 16)
 
 
 def row(operation: str, size: int, ranks: int, seconds: float = 1.0) -> LinkMeasurement:
-    return LinkMeasurement(operation=operation, bytes=size, ranks=ranks, seconds=seconds)
+    return LinkMeasurement(
+        operation=operation, bytes=size, ranks=ranks, seconds=seconds
+    )
 
 
 def follow(link: Link, rows: list[LinkMeasurement]) -> list[LinkMeasurement]:
     """The rows with the seconds that the link's formulas give."""
-    return [each.model_copy(update={"seconds": seconds_of(link, each)}) for each in rows]
+    return [
+        each.model_copy(update={"seconds": seconds_of(link, each)}) for each in rows
+    ]
 
 
 def seconds_of(link: Link | LinkFit, row: LinkMeasurement) -> float:
@@ -61,7 +65,9 @@ def test_ring_formulas(operation: str, hops: float, moved: float) -> None:
 
 
 @given(latencies, bandwidths, operations, ranks)
-def test_fit_recovers_latency_and_bandwidth(latency: float, bandwidth: float, operation: str, ranks: int) -> None:
+def test_fit_recovers_latency_and_bandwidth(
+    latency: float, bandwidth: float, operation: str, ranks: int
+) -> None:
     """Rows that follow the formulas, from latency-bound to bandwidth-bound, give back what they were made from."""
     link = Link(latency_seconds=latency, bandwidth_bytes_per_second=bandwidth)
     rows = [row(operation, 1 << exponent, ranks) for exponent in range(8, 35, 2)]
@@ -74,12 +80,16 @@ def test_fit_recovers_latency_and_bandwidth(latency: float, bandwidth: float, op
 
 
 noisy_rows = st.lists(
-    st.builds(row, operations, st.integers(4, 1 << 30), ranks, st.floats(1e-6, 10.0)), min_size=2, max_size=12
+    st.builds(row, operations, st.integers(4, 1 << 30), ranks, st.floats(1e-6, 10.0)),
+    min_size=2,
+    max_size=12,
 )
 
 
 @given(noisy_rows, st.floats(0.5, 2.0), st.floats(0.5, 2.0))
-def test_no_other_link_is_closer(rows: list[LinkMeasurement], slower: float, faster: float) -> None:
+def test_no_other_link_is_closer(
+    rows: list[LinkMeasurement], slower: float, faster: float
+) -> None:
     """On arbitrary rows, no scaling of latency and bandwidth comes closer than the fit, where the fit sees both."""
     fitted = fit(rows)
     best_rate = max(factors_of(each)[1] / each.seconds for each in rows)
@@ -119,7 +129,9 @@ def test_each_operation_has_its_own_fit() -> None:
     rows += follow(slow, [row("all_gather", size, 4) for size in sizes])
     fitted = fit(rows)
     assert [each.operation for each in fitted.fits] == ["broadcast", "all_gather"]
-    assert [each.bandwidth_bytes_per_second for each in fitted.fits] == pytest.approx([4e9, 1e9])
+    assert [each.bandwidth_bytes_per_second for each in fitted.fits] == pytest.approx(
+        [4e9, 1e9]
+    )
     assert all(each.relative_residual < 1e-6 for each in fitted.fits)
     assert fitted.relative_residual is not None
     assert fitted.relative_residual > 0.3
@@ -133,16 +145,31 @@ def test_the_residual_is_the_typical_error() -> None:
 
 def test_levels_are_fitted_apart() -> None:
     """Rows inside and between nodes give two links; rows over both are kept, but no ring over one link fits them."""
-    inside, between = (Link(latency_seconds=a, bandwidth_bytes_per_second=b) for a, b in ((1e-6, 1e11), (1e-5, 1e10)))
+    inside, between = (
+        Link(latency_seconds=a, bandwidth_bytes_per_second=b)
+        for a, b in ((1e-6, 1e11), (1e-5, 1e10))
+    )
     sizes = [1 << exponent for exponent in range(10, 31, 2)]
     rows = follow(inside, [row("all_reduce", size, 4) for size in sizes])
-    rows += [each.model_copy(update={"nodes": 2}) for each in follow(between, [row("all_reduce", s, 2) for s in sizes])]
-    rows += [row("all_reduce", size, 8, 1.0).model_copy(update={"nodes": 2}) for size in sizes]
+    rows += [
+        each.model_copy(update={"nodes": 2})
+        for each in follow(between, [row("all_reduce", s, 2) for s in sizes])
+    ]
+    rows += [
+        row("all_reduce", size, 8, 1.0).model_copy(update={"nodes": 2})
+        for size in sizes
+    ]
     links = fit_levels(rows, {False: 1.5}, 1.25)
     assert links.intra_node is not None
     assert links.inter_node is not None
     assert links.intra_node.bandwidth_bytes_per_second == pytest.approx(1e11)
     assert links.inter_node.bandwidth_bytes_per_second == pytest.approx(1e10)
-    assert (links.intra_node.overlap_slowdown, links.inter_node.overlap_slowdown) == (1.5, None)
-    assert (links.intra_node.pipeline_slowdown, links.inter_node.pipeline_slowdown) == (1.25, None)
+    assert (links.intra_node.overlap_slowdown, links.inter_node.overlap_slowdown) == (
+        1.5,
+        None,
+    )
+    assert (links.intra_node.pipeline_slowdown, links.inter_node.pipeline_slowdown) == (
+        1.25,
+        None,
+    )
     assert len(links.inter_node.measurements) == 2 * len(sizes)

@@ -45,11 +45,15 @@ def test_every_group_has_its_shape(nodes: int, ranks_per_node: int) -> None:
         for group in groups:
             spanned = [rank // ranks_per_node for rank in group]
             assert len(group) == shape.ranks
-            assert {spanned.count(node) for node in spanned} == {shape.ranks // shape.nodes}
+            assert {spanned.count(node) for node in spanned} == {
+                shape.ranks // shape.nodes
+            }
             assert len(set(spanned)) == shape.nodes
 
 
-def test_ranks_that_make_no_whole_nodes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_make_no_whole_nodes_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Three ranks are no nodes of two, whether the user or torchrun says so; they are one node, or three."""
     dist.init_process_group("fake", rank=0, world_size=3, store=FakeStore())
     try:

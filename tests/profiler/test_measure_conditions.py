@@ -13,7 +13,11 @@ def test_a_cpu_tells_its_load() -> None:
     """The load average is a number; the clock, where the machine tells it, is in GHz."""
     found = conditions(torch.device("cpu"))
     assert float(found["load_average"]) >= 0
-    assert all(re.fullmatch(r"\d+\.\d\d GHz", text) for name, text in found.items() if name == "clock")
+    assert all(
+        re.fullmatch(r"\d+\.\d\d GHz", text)
+        for name, text in found.items()
+        if name == "clock"
+    )
 
 
 def test_nvidia_smi_is_read() -> None:
@@ -27,4 +31,6 @@ def test_nvidia_smi_is_read() -> None:
 
 def test_before_and_after_stand_together() -> None:
     """What was told both times is one text; what was not is left out."""
-    assert compared({"clock": "2 GHz", "power": "5 W"}, {"clock": "1 GHz"}) == {"clock": "2 GHz before, 1 GHz after"}
+    assert compared({"clock": "2 GHz", "power": "5 W"}, {"clock": "1 GHz"}) == {
+        "clock": "2 GHz before, 1 GHz after"
+    }

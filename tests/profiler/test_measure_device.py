@@ -7,7 +7,15 @@ import torch
 
 from planner.errors import SpecError, UnsupportedError
 from planner.spec.devices import catalogue
-from profiler.measure_device import COPY_BYTES, Copy, Matmul, device_spec, find_device, is_in_catalogue, match_catalogue
+from profiler.measure_device import (
+    COPY_BYTES,
+    Copy,
+    Matmul,
+    device_spec,
+    find_device,
+    is_in_catalogue,
+    match_catalogue,
+)
 from profiler.measure_memory import available_memory_bytes
 
 GIB = 1 << 30
@@ -34,7 +42,9 @@ GIB = 1 << 30
         ("AMD Instinct MI300X", 191 * GIB, "mi300x-192gb"),
     ],
 )
-def test_gpus_are_found_by_name_form_and_memory(name: str, memory_bytes: int, identifier: str) -> None:
+def test_gpus_are_found_by_name_form_and_memory(
+    name: str, memory_bytes: int, identifier: str
+) -> None:
     """What torch calls a GPU leads to its entry; form factor and memory tell sizes of one model apart."""
     found = match_catalogue(name, memory_bytes)
     assert found == catalogue()[identifier].spec
@@ -42,14 +52,18 @@ def test_gpus_are_found_by_name_form_and_memory(name: str, memory_bytes: int, id
 
 
 @pytest.mark.parametrize(
-    ("name", "memory_bytes"), [("NVIDIA GeForce GTX 1080", 8 * GIB), ("NVIDIA H100 80GB HBM3", 40 * GIB)]
+    ("name", "memory_bytes"),
+    [("NVIDIA GeForce GTX 1080", 8 * GIB), ("NVIDIA H100 80GB HBM3", 40 * GIB)],
 )
 def test_unknown_gpus_are_not_guessed(name: str, memory_bytes: int) -> None:
     """A GPU of no entry, or one with half the memory of its entry (a MIG slice), has no data sheet."""
     assert match_catalogue(name, memory_bytes) is None
 
 
-@pytest.mark.parametrize(("device", "concurrency"), [("tpu", 1), ("cpu:0", 1), ("cuda:x", 1), ("", 1), ("cpu", 0)])
+@pytest.mark.parametrize(
+    ("device", "concurrency"),
+    [("tpu", 1), ("cpu:0", 1), ("cuda:x", 1), ("", 1), ("cpu", 0)],
+)
 def test_wrong_devices_are_refused(device: str, concurrency: int) -> None:
     """A name that is no device, and no positive number of ranks, are the user's mistakes."""
     with pytest.raises(SpecError):
@@ -58,7 +72,9 @@ def test_wrong_devices_are_refused(device: str, concurrency: int) -> None:
 
 def test_missing_gpus_are_refused() -> None:
     """A GPU beyond those that torch sees is named, with what there is."""
-    with pytest.raises(UnsupportedError, match=f"sees {torch.cuda.device_count()} GPUs"):
+    with pytest.raises(
+        UnsupportedError, match=f"sees {torch.cuda.device_count()} GPUs"
+    ):
         find_device("cuda:99", 1)
 
 
@@ -71,10 +87,14 @@ def test_gpus_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.torchrun
-def test_a_cpu_rank_has_its_part_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_rank_has_its_part_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Two ranks have half the memory each, measured peaks, and a bare worker takes a part of that memory."""
     available = available_memory_bytes()
-    monkeypatch.setattr("profiler.measure_device.available_memory_bytes", lambda: available)  # others take some, too
+    monkeypatch.setattr(
+        "profiler.measure_device.available_memory_bytes", lambda: available
+    )  # others take some, too
     spec = device_spec("cpu", 2)
     assert spec.id == "cpu"
     assert not is_in_catalogue(spec)
@@ -88,7 +108,10 @@ def test_a_cpu_rank_has_its_part_of_the_machine(monkeypatch: pytest.MonkeyPatch)
 
 def test_workloads_do_the_work_they_are_priced_by() -> None:
     """The product multiplies its square matrix by itself, and the copy copies all of its bytes."""
-    matmul, copy = Matmul(8, torch.float32, torch.device("cpu")), Copy(1024, torch.device("cpu"))
+    matmul, copy = (
+        Matmul(8, torch.float32, torch.device("cpu")),
+        Copy(1024, torch.device("cpu")),
+    )
     marks: list[None] = []
     for workload in (matmul, copy):
         workload.run(lambda: marks.append(None))

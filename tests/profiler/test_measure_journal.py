@@ -55,7 +55,9 @@ def test_the_latest_line_wins(tmp_path: Path) -> None:
         '{"condition": {}, "case": {"kind": "a", "work": "layer", "micro_batch_size": 1}, "figures": {"forward": [1]}}',
     ],
 )
-def test_broken_lines_are_told_and_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture, line: str) -> None:
+def test_broken_lines_are_told_and_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, line: str
+) -> None:
     """A line that is no measured case costs a warning with its number, not the work of the others."""
     path = tmp_path / "journal.jsonl"
     path.write_text(line + "\n")
@@ -63,7 +65,9 @@ def test_broken_lines_are_told_and_skipped(tmp_path: Path, caplog: pytest.LogCap
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         assert Journal(path, CONDITION)[BLOCK] == SECONDS
-    assert [record.args[1] for record in caplog.records if isinstance(record.args, tuple)] == [1]
+    assert [
+        record.args[1] for record in caplog.records if isinstance(record.args, tuple)
+    ] == [1]
 
 
 def test_a_line_cut_off_spoils_only_itself(tmp_path: Path) -> None:

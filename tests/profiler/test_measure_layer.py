@@ -12,7 +12,13 @@ from torch import nn
 
 from planner.errors import UnsupportedError
 from planner.spec.profile import RecomputeMode
-from profiler.measure_layer import PHASES, Bench, BuiltLayer, LayerWorkload, recomputed_backward
+from profiler.measure_layer import (
+    PHASES,
+    Bench,
+    BuiltLayer,
+    LayerWorkload,
+    recomputed_backward,
+)
 from profiler.measure_shard import fake_group, local
 from profiler.models import ModelSource, load_model
 
@@ -28,7 +34,14 @@ def sequential() -> tuple[nn.Module, torch.Tensor]:
 @pytest.fixture
 def gpt2(tmp_path: Path) -> ModelSource:
     """Two blocks of a GPT-2, with dropout, and tied embeddings."""
-    config = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 32, "n_positions": 16}
+    config = {
+        "model_type": "gpt2",
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 16,
+        "vocab_size": 32,
+        "n_positions": 16,
+    }
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**config, "architectures": ["GPT2LMHeadModel"]}))
     return load_model(str(path))
@@ -37,8 +50,18 @@ def gpt2(tmp_path: Path) -> ModelSource:
 @pytest.fixture
 def llama(tmp_path: Path) -> ModelSource:
     """One block of a Llama that can be tensor-parallel by two, with rotary tables in a buffer."""
-    config = {"model_type": "llama", "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config |= {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 32, "max_position_embeddings": 32}
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    config |= {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "vocab_size": 32,
+        "max_position_embeddings": 32,
+    }
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
     return load_model(str(path))
@@ -57,7 +80,9 @@ def marks_of(workload: LayerWorkload) -> int:
 
 def gradients(workload: LayerWorkload) -> dict[str, torch.Tensor]:
     parameters = workload.layer.stage.named_parameters()
-    return {name: each.grad.clone() for name, each in parameters if each.grad is not None}
+    return {
+        name: each.grad.clone() for name, each in parameters if each.grad is not None
+    }
 
 
 @pytest.mark.parametrize("index", [0, 1, 3])
@@ -85,7 +110,10 @@ def test_recomputation_runs_beside_the_plain_layer(gpt2: ModelSource) -> None:
     """For every recompute mode four more phases follow, and recomputed layers get the gradients of the plain one."""
     bench = Bench(gpt2, CPU, "fp32")
     modes: tuple[RecomputeMode, ...] = ("selective", "full")
-    plain, recomputed = bench.build(1), {mode: bench.build(1, recompute=mode) for mode in modes}
+    plain, recomputed = (
+        bench.build(1),
+        {mode: bench.build(1, recompute=mode) for mode in modes},
+    )
     plain.stage.eval()  # dropout would differ
     for layer in recomputed.values():
         layer.stage.eval()
@@ -108,7 +136,11 @@ def test_only_the_layer_takes_memory(gpt2: ModelSource) -> None:
 
 def test_buffers_hold_the_models_values(llama: ModelSource) -> None:
     """Rotary frequencies are those of the whole model, not empty memory."""
-    whole = {name: buffer for name, buffer in llama.build().named_buffers() if "inv_freq" in name}
+    whole = {
+        name: buffer
+        for name, buffer in llama.build().named_buffers()
+        if "inv_freq" in name
+    }
     built = dict(Bench(llama, CPU, "fp32").build(1).stage.named_buffers())
     assert whole
     for name, buffer in whole.items():
@@ -118,14 +150,21 @@ def test_buffers_hold_the_models_values(llama: ModelSource) -> None:
 def test_activations_have_the_type_asked_for(gpt2: ModelSource) -> None:
     """In bf16 the layer's inputs and parameters are bf16, token ids stay integers."""
     bench = Bench(gpt2, CPU, "bf16")
-    block, embedding = bench.workload(1, (1, 8), bench.build(1)), bench.workload(0, (1, 8), bench.build(0))
+    block, embedding = (
+        bench.workload(1, (1, 8), bench.build(1)),
+        bench.workload(0, (1, 8), bench.build(0)),
+    )
     block.run(lambda: None)
     assert block.inputs[0].dtype == torch.bfloat16
-    assert {parameter.dtype for parameter in block.layer.stage.parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in block.layer.stage.parameters()} == {
+        torch.bfloat16
+    }
     assert embedding.inputs[0].dtype == torch.int64
 
 
-def test_a_layer_without_parameters_has_only_an_input_gradient(linear: ModelSource) -> None:
+def test_a_layer_without_parameters_has_only_an_input_gradient(
+    linear: ModelSource,
+) -> None:
     """An activation layer runs and marks all phases, though no parameter gets a gradient."""
     bench = Bench(linear, CPU, "fp32")
     workload = bench.workload(1, (4, 0), bench.build(1))
@@ -143,19 +182,31 @@ def test_shards_have_local_shapes(llama: ModelSource) -> None:
         workload = bench.workload(1, (2, 8), layer)
         assert marks_of(workload) == len(PHASES) + 1
         half = {name: local(each) for name, each in layer.stage.named_parameters()}
-        assert {name: local(each).shape for name, each in gradients(workload).items()} == {
-            name: each.shape for name, each in half.items()
-        }
-        assert bench.optimizer(layer).shapes == tuple(tuple(each.shape) for each in half.values())
-    rows, columns = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
+        assert {
+            name: local(each).shape for name, each in gradients(workload).items()
+        } == {name: each.shape for name, each in half.items()}
+        assert bench.optimizer(layer).shapes == tuple(
+            tuple(each.shape) for each in half.values()
+        )
+    rows, columns = (
+        "model.layers.0.mlp.up_proj.weight",
+        "model.layers.0.mlp.down_proj.weight",
+    )
     assert half[rows].shape == (whole[rows].shape[0] // 2, whole[rows].shape[1])
-    assert half[columns].shape == (whole[columns].shape[0], whole[columns].shape[1] // 2)
+    assert half[columns].shape == (
+        whole[columns].shape[0],
+        whole[columns].shape[1] // 2,
+    )
     assert not dist.is_initialized()
 
 
 def test_shards_need_a_process_of_their_own() -> None:
     """A rank of a process group cannot pretend to be a rank of another one."""
-    with fake_group(0, 2), pytest.raises(UnsupportedError, match="outside of torchrun"), fake_group(0, 4):
+    with (
+        fake_group(0, 2),
+        pytest.raises(UnsupportedError, match="outside of torchrun"),
+        fake_group(0, 4),
+    ):
         pass
 
 
@@ -167,13 +218,21 @@ def test_a_layer_may_take_and_give_several_tensors() -> None:
             super().__init__()
             self.inner = nn.Linear(4, 4)
 
-        def forward(self, values: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def forward(
+            self, values: torch.Tensor, ids: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
             return self.inner(values) + ids[:, None], ids
 
     values, ids = torch.randn(2, 4), torch.tensor([1, 2])
     gate = Gate()
     layer = BuiltLayer(gate, [gate.inner])
-    workload = LayerWorkload(layer, (values, ids), (torch.ones(2, 4), torch.zeros(2)), None, trained=(True, False))
+    workload = LayerWorkload(
+        layer,
+        (values, ids),
+        (torch.ones(2, 4), torch.zeros(2)),
+        None,
+        trained=(True, False),
+    )
     assert marks_of(workload) == len(PHASES) + 1
     torch.testing.assert_close(gradients(workload)["inner.bias"], torch.full((4,), 2.0))
 
@@ -211,6 +270,11 @@ def test_the_optimizer_steps_on_as_many_parameters(gpt2: ModelSource) -> None:
     workload.run(lambda: marks.append(None))
     assert workload._optimizer is not None
     (group,) = workload._optimizer.param_groups
-    assert [each.shape for each in group["params"]] == [each.shape for each in layer.stage.parameters()]
-    assert all(each.dtype == torch.float32 and not torch.equal(each, torch.ones_like(each)) for each in group["params"])
+    assert [each.shape for each in group["params"]] == [
+        each.shape for each in layer.stage.parameters()
+    ]
+    assert all(
+        each.dtype == torch.float32 and not torch.equal(each, torch.ones_like(each))
+        for each in group["params"]
+    )
     assert len(marks) == 2

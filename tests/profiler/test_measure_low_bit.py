@@ -15,7 +15,9 @@ from profiler.measure_low_bit import SAMPLE, adam_8bit_seconds
 SHAPES = ((128, 256), (256, 64), (300,))
 
 
-def test_measured_seconds_are_those_of_the_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_seconds_are_those_of_the_executor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Within a factor of two on any machine, by this process' own time, so that others do not count; fused AdamW takes
     a small part of it."""
     monkeypatch.setattr(measure_low_bit, "perf_counter", time.process_time)
@@ -24,8 +26,14 @@ def test_measured_seconds_are_those_of_the_executor(monkeypatch: pytest.MonkeyPa
     try:
         told = adam_8bit_seconds(SHAPES)
         parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
-        low_bit, fused = Adam8bit(parameters, 1e-3), torch.optim.AdamW(parameters, fused=True)
-        took = {optimizer: _step_seconds(optimizer, parameters) for optimizer in (low_bit, fused)}
+        low_bit, fused = (
+            Adam8bit(parameters, 1e-3),
+            torch.optim.AdamW(parameters, fused=True),
+        )
+        took = {
+            optimizer: _step_seconds(optimizer, parameters)
+            for optimizer in (low_bit, fused)
+        }
     finally:
         torch.set_num_threads(before)
     assert told is not None
@@ -33,7 +41,9 @@ def test_measured_seconds_are_those_of_the_executor(monkeypatch: pytest.MonkeyPa
     assert told > 4 * took[fused]
 
 
-def _step_seconds(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> float:
+def _step_seconds(
+    optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]
+) -> float:
     seconds = []
     for _ in range(8):
         for parameter in parameters:
@@ -44,7 +54,9 @@ def _step_seconds(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Pa
     return median(seconds[1:])
 
 
-def test_large_tensors_are_measured_by_a_part_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tensors_are_measured_by_a_part_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Whole blocks grow with the elements; what is left of the last block is a call of its own."""
     asked: list[int] = []
 

@@ -14,7 +14,9 @@ def _gather(groups_before: int) -> torch.Size:
     """A DTensor's whole shape, by a group of a mesh that so many other groups were made before."""
     for _ in range(groups_before):
         dist.new_group([0, 1])
-    mesh = DeviceMesh("cpu", torch.arange(4).reshape(2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+    mesh = DeviceMesh(
+        "cpu", torch.arange(4).reshape(2, 2), mesh_dim_names=("dp", "tp")
+    )["tp"]
     part = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)], run_check=False)
     return (part * 2).full_tensor().shape
 

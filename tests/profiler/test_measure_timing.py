@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from profiler import measure_timing
-from profiler.measure_timing import FEWEST_SAMPLES, MOST_SAMPLES, STEADY_SAMPLES, Mark, Timing, time_phases
+from profiler.measure_timing import (
+    FEWEST_SAMPLES,
+    MOST_SAMPLES,
+    STEADY_SAMPLES,
+    Mark,
+    Timing,
+    time_phases,
+)
 
 CPU = torch.device("cpu")
 
@@ -63,7 +70,11 @@ def test_steady_phases_need_the_fewest_samples(clock: Clock) -> None:
 
 def test_noise_is_sampled_longer_and_outliers_do_not_count(clock: Clock) -> None:
     """A run that is disturbed now and then is sampled more often, and its median is the undisturbed time."""
-    timing = time_phases(run_of(clock, forever((1.0,), (1.0,), (1.0,), (9.0,), (1.2,))), CPU, limit_seconds=1e9)
+    timing = time_phases(
+        run_of(clock, forever((1.0,), (1.0,), (1.0,), (9.0,), (1.2,))),
+        CPU,
+        limit_seconds=1e9,
+    )
     assert timing.median() == pytest.approx(1.0)
     assert STEADY_SAMPLES < len(timing.samples) <= MOST_SAMPLES
     assert timing.spread > 0
@@ -76,7 +87,9 @@ def test_cold_runs_do_not_count(clock: Clock) -> None:
         yield from ((8.0,), (4.0,), (2.0,))
         yield from forever((2.0,))
 
-    assert time_phases(run_of(clock, cooling()), CPU, limit_seconds=1e9).median() == pytest.approx(2.0)
+    assert time_phases(
+        run_of(clock, cooling()), CPU, limit_seconds=1e9
+    ).median() == pytest.approx(2.0)
 
 
 def test_the_limit_leaves_one_warm_up_run_and_the_fewest_samples(clock: Clock) -> None:

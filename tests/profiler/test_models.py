@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from planner.errors import DocumentError, MismatchError, UnknownNameError, UnsupportedError
+from planner.errors import (
+    DocumentError,
+    MismatchError,
+    UnknownNameError,
+    UnsupportedError,
+)
 from profiler.models import load_model
 
 CALLABLES = "tests.profiler.callables"
@@ -18,13 +23,22 @@ def test_config_file_gives_a_token_model(write_config):
     """A config.json on disk gives vocabulary and longest sequence, and builds with fused attention and no cache."""
     source = load_model(write_config("llama"))
     model = source.build()
-    assert (source.name, source.input_kind, source.vocabulary_size, source.longest_sequence) == (
+    assert (
+        source.name,
+        source.input_kind,
+        source.vocabulary_size,
+        source.longest_sequence,
+    ) == (
         "llama",
         "tokens",
         96,
         64,
     )
-    assert (model.config._attn_implementation, model.config.use_cache, model.training) == ("sdpa", False, True)
+    assert (
+        model.config._attn_implementation,
+        model.config.use_cache,
+        model.training,
+    ) == ("sdpa", False, True)
     assert model(*source.example_inputs(2, 5)).logits.shape == (2, 5, 96)
 
 
@@ -33,13 +47,19 @@ def test_directory_with_config_gives_its_name(tmp_path: Path, write_config):
     folder = tmp_path / "my-model"
     folder.mkdir()
     (folder / "config.json").write_text(Path(write_config("gpt2")).read_text())
-    assert load_model(str(folder)).name == load_model(str(folder / "config.json")).name == "my-model"
+    assert (
+        load_model(str(folder)).name
+        == load_model(str(folder / "config.json")).name
+        == "my-model"
+    )
 
 
 def test_build_follows_the_default_device_and_stays_fp32(write_config):
     """A meta model costs no memory; the type in the configuration is that of a checkpoint, not of training."""
     model = load_model(write_config("opt", dtype="bfloat16")).build_on_meta()
-    assert all(each.is_meta and each.dtype is torch.float32 for each in model.parameters())
+    assert all(
+        each.is_meta and each.dtype is torch.float32 for each in model.parameters()
+    )
 
 
 def test_digest_tells_architectures_apart(write_config):
@@ -59,7 +79,9 @@ def test_digest_tells_architectures_apart(write_config):
         ("transformer", "tokens", (3, 5)),
     ],
 )
-def test_callable_builds_a_model_that_takes_its_example_inputs(function: str, kind: str, shape: tuple[int, ...]):
+def test_callable_builds_a_model_that_takes_its_example_inputs(
+    function: str, kind: str, shape: tuple[int, ...]
+):
     """The kind of input is told by the example or by the first layer."""
     source = load_model(f"{CALLABLES}:{function}")
     (inputs,) = source.example_inputs(3, 5)
@@ -84,7 +106,9 @@ def test_callable_builds_a_model_that_takes_its_example_inputs(function: str, ki
         (f"{CALLABLES}:convolutions", UnsupportedError, "example inputs"),
     ],
 )
-def test_wrong_references_are_refused_with_a_mend(reference: str, error: type[Exception], words: str):
+def test_wrong_references_are_refused_with_a_mend(
+    reference: str, error: type[Exception], words: str
+):
     """Every mistake is an error of the house that says what to do instead."""
     with pytest.raises(error, match=words) as caught:
         load_model(reference)
@@ -98,10 +122,16 @@ def test_wrong_references_are_refused_with_a_mend(reference: str, error: type[Ex
         ({"model_type": None}, DocumentError, "model_type is missing"),
         ({"hidden_size": "wide"}, DocumentError, "llama"),
         ({"num_attention_heads": 5, "head_dim": None}, DocumentError, "llama"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, UnsupportedError, "use .*LlamaForCausalLM"),
+        (
+            {"architectures": ["LlamaForSequenceClassification"]},
+            UnsupportedError,
+            "use .*LlamaForCausalLM",
+        ),
     ],
 )
-def test_broken_configurations_are_refused(change: dict, error: type[Exception], words: str, write_config):
+def test_broken_configurations_are_refused(
+    change: dict, error: type[Exception], words: str, write_config
+):
     """A configuration that transformers cannot take is a document error, not a traceback."""
     with pytest.raises(error, match=words):
         load_model(write_config("llama", **change))

@@ -23,11 +23,21 @@ def parameters(build, *arguments: int) -> int:
 
 @pytest.mark.parametrize(
     ("convolutions", "channels", "published"),
-    [(6, 72, 362.2e6), (11, 128, 2.21e9), (24, 128, 4.99e9), (24, 160, 7.80e9), (48, 160, 15.82e9)],
+    [
+        (6, 72, 362.2e6),
+        (11, 128, 2.21e9),
+        (24, 128, 4.99e9),
+        (24, 160, 7.80e9),
+        (48, 160, 15.82e9),
+    ],
 )
-def test_unet_has_the_parameters_of_torchgpipe(convolutions: int, channels: int, published: float):
+def test_unet_has_the_parameters_of_torchgpipe(
+    convolutions: int, channels: int, published: float
+):
     """The table of torchgpipe's memory benchmark, to its last digit."""
-    assert parameters(unet, 5, convolutions, channels, 1) == pytest.approx(published, rel=2e-3)
+    assert parameters(unet, 5, convolutions, channels, 1) == pytest.approx(
+        published, rel=2e-3
+    )
 
 
 @pytest.mark.parametrize(
@@ -40,7 +50,9 @@ def test_unet_has_the_parameters_of_torchgpipe(convolutions: int, channels: int,
         (72, 512, 1.8e9, 1.84e9),
     ],
 )
-def test_amoebanet_has_the_parameters_of_gpipe(layers: int, filters: int, gpipe: float, torchgpipe: float):
+def test_amoebanet_has_the_parameters_of_gpipe(
+    layers: int, filters: int, gpipe: float, torchgpipe: float
+):
     """Table 1 of GPipe, as rounded there, and torchgpipe's table of the same sizes to its last digit."""
     found = parameters(amoebanet_d, layers, filters, 1000)
     assert found == pytest.approx(gpipe, rel=0.03)
@@ -49,11 +61,20 @@ def test_amoebanet_has_the_parameters_of_gpipe(layers: int, filters: int, gpipe:
 
 @pytest.mark.parametrize(
     ("depth", "width", "heads", "published"),
-    [(12, 384, 6, 33e6), (12, 768, 12, 130e6), (24, 1024, 16, 458e6), (28, 1152, 16, 675e6)],
+    [
+        (12, 384, 6, 33e6),
+        (12, 768, 12, 130e6),
+        (24, 1024, 16, 458e6),
+        (28, 1152, 16, 675e6),
+    ],
 )
-def test_dit_has_the_parameters_of_its_paper(depth: int, width: int, heads: int, published: float):
+def test_dit_has_the_parameters_of_its_paper(
+    depth: int, width: int, heads: int, published: float
+):
     """DiT-S, -B, -L and -XL with patches of 2, table 4."""
-    assert parameters(dit, depth, width, heads, 2, 32, 4, 1000) == pytest.approx(published, rel=5e-3)
+    assert parameters(dit, depth, width, heads, 2, 32, 4, 1000) == pytest.approx(
+        published, rel=5e-3
+    )
 
 
 @pytest.mark.parametrize("layers", [4, 8])
@@ -83,9 +104,21 @@ def test_factorised_reduction_sees_every_second_diagonal():
 
 
 SMALL: dict[str, tuple[dict[str, object], tuple[Tensor, ...], tuple[int, ...]]] = {
-    "amoebanet-d": ({"layers": 3, "filters": 16, "classes": 5}, (torch.randn(2, 3, 64, 64),), (2, 5)),
+    "amoebanet-d": (
+        {"layers": 3, "filters": 16, "classes": 5},
+        (torch.randn(2, 3, 64, 64),),
+        (2, 5),
+    ),
     "dit": (
-        {"depth": 2, "width": 32, "heads": 4, "patch": 2, "side": 8, "channels": 4, "classes": 10},
+        {
+            "depth": 2,
+            "width": 32,
+            "heads": 4,
+            "patch": 2,
+            "side": 8,
+            "channels": 4,
+            "classes": 10,
+        },
         (torch.randn(2, 4, 8, 8), torch.tensor([3, 900]), torch.tensor([1, 9])),
         (2, 8, 8, 8),
     ),
@@ -94,13 +127,21 @@ SMALL: dict[str, tuple[dict[str, object], tuple[Tensor, ...], tuple[int, ...]]] 
         (torch.randint(50, (2, 7)), torch.randint(50, (2, 5))),
         (2, 5, 50),
     ),
-    "resnet": ({"blocks": [1, 1, 1, 1], "classes": 5}, (torch.randn(2, 3, 32, 32),), (2, 5)),
+    "resnet": (
+        {"blocks": [1, 1, 1, 1], "classes": 5},
+        (torch.randn(2, 3, 32, 32),),
+        (2, 5),
+    ),
     "unet": (
         {"depth": 2, "convolutions": 2, "channels": 4, "classes": 3},
         (torch.randn(2, 3, 16, 16),),
         (2, 3, 16, 16),
     ),
-    "vgg": ({"stages": [[2], [2], [2], [2], [2]], "classes": 5}, (torch.randn(2, 3, 224, 224),), (2, 5)),
+    "vgg": (
+        {"stages": [[2], [2], [2], [2], [2]], "classes": 5},
+        (torch.randn(2, 3, 224, 224),),
+        (2, 5),
+    ),
 }
 
 
@@ -112,11 +153,17 @@ def test_every_parameter_gets_a_gradient(architecture: str):
     output = network(*inputs)
     assert output.shape == shape
     output.square().mean().backward()
-    idle = [name for name, each in network.named_parameters() if each.requires_grad and each.grad is None]
+    idle = [
+        name
+        for name, each in network.named_parameters()
+        if each.requires_grad and each.grad is None
+    ]
     assert idle == []
 
 
 def test_every_entry_names_a_builder():
     """No catalogue entry asks for an architecture that is not there, and every architecture is asked for."""
     entries = [catalogue.entry(name) for name in catalogue.names()]
-    assert {each.network.architecture for each in entries if each.network is not None} == set(BUILDERS)
+    assert {
+        each.network.architecture for each in entries if each.network is not None
+    } == set(BUILDERS)

@@ -26,7 +26,9 @@ def test_fit_recovers_every_polynomial(coefficients: list[int], point: tuple[int
     assert not found or found[-1] != 0
 
 
-@given(st.integers(-(10**12), 10**12), st.integers(-(10**12), 10**12), st.integers(1, 512))
+@given(
+    st.integers(-(10**12), 10**12), st.integers(-(10**12), 10**12), st.integers(1, 512)
+)
 def test_without_a_sequence_two_values_suffice(constant: int, slope: int, samples: int):
     """Models without a sequence have constant and per-sample terms only."""
     found = fit({(b, 0): constant + slope * b for b in (2, 3, 7)})
@@ -34,7 +36,9 @@ def test_without_a_sequence_two_values_suffice(constant: int, slope: int, sample
 
 
 @given(COEFFICIENTS, st.integers(2, 131072))
-def test_one_sample_alone_has_a_polynomial_in_the_sequence(coefficients: list[int], length: int):
+def test_one_sample_alone_has_a_polynomial_in_the_sequence(
+    coefficients: list[int], length: int
+):
     """Three lengths determine what a single sample costs, whatever several would."""
     found = fit({(1, s): evaluate(coefficients, (1, s)) for s in (16, 80, 23, 2)})
     assert evaluate(found, (1, length)) == evaluate(coefficients, (1, length))
@@ -50,7 +54,10 @@ def test_a_single_sample_may_run_other_kernels():
     assert evaluate_layer(data, (2, 48)).kernels == _layer(2, 48).kernels
 
 
-@pytest.mark.parametrize("function", [lambda b, s: b * s // 3, lambda b, s: b * b, lambda b, s: max(b * s, 64)])
+@pytest.mark.parametrize(
+    "function",
+    [lambda b, s: b * s // 3, lambda b, s: b * b, lambda b, s: max(b * s, 64)],
+)
 def test_other_functions_are_refused(function):
     """Rounding, squares of the micro-batch and maxima lie on no such polynomial."""
     with pytest.raises(ArithmeticError, match="no polynomial"):
@@ -64,10 +71,14 @@ def test_sizes_that_determine_nothing_are_refused():
 
 
 @given(st.lists(COEFFICIENTS.map(tuple), min_size=1, max_size=6), POINTS)
-def test_dropping_dominated_candidates_keeps_the_maximum(candidates: list[tuple[int, ...]], point: tuple[int, int]):
+def test_dropping_dominated_candidates_keeps_the_maximum(
+    candidates: list[tuple[int, ...]], point: tuple[int, int]
+):
     """The greatest candidate at any size is among those that are kept."""
     kept = undominated(candidates)
-    assert max(evaluate(each, point) for each in kept) == max(evaluate(each, point) for each in candidates)
+    assert max(evaluate(each, point) for each in kept) == max(
+        evaluate(each, point) for each in candidates
+    )
 
 
 def _layer(b: int, s: int) -> LayerCount:
@@ -82,7 +93,10 @@ def _layer(b: int, s: int) -> LayerCount:
         local_matrix_elements=8,
         local_muon_flops=70,
         local_factored_elements=6,
-        kernels=(Kernel("matmul", 2 * b * s, b * s, m=b * s, n=1, k=1), Kernel("memory", 0, 8 * b * s)),
+        kernels=(
+            Kernel("matmul", 2 * b * s, b * s, m=b * s, n=1, k=1),
+            Kernel("memory", 0, 8 * b * s),
+        ),
         exchanges=(Exchange("forward", "all_reduce", 4 * b * s),),
         modes={
             "none": ModeCount(b, (100, b * s, b * s * s)),

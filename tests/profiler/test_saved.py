@@ -71,26 +71,42 @@ class _Live(TorchDispatchMode):
 
     def forget(self) -> None:
         """What was made until now belongs to others."""
-        self.earlier += [storage for each in self.made.values() if (storage := each()) is not None]
+        self.earlier += [
+            storage for each in self.made.values() if (storage := each()) is not None
+        ]
         self.made.clear()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         output = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor):
-                self.made[id(leaf.untyped_storage())] = weakref.ref(leaf.untyped_storage())
+                self.made[id(leaf.untyped_storage())] = weakref.ref(
+                    leaf.untyped_storage()
+                )
         return output
 
     def bytes_without(self, known: set[int]) -> int:
         """Of all storages that live, but for these."""
         gc.collect()
-        live = {id(storage): storage for each in self.made.values() if (storage := each()) is not None}
-        return sum(storage.nbytes() for key, storage in live.items() if key not in known | set(map(id, self.earlier)))
+        live = {
+            id(storage): storage
+            for each in self.made.values()
+            if (storage := each()) is not None
+        }
+        return sum(
+            storage.nbytes()
+            for key, storage in live.items()
+            if key not in known | set(map(id, self.earlier))
+        )
 
 
 def _real_inputs(source: ModelSource, index: int) -> tuple[Tensor, ...]:
     """Real tensors of the shapes that a layer takes."""
-    takes = source.borders(BATCH, TOKENS if source.input_kind == "tokens" else 0).takes[index]
+    takes = source.borders(BATCH, TOKENS if source.input_kind == "tokens" else 0).takes[
+        index
+    ]
     return tuple(
         torch.randn(each.shape, requires_grad=each.requires_grad)
         if each.is_floating_point()
@@ -100,7 +116,10 @@ def _real_inputs(source: ModelSource, index: int) -> tuple[Tensor, ...]:
 
 
 def kept_bytes_of(
-    source: ModelSource, index: int, mode: RecomputeMode, change: Callable[[nn.Module], None] = lambda stage: None
+    source: ModelSource,
+    index: int,
+    mode: RecomputeMode,
+    change: Callable[[nn.Module], None] = lambda stage: None,
 ) -> int:
     """What lives between forward and backward of one real layer: all storages but parameters, buffers and output.
 
@@ -115,17 +134,23 @@ def kept_bytes_of(
         stage.__dict__["forward"].prepare(*inputs)
     live = _Live()
     parts = list(source.cut().parts(stage, index).values())
-    parts[0].register_forward_pre_hook(lambda *_: live.forget())  # what runs ahead is shared by the layers of a stage
+    parts[0].register_forward_pre_hook(
+        lambda *_: live.forget()
+    )  # what runs ahead is shared by the layers of a stage
     with live:
         output = stage(*inputs)
     outputs = output if isinstance(output, tuple) else (output,)
-    assert any(each.requires_grad for each in outputs), "nothing would be kept for a backward"
+    assert any(each.requires_grad for each in outputs), (
+        "nothing would be kept for a backward"
+    )
     owned = (*stage.parameters(), *stage.buffers(), *outputs, *inputs)
     return live.bytes_without({id(each.untyped_storage()) for each in owned})
 
 
 def _load(name: str, folder: Path) -> ModelSource:
-    configs = {**{family: {"model_type": family, **config} for family, config in TINY.items()}}
+    configs = {
+        **{family: {"model_type": family, **config} for family, config in TINY.items()}
+    }
     configs |= {"mixtral": MIXTRAL, "t5": T5, "resnet-50": RESNET50}
     if name == "unet":
         return load_model("tests.profiler.graphs:unet")
@@ -135,8 +160,12 @@ def _load(name: str, folder: Path) -> ModelSource:
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "resnet-50", "unet", "mixtral"])
-def test_recomputed_layers_keep_what_is_counted(name: str, mode: RecomputeMode, tmp_path: Path):
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama", "bert", "resnet-50", "unet", "mixtral"]
+)
+def test_recomputed_layers_keep_what_is_counted(
+    name: str, mode: RecomputeMode, tmp_path: Path
+):
     """Every kind of layer that recomputes keeps, besides its input, the counted bytes on a real run."""
     source = _load(name, tmp_path)
     counter = Counter(source, "fp32")
@@ -146,18 +175,30 @@ def test_recomputed_layers_keep_what_is_counted(name: str, mode: RecomputeMode, 
         counted = counter.count(kind, *size)
         if mode not in counted.modes:
             continue
-        attentions = sum(kernel.kind == "attention" for kernel in counted.kernels) if mode == "selective" else 0
-        kept = counted.modes[mode].kept_bytes - counted.input_bytes - RANDOM_STATE_BYTES * attentions
+        attentions = (
+            sum(kernel.kind == "attention" for kernel in counted.kernels)
+            if mode == "selective"
+            else 0
+        )
+        kept = (
+            counted.modes[mode].kept_bytes
+            - counted.input_bytes
+            - RANDOM_STATE_BYTES * attentions
+        )
         assert kept == kept_bytes_of(source, index, mode), (kind, mode)
         checked += 1
     assert checked
 
 
-def saved_by_model(source: ModelSource, inputs: tuple[Tensor, ...] | dict[str, Tensor]) -> int:
+def saved_by_model(
+    source: ModelSource, inputs: tuple[Tensor, ...] | dict[str, Tensor]
+) -> int:
     """What autograd keeps after one forward of the whole model and its loss: every storage once, parameters apart."""
     model = source.build()
     saved: list[weakref.ref] = []
-    owned = {id(value.untyped_storage()) for value in (*model.parameters(), *model.buffers())}
+    owned = {
+        id(value.untyped_storage()) for value in (*model.parameters(), *model.buffers())
+    }
 
     def pack(tensor: Tensor) -> Tensor:
         saved.append(weakref.ref(tensor.untyped_storage()))
@@ -169,23 +210,35 @@ def saved_by_model(source: ModelSource, inputs: tuple[Tensor, ...] | dict[str, T
         targets = torch.zeros(logits.shape[:-1], dtype=torch.long)
         loss = cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
     owned.add(id(targets.untyped_storage()))
-    storages = {id(storage): storage for each in saved if (storage := each()) is not None}
+    storages = {
+        id(storage): storage for each in saved if (storage := each()) is not None
+    }
     assert loss.requires_grad
-    return sum(storage.nbytes() for key, storage in storages.items() if key not in owned)
+    return sum(
+        storage.nbytes() for key, storage in storages.items() if key not in owned
+    )
 
 
-def _counted_whole(counter: Counter, mode: RecomputeMode, size: tuple[int, int]) -> tuple[int, Recompute]:
+def _counted_whole(
+    counter: Counter, mode: RecomputeMode, size: tuple[int, int]
+) -> tuple[int, Recompute]:
     """Counted bytes of all layers, each in the mode if it has it, and the modes; without what only CUDA keeps."""
     total, modes = 0, {}
     for index, layer in enumerate(counter.layers):
         count = counter.count(layer.kind, *size)
         modes[index] = mode if mode in count.modes else "none"
-        attentions = sum(kernel.kind == "attention" for kernel in count.kernels) if modes[index] != "full" else 0
+        attentions = (
+            sum(kernel.kind == "attention" for kernel in count.kernels)
+            if modes[index] != "full"
+            else 0
+        )
         total += count.modes[modes[index]].kept_bytes - RANDOM_STATE_BYTES * attentions
     return total, modes
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "catalogue", "unet", "mixtral"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama", "bert", "catalogue", "unet", "mixtral"]
+)
 def test_layers_add_up_to_what_the_whole_model_keeps(name: str, tmp_path: Path):
     """ResNet-50 as it is, long skips, rotary tables and experts: the sum over the layers is what one real forward
     keeps."""
@@ -203,12 +256,24 @@ def test_windowed_layers_keep_their_mask(name: str, windowed: int, tmp_path: Pat
     source = _load(name, tmp_path)
     counter = Counter(source, "fp32")
     size = (BATCH, TOKENS)
-    kept = sum(counter.count(each.kind, *size).modes["none"].kept_bytes for each in counter.layers)
+    kept = sum(
+        counter.count(each.kind, *size).modes["none"].kept_bytes
+        for each in counter.layers
+    )
     flash = len(counter.layers) - 2 - windowed
-    assert kept - RANDOM_STATE_BYTES * flash == saved_by_model(source, source.example_inputs(*size))
+    assert kept - RANDOM_STATE_BYTES * flash == saved_by_model(
+        source, source.example_inputs(*size)
+    )
     for tokens in (3, TOKENS):  # shorter than the window, and longer
-        blocks = [counter.count(each.kind, BATCH, tokens) for each in counter.layers[1:-1]]
-        attentions = [kernel.flops for block in blocks for kernel in block.kernels if kernel.kind == "attention"]
+        blocks = [
+            counter.count(each.kind, BATCH, tokens) for each in counter.layers[1:-1]
+        ]
+        attentions = [
+            kernel.flops
+            for block in blocks
+            for kernel in block.kernels
+            if kernel.kind == "attention"
+        ]
         assert attentions == [4 * BATCH * 4 * tokens * tokens * 8] * 3
 
 
@@ -216,14 +281,21 @@ def test_a_window_costs_the_bytes_of_its_mask(tmp_path: Path):
     """A windowed layer keeps, besides what its full twin does, a bias of 4 bytes per pair of tokens and sample, and
     keys and values of all heads, as attention with a mask takes no grouped ones; it lacks flash's random state."""
     counter = Counter(_load("gemma3", tmp_path), "fp32")
-    windowed, full = (counter.count(counter.layers[at].kind, BATCH, TOKENS).modes["none"].kept_bytes for at in (1, 2))
+    windowed, full = (
+        counter.count(counter.layers[at].kind, BATCH, TOKENS).modes["none"].kept_bytes
+        for at in (1, 2)
+    )
     bias, repeated = 4 * BATCH * TOKENS * TOKENS, 2 * BATCH * TOKENS * (4 - 2) * 8 * 4
     assert windowed - full == bias + repeated - RANDOM_STATE_BYTES
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "resnet-50", "unet", "mixtral"])
-def test_recomputed_layers_add_up_to_what_the_whole_model_keeps(name: str, mode: RecomputeMode, tmp_path: Path):
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama", "bert", "resnet-50", "unet", "mixtral"]
+)
+def test_recomputed_layers_add_up_to_what_the_whole_model_keeps(
+    name: str, mode: RecomputeMode, tmp_path: Path
+):
     """With recomputation, too: nothing else lives between forward and backward, but inputs and outputs of the model,
     and the position ids (8 bytes per token) that torch's checkpoint holds for the blocks of a model with rotary
     tables. A skip that two recomputing layers take counts in both, since either may stand in a stage of its own or not
@@ -232,7 +304,9 @@ def test_recomputed_layers_add_up_to_what_the_whole_model_keeps(name: str, mode:
     size = (BATCH, TOKENS if source.input_kind == "tokens" else 0)
     counted, modes = _counted_whole(Counter(source, "fp32"), mode, size)
     if name == "unet":  # the only one of them with skips
-        counted -= sum(edge.bytes for edge in source.edges(size[1], torch.float32)) * BATCH
+        counted -= (
+            sum(edge.bytes for edge in source.edges(size[1], torch.float32)) * BATCH
+        )
     model = source.cut().stage(source.build(), 0, len(modes), recompute=modes)
     inputs = source.example_inputs(*size)
     if hasattr(model.__dict__.get("forward"), "prepare"):
@@ -254,7 +328,10 @@ def test_an_encoders_output_and_bias_count_once(tmp_path: Path):
     source = _load("t5", tmp_path)
     size = (BATCH, TOKENS)
     counter = Counter(source, "fp32")
-    counted = sum(counter.count(each.kind, *size).modes["none"].kept_bytes for each in counter.layers)
+    counted = sum(
+        counter.count(each.kind, *size).modes["none"].kept_bytes
+        for each in counter.layers
+    )
     inputs = dict(zip(source.keywords, source.example_inputs(*size), strict=True))
     with torch.library._scoped_library("planner", "FRAGMENT") as library:
         library.impl("attention", attention._attention, "CPU")
@@ -279,8 +356,12 @@ class _Megatron(nn.Module):
         query, key, value = projected.transpose(1, 2).chunk(3, -1)
         scores = torch.softmax(query @ key.transpose(2, 3), dim=-1)
         attention = _dropout(scores) @ value
-        hidden = hidden + _dropout(self.projection(attention.transpose(1, 2).reshape(batch, length, width)))
-        return hidden + _dropout(self.down(nn.functional.gelu(self.up(self.norm2(hidden)))))
+        hidden = hidden + _dropout(
+            self.projection(attention.transpose(1, 2).reshape(batch, length, width))
+        )
+        return hidden + _dropout(
+            self.down(nn.functional.gelu(self.up(self.norm2(hidden))))
+        )
 
 
 def _dropout(values: Tensor) -> Tensor:
@@ -292,7 +373,11 @@ def _dropout(values: Tensor) -> Tensor:
 def korthikanti() -> nn.Sequential:
     """A layer between two others, so that its input is kept and its output handed on."""
     width, heads = 128, 4
-    return nn.Sequential(nn.Embedding(32, width), *(_Megatron(width, heads) for _ in range(2)), nn.Linear(width, 32))
+    return nn.Sequential(
+        nn.Embedding(32, width),
+        *(_Megatron(width, heads) for _ in range(2)),
+        nn.Linear(width, 32),
+    )
 
 
 @pytest.mark.parametrize("tokens", [32, 128])

@@ -28,9 +28,20 @@ BERT = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
-    "gpt2": {**CONFIGS["gpt2"], "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "gpt2": {
+        **CONFIGS["gpt2"],
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
     # Positions in the attention scores; keys and values compressed; windows that pieces cross; routed experts.
-    "bloom": {"model_type": "bloom", "n_layer": 2, "hidden_size": 32, "n_head": 4, "vocab_size": 256},
+    "bloom": {
+        "model_type": "bloom",
+        "n_layer": 2,
+        "hidden_size": 32,
+        "n_head": 4,
+        "vocab_size": 256,
+    },
     "deepseek": {
         **LLAMA,
         "model_type": "deepseek_v3",
@@ -63,13 +74,19 @@ def _source(name: str, config: dict[str, Any], folder: Path) -> ModelSource:
     return load_model(str(path))
 
 
-def _gradients(model: nn.Module, outputs: list[Tensor], weights: Tensor) -> dict[str, Tensor]:
+def _gradients(
+    model: nn.Module, outputs: list[Tensor], weights: Tensor
+) -> dict[str, Tensor]:
     """Of the sum of outputs times weights, from the last piece to the first."""
     model.zero_grad()
     parts = weights.chunk(len(outputs), dim=1)
     for output, part in reversed(list(zip(outputs, parts, strict=True))):
         torch.autograd.backward((output * part).sum())
-    return {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    return {
+        name: each.grad
+        for name, each in model.named_parameters()
+        if each.grad is not None
+    }
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -96,15 +113,22 @@ def test_chunks_compute_what_the_whole_computes(name: str, tmp_path: Path) -> No
         found = _gradients(model, outputs, weights)
         assert wanted.keys() == found.keys()
         for parameter, gradient in wanted.items():
-            assert float((found[parameter] - gradient).abs().max()) < 1e-5 * float(gradient.abs().max()), parameter
+            assert float((found[parameter] - gradient).abs().max()) < 1e-5 * float(
+                gradient.abs().max()
+            ), parameter
 
 
 def test_pieces_of_chunks_stand_side_by_side() -> None:
     """Chunks come one after the other; within one, the pieces of the ranks; each sees all up to its own end."""
-    pieces = [Pieces(24, chunks=2, context_ranks=3, context_rank=rank) for rank in range(3)]
+    pieces = [
+        Pieces(24, chunks=2, context_ranks=3, context_rank=rank) for rank in range(3)
+    ]
     places = [[each.piece(chunk).start for each in pieces] for chunk in range(2)]
     assert places == [[0, 4, 8], [12, 16, 20]]
-    assert [[each.piece(chunk).stop for each in pieces] for chunk in range(2)] == [[4, 8, 12], [16, 20, 24]]
+    assert [[each.piece(chunk).stop for each in pieces] for chunk in range(2)] == [
+        [4, 8, 12],
+        [16, 20, 24],
+    ]
     assert [pieces[1].piece(chunk).chunk_stop for chunk in range(2)] == [12, 24]
     assert pieces[0].tokens == 4
     assert Pieces(24, context_ranks=3).piece(0).is_alone
@@ -113,14 +137,23 @@ def test_pieces_of_chunks_stand_side_by_side() -> None:
 
 def test_models_that_attend_to_later_tokens_are_refused(tmp_path: Path) -> None:
     """BERT's first tokens would need keys that are not there yet."""
-    with pytest.raises(UnsupportedError, match="attends to later tokens in its module 'bert"):
+    with pytest.raises(
+        UnsupportedError, match="attends to later tokens in its module 'bert"
+    ):
         check_pieces(_source("bert", BERT, tmp_path))
 
 
 def test_models_that_mix_tokens_otherwise_are_refused(tmp_path: Path) -> None:
     """Mamba's convolution and state run from token to token beside any attention."""
-    config = {"model_type": "mamba", "num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 256}
-    with pytest.raises(UnsupportedError, match="mixes neighbouring tokens in its module"):
+    config = {
+        "model_type": "mamba",
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "vocab_size": 256,
+    }
+    with pytest.raises(
+        UnsupportedError, match="mixes neighbouring tokens in its module"
+    ):
         check_pieces(_source("mamba", config, tmp_path))
 
 

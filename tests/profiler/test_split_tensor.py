@@ -45,20 +45,33 @@ class OneOf:
 
 def split(whole: Tensor, dimension: int, rank: int, sections: int = 1) -> SplitTensor:
     """A rank's part of a tensor."""
-    return SplitTensor(take_part(whole, dimension, sections, rank, RANKS).clone(), dimension, OneOf(rank), sections)
+    return SplitTensor(
+        take_part(whole, dimension, sections, rank, RANKS).clone(),
+        dimension,
+        OneOf(rank),
+        sections,
+    )
 
 
 def parts(result: Any) -> list[Any]:
     return list(result) if isinstance(result, tuple | list) else [result]
 
 
-def check(run: Callable[[Tensor], Any], whole: Tensor, dimension: int, sections: int = 1) -> None:
+def check(
+    run: Callable[[Tensor], Any], whole: Tensor, dimension: int, sections: int = 1
+) -> None:
     """All ranks together have what the function makes of the whole tensor, as large as they say."""
     wanted = parts(run(whole.clone()))
-    found = [parts(run(split(whole, dimension, rank, sections))) for rank in range(RANKS)]
+    found = [
+        parts(run(split(whole, dimension, rank, sections))) for rank in range(RANKS)
+    ]
     for expected, *mine in zip(wanted, *found, strict=True):
-        assert all(type(each) is SplitTensor and each.shape == expected.shape for each in mine)
-        joined = join_parts([each.local for each in mine], mine[0].dimension, mine[0].sections)
+        assert all(
+            type(each) is SplitTensor and each.shape == expected.shape for each in mine
+        )
+        joined = join_parts(
+            [each.local for each in mine], mine[0].dimension, mine[0].sections
+        )
         torch.testing.assert_close(joined, expected)
 
 
@@ -77,26 +90,38 @@ OF_HEADS: dict[str, Callable[[Tensor], Any]] = {
     "masked": lambda x: (x @ OTHER.mT).masked_fill(~MASK, -1e9).softmax(dim=-1),
     "scores": lambda x: torch.matmul(x, OTHER.transpose(2, 3)) + BIAS,
     "matrix of all": lambda x: x @ torch.ones(8, 3),
-    "attention": lambda x: functional.scaled_dot_product_attention(x, OTHER, OTHER, is_causal=True),
-    "masked attention": lambda x: functional.scaled_dot_product_attention(x, OTHER, OTHER, attn_mask=BIAS),
+    "attention": lambda x: functional.scaled_dot_product_attention(
+        x, OTHER, OTHER, is_causal=True
+    ),
+    "masked attention": lambda x: functional.scaled_dot_product_attention(
+        x, OTHER, OTHER, attn_mask=BIAS
+    ),
     "shared keys": lambda x: functional.scaled_dot_product_attention(
-        torch.cat((x, x), 0), torch.cat((OTHER, x), 0)[:, :, :3], x.repeat(2, 1, 1, 1)[:, :, :3]
+        torch.cat((x, x), 0),
+        torch.cat((OTHER, x), 0)[:, :, :3],
+        x.repeat(2, 1, 1, 1)[:, :, :3],
     ),
     "grouped": lambda x: functional.scaled_dot_product_attention(
         x, OTHER[:, :2].contiguous(), OTHER[:, :2].contiguous(), enable_gqa=True
     ),
     "einsum": lambda x: torch.einsum("bhqd,bhkd->hbqk", x, OTHER),
     "norm of heads": NORM,
-    "root mean square": lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
+    "root mean square": lambda x: (
+        x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+    ),
     "linear": lambda x: functional.linear(x, torch.ones(3, 8), torch.ones(3)),
     "largest": lambda x: x - x.max(dim=-1, keepdim=True).values,
     "sum": lambda x: x.sum(0),
     "joined": lambda x: torch.cat((x, OTHER), dim=-1),
     "stacked": lambda x: torch.stack((x, OTHER), dim=1),
     "rotated": lambda x: torch.cat((-x[..., 4:], x[..., :4]), dim=-1),
-    "interleaved": lambda x: torch.stack((x[:, :, :, ::2], x[..., 1::2]), -1).flatten(-2),
+    "interleaved": lambda x: torch.stack((x[:, :, :, ::2], x[..., 1::2]), -1).flatten(
+        -2
+    ),
     "merged": lambda x: x.transpose(1, 2).contiguous().view(2, 6, 32),
-    "merged with samples": lambda x: x.reshape(8, 6, 8).bmm(x.flatten(0, 1).mT).view(2, 4, 6, 6),
+    "merged with samples": lambda x: (
+        x.reshape(8, 6, 8).bmm(x.flatten(0, 1).mT).view(2, 4, 6, 6)
+    ),
     "expanded": lambda x: x[:, :, None].expand(2, 4, 3, 6, 8).reshape(2, 12, 6, 8),
     "chunks of features": lambda x: x.chunk(2, dim=-1),
     "permuted": lambda x: x.permute(1, 0, 2, 3)[:, 0].unsqueeze(0).squeeze(0),
@@ -116,8 +141,12 @@ OF_PACKED: dict[str, Callable[[Tensor], Any]] = {
     "split by width": lambda x: x.split(32, dim=2),
     "chunks": lambda x: x.chunk(3, -1),
     "slices": lambda x: [x[..., :32], x[..., 32:64] * 2, x[..., 32:]],
-    "stacked heads": lambda x: x.reshape(2, 6, 3, 4, 8).permute(2, 0, 3, 1, 4).unbind(0),
-    "indexed heads": lambda x: [x.view(2, 6, 3, 4, 8)[:, :, number] for number in range(3)],
+    "stacked heads": lambda x: (
+        x.reshape(2, 6, 3, 4, 8).permute(2, 0, 3, 1, 4).unbind(0)
+    ),
+    "indexed heads": lambda x: [
+        x.view(2, 6, 3, 4, 8)[:, :, number] for number in range(3)
+    ],
     "elementwise": lambda x: functional.relu(x) + PACKED,
 }
 
@@ -170,7 +199,9 @@ def _views(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int, tuple[int, ...]]
         factors.append(2)
 
     def grouped() -> tuple[int, ...]:
-        cuts = draw(st.lists(st.booleans(), min_size=len(factors), max_size=len(factors)))
+        cuts = draw(
+            st.lists(st.booleans(), min_size=len(factors), max_size=len(factors))
+        )
         sizes = [1]
         for factor, cut in zip(factors, cuts, strict=True):
             sizes = [*sizes, factor] if cut else [*sizes[:-1], sizes[-1] * factor]
@@ -188,7 +219,9 @@ def _views(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int, tuple[int, ...]]
 
 
 @given(_views())
-def test_views_keep_every_rank_its_elements(case: tuple[tuple[int, ...], int, int, tuple[int, ...]]) -> None:
+def test_views_keep_every_rank_its_elements(
+    case: tuple[tuple[int, ...], int, int, tuple[int, ...]],
+) -> None:
     """Where a view is allowed, a rank's part of the viewed tensor has the same elements in the same order."""
     shape, place, sections, target = case
     if place < 0:
@@ -202,4 +235,6 @@ def test_views_keep_every_rank_its_elements(case: tuple[tuple[int, ...], int, in
         return
     for rank in range(RANKS):
         mine = take_part(whole, place, sections, rank, RANKS).flatten()
-        assert torch.equal(take_part(whole.view(target), found, among, rank, RANKS).flatten(), mine)
+        assert torch.equal(
+            take_part(whole.view(target), found, among, rank, RANKS).flatten(), mine
+        )

@@ -23,7 +23,11 @@ def _peak_bytes(stage: torch.nn.Module, inputs: torch.Tensor) -> int:
         del output
         torch.autograd.backward(edge, gradient)
     held = most = 0
-    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event
+        for event in seen.profiler.kineto_results.events()
+        if event.name() == "[memory]"
+    ]
     for event in sorted(events, key=lambda each: each.start_ns()):
         held += event.nbytes()
         most = max(most, held)
@@ -39,4 +43,6 @@ def test_peak_of_a_block_is_the_counted_one(family: str, write_config):
     mode = counted.modes["none"]
     stage = source.cut().layer(source.build(), 1)
     inputs = torch.randn(BATCH, TOKENS, 32, requires_grad=True)
-    assert mode.kept_bytes + max(mode.temporaries) - inputs.nbytes == pytest.approx(_peak_bytes(stage, inputs), rel=0.1)
+    assert mode.kept_bytes + max(mode.temporaries) - inputs.nbytes == pytest.approx(
+        _peak_bytes(stage, inputs), rel=0.1
+    )

@@ -8,13 +8,26 @@ from dataclasses import replace
 from itertools import product
 
 from planner.errors import ScheduleError
-from planner.schedule import Action, ActionKind, Durations, Schedule, Simulation, in_flight_vectors, simulate
+from planner.schedule import (
+    Action,
+    ActionKind,
+    Durations,
+    Schedule,
+    Simulation,
+    in_flight_vectors,
+    simulate,
+)
 from planner.schedule.order_bound import SPLIT
 from planner.schedule.room import Room
 
 
 def rank_orders(
-    stages: tuple[int, ...], units: int, chunks: int, kinds: tuple[ActionKind, ...] = SPLIT, *, in_turn: bool = False
+    stages: tuple[int, ...],
+    units: int,
+    chunks: int,
+    kinds: tuple[ActionKind, ...] = SPLIT,
+    *,
+    in_turn: bool = False,
 ) -> list[tuple[Action, ...]]:
     """Every order of a rank in which nothing stands before what its own rank must have run for it.
 
@@ -25,17 +38,27 @@ def rank_orders(
         kinds: that every unit runs.
         in_turn: only those that run every kind of a stage in micro-batch order (without chunks).
     """
-    wanted = {Action(stage, kind, unit) for stage in stages for kind in kinds for unit in range(units)}
+    wanted = {
+        Action(stage, kind, unit)
+        for stage in stages
+        for kind in kinds
+        for unit in range(units)
+    }
 
     def before(action: Action) -> set[Action]:
         stage, kind, unit = action
         if kind is ActionKind.FORWARD:
             earlier = {Action(stage, kind, unit - 1)} if unit % chunks else set()
-            return earlier | {Action(each, kind, unit) for each in stages if each < stage}
+            return earlier | {
+                Action(each, kind, unit) for each in stages if each < stage
+            }
         if kind is ActionKind.BACKWARD_WEIGHT:
             return {Action(stage, ActionKind.BACKWARD_INPUT, unit)}
         later = {Action(stage, kind, unit + 1)} if (unit + 1) % chunks else set()
-        return later | {Action(stage, ActionKind.FORWARD, unit), *(Action(s, kind, unit) for s in stages if s > stage)}
+        return later | {
+            Action(stage, ActionKind.FORWARD, unit),
+            *(Action(s, kind, unit) for s in stages if s > stage),
+        }
 
     def extend(done: tuple[Action, ...]) -> list[tuple[Action, ...]]:
         left = wanted.difference(done)
@@ -43,7 +66,11 @@ def rank_orders(
             return [done]
         next_ones = [action for action in sorted(left) if before(action) <= set(done)]
         if in_turn:
-            next_ones = [one for one in next_ones if one._replace(micro_batch=one.micro_batch - 1) not in left]
+            next_ones = [
+                one
+                for one in next_ones
+                if one._replace(micro_batch=one.micro_batch - 1) not in left
+            ]
         return [row for action in next_ones for row in extend((*done, action))]
 
     return extend(())
@@ -59,7 +86,13 @@ def simulated_orders(
 ) -> Iterator[Simulation]:
     """Every order of every rank with every order of the others, as far as they run and fit."""
     rows = [
-        rank_orders(shape.stages_of(rank), shape.units, shape.sequence_chunks, kinds, in_turn=in_turn)
+        rank_orders(
+            shape.stages_of(rank),
+            shape.units,
+            shape.sequence_chunks,
+            kinds,
+            in_turn=in_turn,
+        )
         for rank in range(shape.ranks)
     ]
     for actions in product(*rows):
@@ -72,7 +105,11 @@ def simulated_orders(
 def fits(schedule: Schedule, room: Room) -> bool:
     """No rank ever holds more than it has room for."""
     return all(
-        sum(count * room.sizes[stage] for stage, count in zip(schedule.stages_of(rank), held, strict=True)) <= most
+        sum(
+            count * room.sizes[stage]
+            for stage, count in zip(schedule.stages_of(rank), held, strict=True)
+        )
+        <= most
         for rank, most in enumerate(room.capacities)
         for held in in_flight_vectors(schedule)[rank]
     )

@@ -17,11 +17,16 @@ def named_schedules(draw: st.DrawFn) -> Schedule:
     """A small schedule of the catalogue."""
     entry = find(draw(st.sampled_from(names(fixed_only=True))))
     most = entry.most_virtual_stages or 4
-    ranks, virtual = draw(st.integers(1, 5)), draw(st.integers(entry.least_virtual_stages, most))
+    ranks, virtual = (
+        draw(st.integers(1, 5)),
+        draw(st.integers(entry.least_virtual_stages, most)),
+    )
     chunks = draw(st.integers(1, 3)) if entry.takes_sequence_chunks else 1
     recompute = draw(st.sampled_from(entry.recompute_modes or ("",)))
     least = draw(st.integers(1, 10))
-    for micro_batches, more_ranks, more_stages in product(range(least, 20), (0, 1), (0, 1)):
+    for micro_batches, more_ranks, more_stages in product(
+        range(least, 20), (0, 1), (0, 1)
+    ):
         try:
             return build(
                 entry.name,
@@ -42,7 +47,13 @@ def random_schedules(draw: st.DrawFn) -> Schedule:
     ranks, micro_batches = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     extra = draw(st.lists(st.integers(0, ranks - 1), max_size=3))
     stage_ranks = tuple(draw(st.permutations([*range(ranks), *extra])))
-    split = draw(st.sets(st.tuples(st.integers(0, len(stage_ranks) - 1), st.integers(0, micro_batches - 1))))
+    split = draw(
+        st.sets(
+            st.tuples(
+                st.integers(0, len(stage_ranks) - 1), st.integers(0, micro_batches - 1)
+            )
+        )
+    )
     left = {
         Action(stage, kind, micro_batch)
         for stage in range(len(stage_ranks))
@@ -52,18 +63,26 @@ def random_schedules(draw: st.DrawFn) -> Schedule:
     whole, done = frozenset(left), set()
     lists: list[list[Action]] = [[] for _ in range(ranks)]
     while left:
-        ready = sorted(action for action in left if set(waits_for(action, whole, len(stage_ranks))) <= done)
+        ready = sorted(
+            action
+            for action in left
+            if set(waits_for(action, whole, len(stage_ranks))) <= done
+        )
         action = draw(st.sampled_from(ready))
         lists[stage_ranks[action.stage]].append(action)
         left.remove(action)
         done.add(action)
-    return Schedule("random", ranks, micro_batches, 1, 1, stage_ranks, tuple(map(tuple, lists)))
+    return Schedule(
+        "random", ranks, micro_batches, 1, 1, stage_ranks, tuple(map(tuple, lists))
+    )
 
 
 schedules = st.one_of(named_schedules(), random_schedules())
 
 
-def waits_for(action: Action, all_actions: frozenset[Action], stages: int) -> list[Action]:
+def waits_for(
+    action: Action, all_actions: frozenset[Action], stages: int
+) -> list[Action]:
     """The actions whose result this one uses, by the definition of the kinds."""
     stage, micro_batch = action.stage, action.micro_batch
     if action.kind is F:
@@ -71,7 +90,11 @@ def waits_for(action: Action, all_actions: frozenset[Action], stages: int) -> li
     if action.kind is W:
         return [Action(stage, I, micro_batch)]
     own = Action(stage, F, micro_batch)
-    following = [Action(stage + 1, kind, micro_batch) for kind in (B, I)] if stage + 1 < stages else []
+    following = (
+        [Action(stage + 1, kind, micro_batch) for kind in (B, I)]
+        if stage + 1 < stages
+        else []
+    )
     return [own, *(each for each in following if each in all_actions)]
 
 
@@ -80,10 +103,17 @@ def durations_of(draw: st.DrawFn, stages: int, chunks: int = 1) -> Durations:
     """Whole-numbered times, so that every comparison is exact."""
 
     def times(length: int, most: int = 9) -> tuple[int, ...]:
-        return tuple(draw(st.lists(st.integers(0, most), min_size=length, max_size=length)))
+        return tuple(
+            draw(st.lists(st.integers(0, most), min_size=length, max_size=length))
+        )
 
     size = stages * chunks
-    forward, backward_input, backward_weight, saved = times(size), times(size), times(size), times(size)
+    forward, backward_input, backward_weight, saved = (
+        times(size),
+        times(size),
+        times(size),
+        times(size),
+    )
     backward = map(sum, zip(backward_input, backward_weight, strict=True))
     return Durations(
         forward=forward,
@@ -101,7 +131,10 @@ def seconds_of(schedule: Schedule, action: Action, durations: Durations) -> floa
     """How long an action lasts, by the definition of the kinds."""
     at = action.stage
     if durations.sequence_chunks > 1:
-        at = action.stage * durations.sequence_chunks + action.micro_batch % durations.sequence_chunks
+        at = (
+            action.stage * durations.sequence_chunks
+            + action.micro_batch % durations.sequence_chunks
+        )
     recompute = durations.recompute[at] if schedule.recompute_stop is None else 0
     backward_input = recompute + durations.backward_input[at]
     whole = {
@@ -141,7 +174,10 @@ def slow_ends(schedule: Schedule, durations: Durations) -> dict[Action, float]:
         for actions in schedule.actions:
             free = 0.0
             for group in groups_of(schedule, actions):
-                free = max(free + recomputing(schedule, group[0], durations), *map(arrival, group))
+                free = max(
+                    free + recomputing(schedule, group[0], durations),
+                    *map(arrival, group),
+                )
                 for action in group:
                     free += seconds_of(schedule, action, durations)
                     ends[action] = free
@@ -160,7 +196,9 @@ def groups_of(schedule: Schedule, actions: tuple[Action, ...]) -> list[list[Acti
     return groups
 
 
-def transfer_of(schedule: Schedule, durations: Durations, sender: Action, receiver: Action) -> float:
+def transfer_of(
+    schedule: Schedule, durations: Durations, sender: Action, receiver: Action
+) -> float:
     """Seconds from one action's end to the other's input."""
     if schedule.stage_ranks[sender.stage] == schedule.stage_ranks[receiver.stage]:
         return 0

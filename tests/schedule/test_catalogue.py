@@ -59,7 +59,9 @@ def test_runnable_schedules() -> None:
 def test_synthesized_is_known_and_needs_durations() -> None:
     """Its name stands among the others; whoever wants it from numbers alone is told who makes it."""
     assert set(names()) - set(names(fixed_only=True)) == {"synthesized"}
-    with pytest.raises(LayoutError, match=r"order for given durations.*ranks\(4\)") as refused:
+    with pytest.raises(
+        LayoutError, match=r"order for given durations.*ranks\(4\)"
+    ) as refused:
         build("synthesized", ranks=4, micro_batches=8)
     assert "synthesize(durations" in refused.value.problems[0].mend
 
@@ -85,7 +87,11 @@ def test_virtual_stages_default_to_the_fewest() -> None:
         ("interleaved-memory-optimised", {"micro_batches": 3}, "= 4, got 3"),
         ("zb-h1", {"micro_batches": 3}, "= 4, got 3"),
         ("zb-h2", {"micro_batches": 6}, "= 7, got 6"),
-        ("zb-h1", {"micro_batches": 9, "virtual_stages": 2}, r"zb-h1 runs 9.*9 % 2 = 1"),
+        (
+            "zb-h1",
+            {"micro_batches": 9, "virtual_stages": 2},
+            r"zb-h1 runs 9.*9 % 2 = 1",
+        ),
         ("dualpipev", {"micro_batches": 7}, "= 8, got 7"),
         ("dualpipe", {"micro_batches": 6}, "= 8, got 6"),
         ("dualpipe", {"micro_batches": 9}, "even number of micro batches, got 9"),
@@ -93,12 +99,22 @@ def test_virtual_stages_default_to_the_fewest() -> None:
         ("chimera", {"micro_batches": 6}, "units of 4 micro-batches"),
         ("hanayo", {"virtual_stages": 3}, "even number of virtual stages, got 3"),
         ("seqvpp", {"sequence_chunks": 5}, "<= pipeline ranks = 4, got 5"),
-        ("seqvpp", {"micro_batches": 1, "sequence_chunks": 2}, r"micro_batches\(1\).*got 2"),
+        (
+            "seqvpp",
+            {"micro_batches": 1, "sequence_chunks": 2},
+            r"micro_batches\(1\).*got 2",
+        ),
         ("seqvpp", {"ranks": 5, "sequence_chunks": 3}, "groups of 3 units on 5 ranks"),
-        ("seqsmartvpp", {"ranks": 3, "sequence_chunks": 2}, "even number of ranks, got 3"),
+        (
+            "seqsmartvpp",
+            {"ranks": 3, "sequence_chunks": 2},
+            "even number of ranks, got 3",
+        ),
     ],
 )
-def test_impossible_numbers_are_refused(name: str, numbers: dict[str, int], says: str) -> None:
+def test_impossible_numbers_are_refused(
+    name: str, numbers: dict[str, int], says: str
+) -> None:
     """The error shows the numbers."""
     with pytest.raises(LayoutError, match=says):
         build(name, **{"ranks": 4, "micro_batches": 8, **numbers})

@@ -15,25 +15,41 @@ def by_hand(path: CriticalPath, durations: Durations, tails: tuple[int, ...]) ->
     """The linear form, written out."""
     total: float = tails[path.rank]
     for stage in range(len(durations.forward)):
-        recompute, backward_input = durations.recompute[stage], durations.backward_input[stage]
+        recompute, backward_input = (
+            durations.recompute[stage],
+            durations.backward_input[stage],
+        )
         total += path.forward[stage] * durations.forward[stage]
-        total += path.backward[stage] * (recompute + backward_input + durations.backward_weight[stage])
+        total += path.backward[stage] * (
+            recompute + backward_input + durations.backward_weight[stage]
+        )
         total += path.backward_input[stage] * (recompute + backward_input)
         total += path.backward_weight[stage] * durations.backward_weight[stage]
         total += path.recompute[stage] * recompute
         plain = backward_input + durations.backward_weight[stage]
         total += path.plain_backward[stage] * plain
-        total += path.paired_forward[stage] * (durations.forward[stage] - durations.overlap[stage])
-        total += path.paired_backward[stage] * (recompute + plain - durations.overlap[stage])
+        total += path.paired_forward[stage] * (
+            durations.forward[stage] - durations.overlap[stage]
+        )
+        total += path.paired_backward[stage] * (
+            recompute + plain - durations.overlap[stage]
+        )
     for boundary in range(durations.stages - 1):
         total += path.transfer_forward[boundary] * durations.transfer_forward[boundary]
-        total += path.transfer_backward[boundary] * durations.transfer_backward[boundary]
+        total += (
+            path.transfer_backward[boundary] * durations.transfer_backward[boundary]
+        )
     return total
 
 
 def longest(schedule, durations: Durations, tails: tuple[int, ...]) -> float:  # type: ignore[no-untyped-def]
     """Last end, tails included, by simulation."""
-    return max(end + tail for end, tail in zip(simulate(schedule, durations).end_seconds, tails, strict=True))
+    return max(
+        end + tail
+        for end, tail in zip(
+            simulate(schedule, durations).end_seconds, tails, strict=True
+        )
+    )
 
 
 @given(st.data())
@@ -45,7 +61,12 @@ def test_path_is_tight_and_a_lower_bound(data: st.DataObject) -> None:
     here, tails = data.draw(drawn_durations), data.draw(drawn_tails)
     there, other_tails = data.draw(drawn_durations), data.draw(drawn_tails)
     path = critical_path(schedule, here, tails)
-    assert path.length == path.evaluate(here, tails) == by_hand(path, here, tails) == longest(schedule, here, tails)
+    assert (
+        path.length
+        == path.evaluate(here, tails)
+        == by_hand(path, here, tails)
+        == longest(schedule, here, tails)
+    )
     assert path.evaluate(there, other_tails) == by_hand(path, there, other_tails)
     assert by_hand(path, there, other_tails) <= longest(schedule, there, other_tails)
 
@@ -57,7 +78,10 @@ def test_path_to_a_given_rank(data: st.DataObject) -> None:
     durations = data.draw(durations_of(schedule.stages))
     rank = data.draw(st.integers(0, schedule.ranks - 1))
     path = critical_path(schedule, durations, rank=rank)
-    assert (path.rank, path.length) == (rank, simulate(schedule, durations).end_seconds[rank])
+    assert (path.rank, path.length) == (
+        rank,
+        simulate(schedule, durations).end_seconds[rank],
+    )
     assert path.evaluate(durations) == path.length
 
 
@@ -67,7 +91,10 @@ def test_floating_point_paths_are_tight_up_to_rounding(data: st.DataObject) -> N
     schedule = data.draw(schedules)
     whole = data.draw(durations_of(schedule.stages))
     tenths = Durations(
-        *(tuple(time / 10 for time in getattr(whole, name)) for name in (*OF_ACTIONS[:4], *OF_TRANSFERS))
+        *(
+            tuple(time / 10 for time in getattr(whole, name))
+            for name in (*OF_ACTIONS[:4], *OF_TRANSFERS)
+        )
     )
     path = critical_path(schedule, tenths)
     assert path.evaluate(tenths) == pytest.approx(path.length)
@@ -77,7 +104,9 @@ def test_floating_point_paths_are_tight_up_to_rounding(data: st.DataObject) -> N
 def test_path_of_1f1b_goes_through_the_slow_stage() -> None:
     """All micro-batches of the bottleneck stand on the path."""
     schedule = build("1f1b", ranks=3, micro_batches=8)
-    durations = Durations(forward=(1, 5, 1), backward_input=(1, 5, 1), backward_weight=(1, 5, 1))
+    durations = Durations(
+        forward=(1, 5, 1), backward_input=(1, 5, 1), backward_weight=(1, 5, 1)
+    )
     path = critical_path(schedule, durations)
     assert (path.forward[1], path.backward[1]) == (8, 8)
 
@@ -85,7 +114,9 @@ def test_path_of_1f1b_goes_through_the_slow_stage() -> None:
 def test_path_starts_at_the_first_stage_even_when_it_is_free() -> None:
     """Work that takes no time here still counts elsewhere: the path leads back to the very first forward."""
     schedule = build("gpipe", ranks=3, micro_batches=1)
-    durations = Durations(forward=(0, 0, 1), backward_input=(0, 0, 0), backward_weight=(0, 0, 0))
+    durations = Durations(
+        forward=(0, 0, 1), backward_input=(0, 0, 0), backward_weight=(0, 0, 0)
+    )
     assert critical_path(schedule, durations).forward == (1, 1, 1)
 
 
@@ -100,4 +131,6 @@ def test_transfers_inside_a_rank_are_not_counted() -> None:
 def test_tails_are_one_per_rank() -> None:
     """Another number of tails is refused."""
     with pytest.raises(LayoutError, match="1 values for 2 ranks"):
-        critical_path(build("1f1b", ranks=2, micro_batches=2), Durations.uniform(2), (1.0,))
+        critical_path(
+            build("1f1b", ranks=2, micro_batches=2), Durations.uniform(2), (1.0,)
+        )

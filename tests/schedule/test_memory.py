@@ -5,7 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.errors import LayoutError
-from planner.schedule import Durations, HeldBytes, build, memory_curves, peak_bytes, simulate
+from planner.schedule import (
+    Durations,
+    HeldBytes,
+    build,
+    memory_curves,
+    peak_bytes,
+    simulate,
+)
 
 from .strategies import schedules
 
@@ -15,9 +22,13 @@ def test_counting_units_gives_the_peak_in_flight(schedule) -> None:  # type: ign
     """The top of every curve is the number that follows from the order, and nothing is held in the end."""
     made = simulate(schedule, Durations.uniform(schedule.stages, recompute=1))
     curves = memory_curves(made)
-    assert tuple(max(held for _, held in curve) for curve in curves) == made.peak_in_flight
+    assert (
+        tuple(max(held for _, held in curve) for curve in curves) == made.peak_in_flight
+    )
     assert all(curve[-1][1] == 0 for curve in curves)
-    assert all(list(curve) == sorted(curve, key=lambda step: step[0]) for curve in curves)
+    assert all(
+        list(curve) == sorted(curve, key=lambda step: step[0]) for curve in curves
+    )
 
 
 @given(st.integers(1, 5), st.integers(0, 6))
@@ -26,7 +37,9 @@ def test_zero_bubble_until_its_input_gradient(ranks: int, more: int) -> None:
     schedule = build("zb-h1", ranks=ranks, micro_batches=ranks + more)
     made = simulate(schedule, Durations.uniform(ranks))
     until_input = HeldBytes((10,) * ranks, weight=(0,) * ranks)
-    assert peak_bytes(made, until_input) == tuple(10 * (ranks - rank) for rank in range(ranks))
+    assert peak_bytes(made, until_input) == tuple(
+        10 * (ranks - rank) for rank in range(ranks)
+    )
 
 
 def test_torchgpipe_holds_one_whole_micro_batch() -> None:
@@ -34,14 +47,21 @@ def test_torchgpipe_holds_one_whole_micro_batch() -> None:
     schedule = build("torchgpipe", ranks=2, micro_batches=4)
     made = simulate(schedule, Durations.uniform(2, recompute=1))
     assert peak_bytes(made, HeldBytes((10, 10), recomputed=(1, 1))) == (13, 13)
-    never = simulate(build("torchgpipe", ranks=2, micro_batches=4, recompute="never"), Durations.uniform(2))
+    never = simulate(
+        build("torchgpipe", ranks=2, micro_batches=4, recompute="never"),
+        Durations.uniform(2),
+    )
     assert peak_bytes(never, HeldBytes((10, 10), recomputed=(1, 1))) == (40, 40)
 
 
 def test_curve_by_hand() -> None:
     """F from 0 to 1, I to 3, W to 6: all, then the part for W, then nothing."""
-    made = simulate(build("zb-h1", ranks=1, micro_batches=1), Durations((1,), (2,), (3,)))
-    assert memory_curves(made, HeldBytes((10,), weight=(4,))) == (((0, 10), (3, 4), (6, 0)),)
+    made = simulate(
+        build("zb-h1", ranks=1, micro_batches=1), Durations((1,), (2,), (3,))
+    )
+    assert memory_curves(made, HeldBytes((10,), weight=(4,))) == (
+        ((0, 10), (3, 4), (6, 0)),
+    )
 
 
 def test_wrong_bytes_are_refused() -> None:

@@ -4,7 +4,15 @@ from dataclasses import replace
 
 import pytest
 
-from planner.schedule import Durations, Requirement, Schedule, build, names, requirements, synthesize
+from planner.schedule import (
+    Durations,
+    Requirement,
+    Schedule,
+    build,
+    names,
+    requirements,
+    synthesize,
+)
 
 VIRTUAL, SPLIT, CHUNKS, BOTH_WAYS, EARLY, UNORDERED = Requirement
 
@@ -36,7 +44,9 @@ def named(name: str) -> Schedule:
     """The schedule on four ranks, with what makes it special."""
     chunks = 2 if name.startswith("seq") else 1
     virtual = 2 if name == "looped-bfs" else None
-    return build(name, ranks=4, micro_batches=8, virtual_stages=virtual, sequence_chunks=chunks)
+    return build(
+        name, ranks=4, micro_batches=8, virtual_stages=virtual, sequence_chunks=chunks
+    )
 
 
 def test_every_schedule_is_told() -> None:
@@ -52,9 +62,15 @@ def test_requirements(name: str) -> None:
 
 def test_numbers_matter() -> None:
     """Several stages per rank, chunks and recomputation are asked for only when they are there."""
-    assert requirements(build("zb-h1", ranks=4, micro_batches=8, virtual_stages=2)) == {VIRTUAL, SPLIT}
+    assert requirements(build("zb-h1", ranks=4, micro_batches=8, virtual_stages=2)) == {
+        VIRTUAL,
+        SPLIT,
+    }
     assert requirements(build("seqpipe", ranks=4, micro_batches=8)) == set()
-    assert requirements(build("torchgpipe", ranks=4, micro_batches=8, recompute="never")) == set()
+    assert (
+        requirements(build("torchgpipe", ranks=4, micro_batches=8, recompute="never"))
+        == set()
+    )
 
 
 def test_losses_out_of_order() -> None:
@@ -65,4 +81,9 @@ def test_losses_out_of_order() -> None:
     rows = (("0F0", "0F1", "0B1", "0B0"), ("1F1", "1B1", "1F0", "1B0"))
     given = Schedule.from_text(rows)
     assert requirements(given) == {UNORDERED}
-    assert requirements(replace(given, actions=build("1f1b", ranks=2, micro_batches=2).actions)) == set()
+    assert (
+        requirements(
+            replace(given, actions=build("1f1b", ranks=2, micro_batches=2).actions)
+        )
+        == set()
+    )

@@ -14,7 +14,9 @@ from planner.schedule.graph import graph_of, make_graph
 from .strategies import durations_of, recomputing, schedules, seconds_of, slow_ends
 
 
-def written(*rows: str, stage_ranks: tuple[int, ...] = (0, 1), micro_batches: int = 2) -> Schedule:
+def written(
+    *rows: str, stage_ranks: tuple[int, ...] = (0, 1), micro_batches: int = 2
+) -> Schedule:
     """A schedule from text, one row of actions per rank."""
     actions = tuple(tuple(map(Action.parse, row.split())) for row in rows)
     return Schedule("written", len(rows), micro_batches, 1, 1, stage_ranks, actions)
@@ -24,13 +26,19 @@ def written(*rows: str, stage_ranks: tuple[int, ...] = (0, 1), micro_batches: in
 def test_times_are_the_earliest(data: st.DataObject) -> None:
     """Every action ends when a slow solver of the rules says so, and lasts its duration."""
     schedule = data.draw(schedules)
-    durations = data.draw(durations_of(schedule.stages, data.draw(st.sampled_from((1, schedule.sequence_chunks)))))
+    durations = data.draw(
+        durations_of(
+            schedule.stages, data.draw(st.sampled_from((1, schedule.sequence_chunks)))
+        )
+    )
     made = simulate(schedule, durations)
     expected = slow_ends(schedule, durations)
     events = [event for row in made.events for event in row]
     assert {event.action: event.end_seconds for event in events} == expected
     assert all(
-        event.end_seconds - event.start_seconds == seconds_of(schedule, event.action, durations) for event in events
+        event.end_seconds - event.start_seconds
+        == seconds_of(schedule, event.action, durations)
+        for event in events
     )
     assert made.makespan == max(expected.values())
 
@@ -39,14 +47,28 @@ def test_times_are_the_earliest(data: st.DataObject) -> None:
 def test_level_by_level_is_one_by_one(data: st.DataObject) -> None:
     """Wide graphs, whose times are found for all ranks at once, give what narrow ones give, as plain whole numbers."""
     schedule = data.draw(schedules)
-    durations = data.draw(durations_of(schedule.stages, data.draw(st.sampled_from((1, schedule.sequence_chunks)))))
+    durations = data.draw(
+        durations_of(
+            schedule.stages, data.draw(st.sampled_from((1, schedule.sequence_chunks)))
+        )
+    )
     found = []
     for by_levels in (False, True):
         graph = make_graph(schedule, by_levels=by_levels)
         assert (graph.levels is not None) is by_levels
         made = Simulation(schedule, durations, graph, graph.earliest(durations))
-        found.append((made.start_seconds, made.finish_seconds, made.busy_seconds, made.span, made.critical_actions))
-        assert all(type(seconds) is int for row in made.finish_seconds for seconds in row)
+        found.append(
+            (
+                made.start_seconds,
+                made.finish_seconds,
+                made.busy_seconds,
+                made.span,
+                made.critical_actions,
+            )
+        )
+        assert all(
+            type(seconds) is int for row in made.finish_seconds for seconds in row
+        )
     assert found[0] == found[1]
 
 
@@ -54,8 +76,13 @@ def test_level_by_level_is_one_by_one(data: st.DataObject) -> None:
 def test_wide_graphs_stay_exact(lasting: float) -> None:
     """What does not add up within 64-bit whole numbers is added one by one, and comes out as it went in."""
     schedule = build("1f1b", ranks=16, micro_batches=64)
-    durations = Durations.uniform(16, forward=lasting, backward_input=lasting, backward_weight=0)
-    wide, narrow = (make_graph(schedule, by_levels=each).earliest(durations)[1] for each in (True, False))
+    durations = Durations.uniform(
+        16, forward=lasting, backward_input=lasting, backward_weight=0
+    )
+    wide, narrow = (
+        make_graph(schedule, by_levels=each).earliest(durations)[1]
+        for each in (True, False)
+    )
     assert max(wide) == max(narrow)
     assert type(max(wide)) is type(lasting)
 
@@ -64,11 +91,18 @@ def test_a_wide_pipeline() -> None:
     """64 ranks and 512 micro-batches of 1F1B take the closed form's time, and dead-locks are named there, too."""
     schedule = build("1f1b", ranks=64, micro_batches=512)
     assert graph_of(schedule).levels is not None
-    assert simulate(schedule, Durations.uniform(64, forward=7)).makespan == (512 + 63) * (7 + 2)
+    assert simulate(schedule, Durations.uniform(64, forward=7)).makespan == (
+        512 + 63
+    ) * (7 + 2)
     first, *others = schedule.actions
     early = (first[0], first[64], *first[1:64], *first[65:])
-    with pytest.raises(ScheduleError, match=r"dead-lock: 0B0 on rank 0 waits for 1B0, .* behind 1F1"):
-        simulate(dataclasses.replace(schedule, actions=(early, *others)), Durations.uniform(64))
+    with pytest.raises(
+        ScheduleError, match=r"dead-lock: 0B0 on rank 0 waits for 1B0, .* behind 1F1"
+    ):
+        simulate(
+            dataclasses.replace(schedule, actions=(early, *others)),
+            Durations.uniform(64),
+        )
 
 
 @given(st.data())
@@ -78,7 +112,11 @@ def test_busy_and_bubble_fill_the_makespan(data: st.DataObject) -> None:
     durations = data.draw(durations_of(schedule.stages))
     made = simulate(schedule, durations)
     busy = [
-        sum(seconds_of(schedule, action, durations) + recomputing(schedule, action, durations) for action in row)
+        sum(
+            seconds_of(schedule, action, durations)
+            + recomputing(schedule, action, durations)
+            for action in row
+        )
         for row in schedule.actions
     ]
     assert made.busy_seconds == tuple(busy)
@@ -94,7 +132,10 @@ def test_slower_is_never_earlier(data: st.DataObject) -> None:
     durations = data.draw(durations_of(schedule.stages))
     stage = data.draw(st.integers(0, schedule.stages - 1))
     slower = dataclasses.replace(
-        durations, forward=tuple(time + (index == stage) for index, time in enumerate(durations.forward))
+        durations,
+        forward=tuple(
+            time + (index == stage) for index, time in enumerate(durations.forward)
+        ),
     )
     before, after = simulate(schedule, durations), simulate(schedule, slower)
     assert all(
@@ -108,13 +149,20 @@ def test_exact_arithmetic_stays_exact() -> None:
     """Whole numbers and fractions come out as they went in."""
     schedule = build("1f1b", ranks=3, micro_batches=4)
     assert isinstance(simulate(schedule, Durations.uniform(3)).makespan, int)
-    third = simulate(schedule, Durations.uniform(3, forward=Fraction(1, 3), backward_input=0, backward_weight=0))  # type: ignore[arg-type]
+    third = simulate(
+        schedule,
+        Durations.uniform(
+            3, forward=Fraction(1, 3), backward_input=0, backward_weight=0
+        ),
+    )  # type: ignore[arg-type]
     assert third.makespan == Fraction(6, 3)
 
 
 def test_recompute_lengthens_the_backward() -> None:
     """It runs inside B and inside I, never inside W."""
-    durations = Durations.uniform(1, forward=1, backward_input=2, backward_weight=3, recompute=10)
+    durations = Durations.uniform(
+        1, forward=1, backward_input=2, backward_weight=3, recompute=10
+    )
     full = simulate(build("1f1b", ranks=1, micro_batches=1), durations)
     split = simulate(build("zb-h1", ranks=1, micro_batches=1), durations)
     assert [event.end_seconds for event in full.events[0]] == [1, 16]
@@ -145,10 +193,19 @@ def test_nothing_takes_no_time() -> None:
         (("0F0 0B0 0F1", "1F0 1B0 1F1 1B1"), "0B1 is missing, though 0F1 is there"),
         (("0F0 0B0 0F1 0I1", "1F0 1B0 1F1 1B1"), "0W1 is missing, though 0F1 is there"),
         (("0F0 0B0", "1F0 1B0 1F1 1B1"), "0F1 and 0B1 is missing"),
-        (("0F0 0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1"), "0F0 and again 0F0 stand on rank 0"),
+        (
+            ("0F0 0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1"),
+            "0F0 and again 0F0 stand on rank 0",
+        ),
         (("0F0 0B0 0W0 0F1 0B1", "1F0 1B0 1F1 1B1"), "0B0 is both full and split"),
-        (("0F0 1F0 0B0 0F1 0B1", "1B0 1F1 1B1"), "1F0 stands on rank 0, but stage 1 is on rank 1"),
-        (("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1B0 1F1 1B1"), "0F2 on rank 0, but there are 2 stages and 2 micro-batches"),
+        (
+            ("0F0 1F0 0B0 0F1 0B1", "1B0 1F1 1B1"),
+            "1F0 stands on rank 0, but stage 1 is on rank 1",
+        ),
+        (
+            ("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1B0 1F1 1B1"),
+            "0F2 on rank 0, but there are 2 stages and 2 micro-batches",
+        ),
         (("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"), "dead-lock: .*waits for .*behind"),
     ],
 )
@@ -170,7 +227,9 @@ def test_chunks_out_of_sequence_are_named(row: str, says: str) -> None:
     """Chunks of a sequence run forward in order and backward in reverse."""
     actions = tuple(map(Action.parse, row.split()))
     with pytest.raises(ScheduleError, match=says):
-        simulate(Schedule("written", 1, 1, 1, 2, (0,), (actions,)), Durations.uniform(1))
+        simulate(
+            Schedule("written", 1, 1, 1, 2, (0,), (actions,)), Durations.uniform(1)
+        )
 
 
 def test_durations_of_other_chunks() -> None:
@@ -186,9 +245,19 @@ def test_durations_of_other_chunks() -> None:
 def test_later_chunks_last_longer() -> None:
     """Under causal attention: each chunk takes its own time."""
     schedule = build("seqpipe", ranks=1, micro_batches=2, sequence_chunks=2)
-    each = Durations(forward=(1, 2), backward_input=(10, 20), backward_weight=(0, 0), sequence_chunks=2)
+    each = Durations(
+        forward=(1, 2),
+        backward_input=(10, 20),
+        backward_weight=(0, 0),
+        sequence_chunks=2,
+    )
     made = simulate(schedule, each)
-    assert [str(event.action) for event in made.events[0]][:4] == ["0F0", "0F1", "0B1", "0F2"]
+    assert [str(event.action) for event in made.events[0]][:4] == [
+        "0F0",
+        "0F1",
+        "0B1",
+        "0F2",
+    ]
     assert [event.end_seconds for event in made.events[0]][:4] == [1, 3, 23, 24]
 
 
@@ -203,13 +272,19 @@ def test_dead_lock_names_both_sides() -> None:
     crossed = written("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1")
     with pytest.raises(ScheduleError) as caught:
         simulate(crossed, Durations.uniform(2))
-    assert any(text in str(caught.value) for text in ("0B0 on rank 0 waits for 1B0", "1F1 on rank 1 waits for 0F1"))
+    assert any(
+        text in str(caught.value)
+        for text in ("0B0 on rank 0 waits for 1B0", "1F1 on rank 1 waits for 0F1")
+    )
 
 
 def test_a_rank_without_stages() -> None:
     """Every rank needs a stage and a list."""
     with pytest.raises(ScheduleError, match="2 ranks"):
-        simulate(written("0F0 0B0", "", stage_ranks=(0,), micro_batches=1), Durations.uniform(1))
+        simulate(
+            written("0F0 0B0", "", stage_ranks=(0,), micro_batches=1),
+            Durations.uniform(1),
+        )
 
 
 def test_durations_of_other_stages() -> None:

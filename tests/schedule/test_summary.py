@@ -12,23 +12,36 @@ few = st.integers(1, 6)
 three_times = st.tuples(times, times, times)
 
 
-def uniform(name: str, ranks: int, micro_batches: int, lasting: tuple[int, int, int], **more: int) -> Simulation:
+def uniform(
+    name: str,
+    ranks: int,
+    micro_batches: int,
+    lasting: tuple[int, int, int],
+    **more: int,
+) -> Simulation:
     """A schedule with the same F, I and W on every stage."""
     schedule = build(name, ranks=ranks, micro_batches=micro_batches, **more)  # type: ignore[arg-type]
     forward, backward_input, backward_weight = lasting
     durations = Durations.uniform(
-        schedule.stages, forward=forward, backward_input=backward_input, backward_weight=backward_weight
+        schedule.stages,
+        forward=forward,
+        backward_input=backward_input,
+        backward_weight=backward_weight,
     )
     return simulate(schedule, durations)
 
 
 @given(few, st.integers(1, 12), st.integers(1, 4), three_times)
-def test_seqpipe(ranks: int, micro_batches: int, chunks: int, lasting: tuple[int, int, int]) -> None:
+def test_seqpipe(
+    ranks: int, micro_batches: int, chunks: int, lasting: tuple[int, int, int]
+) -> None:
     """One stage per rank: (M Q + P - 1)(f + b), and P - r + Q - 1 units in flight."""
     made = uniform("seqpipe", ranks, micro_batches, lasting, sequence_chunks=chunks)
     units = micro_batches * chunks
     assert made.makespan == (units + ranks - 1) * sum(lasting)
-    assert made.peak_in_flight == tuple(min(units, ranks - rank + chunks - 1) for rank in range(ranks))
+    assert made.peak_in_flight == tuple(
+        min(units, ranks - rank + chunks - 1) for rank in range(ranks)
+    )
 
 
 @given(few, st.integers(1, 3), st.integers(2, 3), st.integers(1, 3), three_times)
@@ -36,40 +49,83 @@ def test_seqpipe_of_virtual_stages(
     ranks: int, rounds: int, virtual: int, chunks: int, lasting: tuple[int, int, int]
 ) -> None:
     """The bubble is divided by V Q; in flight is one more than the warm-up 2 (P - 1 - r) + (V - 1) P Q + Q - 1."""
-    made = uniform("seqpipe", ranks, rounds * ranks, lasting, sequence_chunks=chunks, virtual_stages=virtual)
+    made = uniform(
+        "seqpipe",
+        ranks,
+        rounds * ranks,
+        lasting,
+        sequence_chunks=chunks,
+        virtual_stages=virtual,
+    )
     units = rounds * ranks * virtual * chunks
     ahead = (virtual - 1) * ranks * chunks + chunks
     assert made.makespan == (units + ranks - 1) * sum(lasting)
-    assert made.peak_in_flight == tuple(min(units, 2 * (ranks - 1 - rank) + ahead) for rank in range(ranks))
+    assert made.peak_in_flight == tuple(
+        min(units, 2 * (ranks - 1 - rank) + ahead) for rank in range(ranks)
+    )
 
 
-@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(2, 3), three_times)
+@given(
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(2, 3),
+    three_times,
+)
 def test_seqvpp_and_seqsmartvpp(
-    chunks: int, times_chunks: int, rounds: int, virtual: int, lasting: tuple[int, int, int]
+    chunks: int,
+    times_chunks: int,
+    rounds: int,
+    virtual: int,
+    lasting: tuple[int, int, int],
 ) -> None:
     """The bubble of seqpipe with Q times smaller groups, and once or twice P - 1 - r units ahead."""
     ranks = 2 * chunks * times_chunks
     micro_batches = 2 * times_chunks * rounds
     units = micro_batches * chunks * virtual
     for name, bias in (("seqvpp", 2), ("seqsmartvpp", 1)):
-        made = uniform(name, ranks, micro_batches, lasting, sequence_chunks=chunks, virtual_stages=virtual)
+        made = uniform(
+            name,
+            ranks,
+            micro_batches,
+            lasting,
+            sequence_chunks=chunks,
+            virtual_stages=virtual,
+        )
         ahead = (virtual - 1) * ranks + chunks
         assert made.makespan == (units + ranks - 1) * sum(lasting)
-        assert made.peak_in_flight == tuple(min(units, bias * (ranks - 1 - rank) + ahead) for rank in range(ranks))
+        assert made.peak_in_flight == tuple(
+            min(units, bias * (ranks - 1 - rank) + ahead) for rank in range(ranks)
+        )
 
 
 @given(few, st.integers(1, 12), three_times, times)
-def test_torchgpipe(ranks: int, micro_batches: int, lasting: tuple[int, int, int], recompute: int) -> None:
+def test_torchgpipe(
+    ranks: int, micro_batches: int, lasting: tuple[int, int, int], recompute: int
+) -> None:
     """(M + P - 1)(F + B) and a recomputation for each micro-batch that recomputes, all others being hidden."""
     recompute = min(recompute, lasting[1] + lasting[2])
     forward, backward_input, backward_weight = lasting
     durations = Durations.uniform(
-        ranks, forward=forward, backward_input=backward_input, backward_weight=backward_weight, recompute=recompute
+        ranks,
+        forward=forward,
+        backward_input=backward_input,
+        backward_weight=backward_weight,
+        recompute=recompute,
     )
-    for mode, recomputed in (("always", micro_batches), ("except_last", micro_batches - 1), ("never", 0)):
-        schedule = build("torchgpipe", ranks=ranks, micro_batches=micro_batches, recompute=mode)
+    for mode, recomputed in (
+        ("always", micro_batches),
+        ("except_last", micro_batches - 1),
+        ("never", 0),
+    ):
+        schedule = build(
+            "torchgpipe", ranks=ranks, micro_batches=micro_batches, recompute=mode
+        )
         made = simulate(schedule, durations)
-        assert made.makespan == (micro_batches + ranks - 1) * sum(lasting) + recomputed * recompute
+        assert (
+            made.makespan
+            == (micro_batches + ranks - 1) * sum(lasting) + recomputed * recompute
+        )
         assert made.peak_in_flight == (micro_batches,) * ranks
 
 
@@ -94,18 +150,29 @@ def test_pairs_without_communication_gain_nothing(
     plain = uniform("1f1b", ranks, micro_batches, lasting)
     for name in ("1f1b-overlap", "pipedream"):
         made = uniform(name, ranks, micro_batches, lasting)
-        assert (made.makespan, made.peak_in_flight) == (plain.makespan, plain.peak_in_flight)
+        assert (made.makespan, made.peak_in_flight) == (
+            plain.makespan,
+            plain.peak_in_flight,
+        )
 
 
 @given(st.integers(1, 12), three_times)
-def test_pairs_hide_communication(micro_batches: int, lasting: tuple[int, int, int]) -> None:
+def test_pairs_hide_communication(
+    micro_batches: int, lasting: tuple[int, int, int]
+) -> None:
     """On one rank every steady pair saves what it hides."""
     forward, backward_input, backward_weight = lasting
     durations = Durations.uniform(
-        1, forward=forward, backward_input=backward_input, backward_weight=backward_weight, overlap=1
+        1,
+        forward=forward,
+        backward_input=backward_input,
+        backward_weight=backward_weight,
+        overlap=1,
     )
     schedule = build("1f1b-overlap", ranks=1, micro_batches=micro_batches)
-    assert simulate(schedule, durations).makespan == micro_batches * sum(lasting) - (micro_batches - 1)
+    assert simulate(schedule, durations).makespan == micro_batches * sum(lasting) - (
+        micro_batches - 1
+    )
 
 
 def dual_bubble(half: int, lasting: tuple[int, int, int]) -> int:
@@ -125,7 +192,9 @@ def test_dualpipev(ranks: int, more: int, lasting: tuple[int, int, int]) -> None
     """2 M (f + i + w) and the bubble of the eight phases; 2 P + 1 half micro-batches in flight."""
     micro_batches = 2 * ranks + more
     made = uniform("dualpipev", ranks, micro_batches, lasting)
-    assert made.makespan == 2 * micro_batches * sum(lasting) + dual_bubble(ranks, lasting)
+    assert made.makespan == 2 * micro_batches * sum(lasting) + dual_bubble(
+        ranks, lasting
+    )
     assert made.peak_in_flight == (2 * ranks + 1,) * ranks
 
 
@@ -145,15 +214,23 @@ def test_chimera(half: int, lasting: tuple[int, int, int]) -> None:
     made = uniform("chimera", ranks, ranks, lasting)
     longer = max(lasting[0], lasting[1] + lasting[2])
     assert made.makespan == ranks * sum(lasting) + (ranks - 2) * longer
-    assert made.peak_in_flight == tuple(half + 1 + min(rank, ranks - 1 - rank, half - 1) for rank in range(ranks))
+    assert made.peak_in_flight == tuple(
+        half + 1 + min(rank, ranks - 1 - rank, half - 1) for rank in range(ranks)
+    )
 
 
 @given(few, st.integers(0, 8), three_times)
-def test_fused_zero_bubble_h1(ranks: int, more: int, lasting: tuple[int, int, int]) -> None:
+def test_fused_zero_bubble_h1(
+    ranks: int, more: int, lasting: tuple[int, int, int]
+) -> None:
     """Span M (F + I + W) + max((P - 2) F + (P - 1) I, (P - 1)(F + I - W)); P micro-batches until W."""
     f, i, w = lasting
     made = uniform("zb-h1-fused", ranks, ranks + more, lasting)
-    bubble = max((ranks - 2) * f + (ranks - 1) * i, (ranks - 1) * (f + i - w)) if ranks > 1 else 0
+    bubble = (
+        max((ranks - 2) * f + (ranks - 1) * i, (ranks - 1) * (f + i - w))
+        if ranks > 1
+        else 0
+    )
     assert made.span == (ranks + more) * sum(lasting) + bubble
     assert made.peak_in_flight == (ranks,) * ranks
 
@@ -170,13 +247,23 @@ def test_hanayo_is_chimera_folded(ranks: int) -> None:
 
 
 @given(few, st.integers(1, 4), st.integers(1, 3), times, times)
-def test_hanayo(ranks: int, rounds: int, waves: int, forward: int, backward: int) -> None:
+def test_hanayo(
+    ranks: int, rounds: int, waves: int, forward: int, backward: int
+) -> None:
     """V M (f + b) + 2 (P - 1) (max(f, b) + (M / P - 1) |b - f|), and (V - 1) P + r + 1 units in flight."""
     virtual, micro_batches = 2 * waves, rounds * ranks
-    made = uniform("hanayo", ranks, micro_batches, (forward, backward, 0), virtual_stages=virtual)
-    bubble = 2 * (ranks - 1) * (max(forward, backward) + (rounds - 1) * abs(backward - forward))
+    made = uniform(
+        "hanayo", ranks, micro_batches, (forward, backward, 0), virtual_stages=virtual
+    )
+    bubble = (
+        2
+        * (ranks - 1)
+        * (max(forward, backward) + (rounds - 1) * abs(backward - forward))
+    )
     assert made.makespan == virtual * micro_batches * (forward + backward) + bubble
-    assert made.peak_in_flight == tuple((virtual - 1) * ranks + rank + 1 for rank in range(ranks))
+    assert made.peak_in_flight == tuple(
+        (virtual - 1) * ranks + rank + 1 for rank in range(ranks)
+    )
 
 
 def test_the_waves_turn_on_the_outer_ranks() -> None:
@@ -208,10 +295,18 @@ def test_no_schedule_ever_dead_locks(name: str) -> None:
                 for chunks in (1, 2, 3) if entry.takes_sequence_chunks else (1,):
                     try:
                         made = uniform(
-                            name, ranks, micro_batches, (1, 1, 1), virtual_stages=virtual, sequence_chunks=chunks
+                            name,
+                            ranks,
+                            micro_batches,
+                            (1, 1, 1),
+                            virtual_stages=virtual,
+                            sequence_chunks=chunks,
                         )
                     except LayoutError:
                         continue
                     built += 1
-                    assert sum(made.busy_seconds) == 3 * made.schedule.stages * made.schedule.units
+                    assert (
+                        sum(made.busy_seconds)
+                        == 3 * made.schedule.stages * made.schedule.units
+                    )
     assert built > 5

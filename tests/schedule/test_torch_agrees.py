@@ -11,7 +11,9 @@ from planner.schedule import Durations, Schedule, build, names, simulate, synthe
 schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
 
 
-def torch_actions(kind: str, ranks: int, micro_batches: int, virtual: int) -> tuple[tuple[str, ...], ...]:
+def torch_actions(
+    kind: str, ranks: int, micro_batches: int, virtual: int
+) -> tuple[tuple[str, ...], ...]:
     """Torch's own lists, without its bubbles; the stages only tell how many there are."""
     stages: list[Any] = [
         SimpleNamespace(
@@ -49,14 +51,20 @@ def written(actions: list[Any]) -> Iterator[str]:
         ("ScheduleZBVZeroBubble", "zb-v", 2),
     ],
 )
-@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (4, 8), (4, 10), (4, 5), (3, 12)])
-def test_same_lists(kind: str, name: str, virtual: int, ranks: int, micro_batches: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "micro_batches"), [(2, 4), (4, 8), (4, 10), (4, 5), (3, 12)]
+)
+def test_same_lists(
+    kind: str, name: str, virtual: int, ranks: int, micro_batches: int
+) -> None:
     """Action for action, on every rank."""
     ours = build(name, ranks=ranks, micro_batches=micro_batches, virtual_stages=virtual)
     assert ours.to_text() == torch_actions(kind, ranks, micro_batches, virtual)
 
 
-@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 2), (2, 4), (4, 8), (4, 11), (3, 12), (5, 10)])
+@pytest.mark.parametrize(
+    ("ranks", "micro_batches"), [(1, 2), (2, 4), (4, 8), (4, 11), (3, 12), (5, 10)]
+)
 def test_same_dualpipev(ranks: int, micro_batches: int) -> None:
     """DualPipeV too, pair by pair."""
     ours = build("dualpipev", ranks=ranks, micro_batches=micro_batches)
@@ -91,10 +99,18 @@ class Recorder:
         """No gradients."""
 
 
-@pytest.mark.parametrize(("kind", "name"), [("ScheduleGPipe", "gpipe"), ("Schedule1F1B", "1f1b")])
-@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 3), (2, 4), (4, 8), (4, 5), (3, 12)])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("ScheduleGPipe", "gpipe"), ("Schedule1F1B", "1f1b")]
+)
+@pytest.mark.parametrize(
+    ("ranks", "micro_batches"), [(1, 3), (2, 4), (4, 8), (4, 5), (3, 12)]
+)
 def test_torch_runs_the_same(
-    monkeypatch: pytest.MonkeyPatch, kind: str, name: str, ranks: int, micro_batches: int
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    name: str,
+    ranks: int,
+    micro_batches: int,
 ) -> None:
     """GPipe and 1F1B are loops in torch, not lists: what they run on every rank, in order."""
     monkeypatch.setattr(schedules, "_wait_batch_p2p", lambda _: None)
@@ -105,20 +121,30 @@ def test_torch_runs_the_same(
         monkeypatch.setattr(made, "_initialize_stage", lambda *_, **__: None)
         made._step_microbatches(nothing, [{}] * micro_batches)
     assert (
-        tuple(tuple(stage.ran) for stage in stages) == build(name, ranks=ranks, micro_batches=micro_batches).to_text()
+        tuple(tuple(stage.ran) for stage in stages)
+        == build(name, ranks=ranks, micro_batches=micro_batches).to_text()
     )
 
 
 def lowered(schedule: Schedule) -> int:
     """Torch adds sends and receives to the lists, or fails because they dead-lock; how many sends."""
-    order = {rank: [schedules._Action.from_str(text) for text in row] for rank, row in enumerate(schedule.to_text())}
-    made = schedules._add_send_recv(order, schedule.stage_ranks.__getitem__, schedule.stages)
+    order = {
+        rank: [schedules._Action.from_str(text) for text in row]
+        for rank, row in enumerate(schedule.to_text())
+    }
+    made = schedules._add_send_recv(
+        order, schedule.stage_ranks.__getitem__, schedule.stages
+    )
     kinds = (schedules.SEND_F, schedules.SEND_B)
-    return sum(action.computation_type in kinds for row in made.values() for action in row)
+    return sum(
+        action.computation_type in kinds for row in made.values() for action in row
+    )
 
 
 # torch puts every stage on one rank, so it cannot hold the two copies of these.
-ONE_COPY = [name for name in names(fixed_only=True) if name not in ("chimera", "dualpipe")]
+ONE_COPY = [
+    name for name in names(fixed_only=True) if name not in ("chimera", "dualpipe")
+]
 
 
 @pytest.mark.parametrize("name", ONE_COPY)

@@ -6,14 +6,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.schedule import Durations, HeldBytes, Simulation, build, peak_bytes, simulate
+from planner.schedule import (
+    Durations,
+    HeldBytes,
+    Simulation,
+    build,
+    peak_bytes,
+    simulate,
+)
 
 RANKS = 4
 
 
-def worked(name: str, micro_batches: int = 8, virtual: int | None = None, chunks: int = 1) -> Simulation:
+def worked(
+    name: str, micro_batches: int = 8, virtual: int | None = None, chunks: int = 1
+) -> Simulation:
     """Every action of a stage lasts 1, and so does a transfer that is not waited for."""
-    schedule = build(name, ranks=RANKS, micro_batches=micro_batches, virtual_stages=virtual, sequence_chunks=chunks)
+    schedule = build(
+        name,
+        ranks=RANKS,
+        micro_batches=micro_batches,
+        virtual_stages=virtual,
+        sequence_chunks=chunks,
+    )
     recompute = 1 if schedule.recompute_stop is not None else 0
     return simulate(schedule, Durations.uniform(schedule.stages, recompute=recompute))
 
@@ -31,7 +46,18 @@ ROWS = (
     ("1f1b", 8, 1, 1, 33, 33, 24, (4, 3, 2, 1), (4, 3, 2, 1), 48),
     ("eager-1f1b", 8, 1, 1, 33, 33, 24, (7, 5, 3, 1), (7, 5, 3, 1), 48),
     ("interleaved-1f1b", 8, 2, 1, 57, 57, 48, (11, 9, 7, 5), (11, 9, 7, 5), 112),
-    ("interleaved-memory-optimised", 8, 2, 1, 57, 57, 48, (8, 7, 6, 5), (8, 7, 6, 5), 112),
+    (
+        "interleaved-memory-optimised",
+        8,
+        2,
+        1,
+        57,
+        57,
+        48,
+        (8, 7, 6, 5),
+        (8, 7, 6, 5),
+        112,
+    ),
     ("looped-bfs", 8, 2, 1, 57, 57, 48, (16, 16, 16, 16), (16, 16, 16, 16), 112),
     ("seqpipe", 8, 1, 2, 57, 57, 48, (5, 4, 3, 2), (5, 4, 3, 2), 96),
     ("seqvpp", 4, 2, 2, 57, 57, 48, (12, 10, 8, 6), (12, 10, 8, 6), 112),
@@ -47,7 +73,18 @@ ROWS = (
 
 
 @pytest.mark.parametrize(
-    ("name", "micro_batches", "virtual", "chunks", "makespan", "span", "ideal", "held", "held_until_input", "sent"),
+    (
+        "name",
+        "micro_batches",
+        "virtual",
+        "chunks",
+        "makespan",
+        "span",
+        "ideal",
+        "held",
+        "held_until_input",
+        "sent",
+    ),
     ROWS,
 )
 def test_worked_examples(
@@ -69,7 +106,17 @@ def test_worked_examples(
     assert made.peak_in_flight == held
     assert until_input_gradient(made) == held_until_input
     stages = made.schedule.stages
-    assert sum(map(len, simulate(made.schedule, Durations.uniform(stages, transfer=1)).transfers)) == sent
+    assert (
+        sum(
+            map(
+                len,
+                simulate(
+                    made.schedule, Durations.uniform(stages, transfer=1)
+                ).transfers,
+            )
+        )
+        == sent
+    )
 
 
 def test_pairs_as_one_kernel_undo_1f1b() -> None:
@@ -84,16 +131,23 @@ def test_units_until_the_input_gradient(ranks: int, more: int) -> None:
     """ZB-H1 holds P - r, and ZB-H2 2 (P - r) - 1 units on rank r, if I released them: what 1F1B and eager 1F1B hold."""
     for name, plain in (("zb-h1", "1f1b"), ("zb-h2", "eager-1f1b")):
         split, whole = (
-            simulate(build(each, ranks=ranks, micro_batches=2 * ranks - 1 + more), Durations.uniform(ranks))
+            simulate(
+                build(each, ranks=ranks, micro_batches=2 * ranks - 1 + more),
+                Durations.uniform(ranks),
+            )
             for each in (name, plain)
         )
         assert until_input_gradient(split) == whole.peak_in_flight
 
 
 @given(st.integers(1, 6), st.integers(1, 12))
-def test_torchgpipe_holds_one_micro_batch_and_inputs(ranks: int, micro_batches: int) -> None:
+def test_torchgpipe_holds_one_micro_batch_and_inputs(
+    ranks: int, micro_batches: int
+) -> None:
     """All activations of one micro-batch, and the inputs of the others, until their turn comes."""
     schedule = build("torchgpipe", ranks=ranks, micro_batches=micro_batches)
     made = simulate(schedule, Durations.uniform(ranks, recompute=1))
-    held = peak_bytes(made, HeldBytes(activation=(100,) * ranks, recomputed=(1,) * ranks))
+    held = peak_bytes(
+        made, HeldBytes(activation=(100,) * ranks, recomputed=(1,) * ranks)
+    )
     assert held == (100 + micro_batches - 1,) * ranks

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cost import TICK_SECONDS, choose, evaluate, layout_costs, schedule_of, stage_memory, workload
+from planner.cost import (
+    TICK_SECONDS,
+    choose,
+    evaluate,
+    layout_costs,
+    schedule_of,
+    stage_memory,
+    workload,
+)
 from planner.search import plan
 from planner.search.solve import single
 from planner.spec import Infeasible, Layout, Plan, canonical_json
@@ -24,16 +32,22 @@ def tight_instances(draw: st.DrawFn) -> tuple[Instance, list[Priced]]:
     instance = draw(instances())
     priced = price_all(instance.profile, instance.cluster, instance.job, ruled=False)
     peaks = sorted({one.peak for one in priced}) or [1000]
-    memory = peaks[draw(st.integers(0, len(peaks) - 1))] - draw(st.sampled_from((0, 0, 0, 1)))
+    memory = peaks[draw(st.integers(0, len(peaks) - 1))] - draw(
+        st.sampled_from((0, 0, 0, 1))
+    )
     tight = with_memory(instance, max(1, memory))
-    return tight, priced + price_all(tight.profile, tight.cluster, tight.job, ruled=True)
+    return tight, priced + price_all(
+        tight.profile, tight.cluster, tight.job, ruled=True
+    )
 
 
 def with_memory(instance: Instance, memory_bytes: int) -> Instance:
     """The same request on devices of this size."""
     group = instance.cluster.node_groups[0]
     device = group.device.model_copy(update={"memory_bytes": memory_bytes})  # type: ignore[union-attr]
-    smaller = instance.cluster.model_copy(update={"node_groups": (group.model_copy(update={"device": device}),)})
+    smaller = instance.cluster.model_copy(
+        update={"node_groups": (group.model_copy(update={"device": device}),)}
+    )
     return Instance(instance.profile, smaller, instance.job)
 
 
@@ -44,7 +58,10 @@ def memory_of(instance: Instance) -> int:
 
 def answer(instance: Instance, **options: int) -> Plan | Infeasible:
     """What the search says."""
-    return plan(request(instance.profile, instance.cluster, instance.job, **options), instance.profile)
+    return plan(
+        request(instance.profile, instance.cluster, instance.job, **options),
+        instance.profile,
+    )
 
 
 def asked(layout: Layout) -> Layout:
@@ -55,7 +72,11 @@ def asked(layout: Layout) -> Layout:
 
 def freely(layout: Layout) -> Layout:
     """The layout of the space whose layers recompute in any mix, where they may."""
-    return layout if layout.activation_offload else layout.model_copy(update={"recompute": "per-layer"})
+    return (
+        layout
+        if layout.activation_offload
+        else layout.model_copy(update={"recompute": "per-layer"})
+    )
 
 
 @settings(max_examples=40)
@@ -70,7 +91,9 @@ def test_plan_is_the_optimum(case: tuple[Instance, list[Priced]]) -> None:
         assert found.search is None or found.search.optimal
         return
     assert isinstance(found, Plan)
-    assert found.prediction.step_seconds == pytest.approx(min(fitting) * TICK_SECONDS, rel=1e-12)
+    assert found.prediction.step_seconds == pytest.approx(
+        min(fitting) * TICK_SECONDS, rel=1e-12
+    )
     assert found.search.optimal
     assert check(found, instance.profile).problems == ()
 
@@ -86,19 +109,32 @@ def test_alternatives_are_real(case: tuple[Instance, list[Priced]]) -> None:
     plain = [asked(one.layout) for one in (found, *found.alternatives)]
     assert len(set(map(canonical_json, plain))) == len(plain)
     for layout, one in zip(plain[1:], found.alternatives, strict=True):
-        same = [each for each in priced if each.layout == layout and each.layers_per_stage == one.layers_per_stage]
-        assert (round(one.step_seconds / TICK_SECONDS), one.peak_bytes) in {(e.nanoseconds, e.peak) for e in same}
+        same = [
+            each
+            for each in priced
+            if each.layout == layout and each.layers_per_stage == one.layers_per_stage
+        ]
+        assert (round(one.step_seconds / TICK_SECONDS), one.peak_bytes) in {
+            (e.nanoseconds, e.peak) for e in same
+        }
         assert one.peak_bytes <= memory_of(instance)
-    steps = [found.prediction.step_seconds, *(one.step_seconds for one in found.alternatives)]
+    steps = [
+        found.prediction.step_seconds,
+        *(one.step_seconds for one in found.alternatives),
+    ]
     assert steps == sorted(steps)
 
 
 @settings(max_examples=15)
 @given(tight_instances())
-def test_misses_are_the_least_memory_of_their_layouts(case: tuple[Instance, list[Priced]]) -> None:
+def test_misses_are_the_least_memory_of_their_layouts(
+    case: tuple[Instance, list[Priced]],
+) -> None:
     """A miss needs exactly what the leanest stage map of its layout needs, and the nearest comes first."""
     instance, priced = case
-    tightest = with_memory(instance, max(1, min((one.peak for one in priced), default=2) - 1))
+    tightest = with_memory(
+        instance, max(1, min((one.peak for one in priced), default=2) - 1)
+    )
     found = answer(tightest)
     assert isinstance(found, Infeasible)
     for miss in found.nearest:
@@ -118,7 +154,9 @@ def test_bounds_are_admissible(case: tuple[Instance, list[Priced]]) -> None:
     for layout, same in groupby(priced, key=lambda one: one.layout):
         fitting = [one.nanoseconds for one in same if one.peak <= memory_of(instance)]
         if layout.schedule in PARTITIONED and fitting:
-            assert single(work, freely(layout), ("per-layer",)).bound_ticks <= min(fitting)
+            assert single(work, freely(layout), ("per-layer",)).bound_ticks <= min(
+                fitting
+            )
 
 
 @settings(max_examples=40)
@@ -130,7 +168,9 @@ def test_cost_model_and_validator_agree(data: st.DataObject) -> None:
     if not possible:
         return
     layout = data.draw(st.sampled_from(possible))
-    costs = layout_costs(workload(instance.profile, instance.cluster, instance.job), layout)
+    costs = layout_costs(
+        workload(instance.profile, instance.cluster, instance.job), layout
+    )
     schedule = schedule_of(costs)
     for one in price(facts(instance.profile, instance.cluster, instance.job, layout)):
         stages = choose(costs, one.stage_map)

@@ -16,7 +16,15 @@ from planner.spec import Infeasible, Plan
 from planner.spec.job import WHOLE_PARAMETERS, Range
 from planner.validate import check
 from tests.brute_force import Priced, price_all
-from tests.builders import cluster, four_equal_layers, job, layer, profile, request, with_recompute
+from tests.builders import (
+    cluster,
+    four_equal_layers,
+    job,
+    layer,
+    profile,
+    request,
+    with_recompute,
+)
 from tests.strategies import Instance, instances
 
 FIELDS = (
@@ -32,7 +40,9 @@ DEGREES = st.sampled_from([1, 2, 3, 4, 8])
 CONSTRAINTS = st.one_of(
     DEGREES,
     st.lists(DEGREES, min_size=1, max_size=3).map(tuple),
-    st.builds(lambda low, more: Range(min=low, max=low + more), DEGREES, st.integers(0, 4)),
+    st.builds(
+        lambda low, more: Range(min=low, max=low + more), DEGREES, st.integers(0, 4)
+    ),
     st.builds(lambda low: Range(min=low), DEGREES),
     st.builds(lambda high: Range(max=high), DEGREES),
 )
@@ -48,11 +58,15 @@ def permits(constraint: Any, value: int) -> bool:
 def ask(instance: Instance, **wishes: Any) -> tuple[Plan | Infeasible, list[Priced]]:
     """The answer under constraints, and all stage maps without them, but for the modes that rules choose among."""
     step = instance.job.model_copy(update={"constraints": wishes})
-    found = plan(request(instance.profile, instance.cluster, step, top=0), instance.profile)
+    found = plan(
+        request(instance.profile, instance.cluster, step, top=0), instance.profile
+    )
     return found, price_all(instance.profile, instance.cluster, step)
 
 
-def expect_best(found: Plan | Infeasible, allowed: list[Priced], instance: Instance) -> None:
+def expect_best(
+    found: Plan | Infeasible, allowed: list[Priced], instance: Instance
+) -> None:
     """The answer is the least of the allowed, or says that there is none."""
     if not allowed:
         assert isinstance(found, Infeasible)
@@ -60,7 +74,9 @@ def expect_best(found: Plan | Infeasible, allowed: list[Priced], instance: Insta
         return
     assert isinstance(found, Plan)
     least = min(one.nanoseconds for one in allowed)
-    assert found.prediction.step_seconds == pytest.approx(least * TICK_SECONDS, rel=1e-12)
+    assert found.prediction.step_seconds == pytest.approx(
+        least * TICK_SECONDS, rel=1e-12
+    )
     assert check(found, instance.profile).problems == ()
 
 
@@ -70,53 +86,94 @@ def test_degrees_and_sizes(instance: Instance, wishes: dict[str, Any]) -> None:
     """Whole-numbered fields fixed, listed or bounded: the least of the layouts that are left, or a refusal of what the
     optimizer cannot do."""
     whole = instance.job.optimizer in WHOLE_PARAMETERS
-    plain = {"tensor_parallel_degree": 1, "zero_stage": 0, "zero_shard_degree": 1} if whole else {}
-    if any(not permits(wish, plain[field]) for field, wish in wishes.items() if field in plain):
+    plain = (
+        {"tensor_parallel_degree": 1, "zero_stage": 0, "zero_shard_degree": 1}
+        if whole
+        else {}
+    )
+    if any(
+        not permits(wish, plain[field])
+        for field, wish in wishes.items()
+        if field in plain
+    ):
         with pytest.raises(UnsupportedError, match=instance.job.optimizer):
             ask(instance, **wishes)
         return
     found, priced = ask(instance, **wishes)
     allowed = [
-        one for one in priced if all(permits(wish, one.layout.constrained(field)) for field, wish in wishes.items())
+        one
+        for one in priced
+        if all(
+            permits(wish, one.layout.constrained(field))
+            for field, wish in wishes.items()
+        )
     ]
     expect_best(found, allowed, instance)
 
 
 @settings(max_examples=15)
 @given(
-    instances(), st.sampled_from(["none", "selective", "full", ("none", "full"), ("full", "selective"), "per-layer"])
+    instances(),
+    st.sampled_from(
+        [
+            "none",
+            "selective",
+            "full",
+            ("none", "full"),
+            ("full", "selective"),
+            "per-layer",
+        ]
+    ),
 )
 def test_recompute(instance: Instance, wish: str | tuple[str, ...]) -> None:
     """Layers that offer a wished mode take one of them, the others keep what they have; per-layer is any mix."""
     found, priced = ask(instance, recompute=wish)
     wished = {wish} if isinstance(wish, str) else set(wish)
-    offered = [{row.recompute for row in one.measurements} for one in instance.profile.layers]
+    offered = [
+        {row.recompute for row in one.measurements} for one in instance.profile.layers
+    ]
 
     def keeps(one: Priced) -> bool:
         pairs = [pair for stage in one.stage_map for pair in stage]
-        return "per-layer" in wished or all(mode in wished or not offered[place] & wished for place, mode in pairs)
+        return "per-layer" in wished or all(
+            mode in wished or not offered[place] & wished for place, mode in pairs
+        )
 
     expect_best(found, [one for one in priced if keeps(one)], instance)
 
 
 @settings(max_examples=15)
-@given(instances(), st.sampled_from(["gpipe", "1f1b", ("gpipe", "1f1b"), "zb-h1", ("interleaved-1f1b", "1f1b")]))
+@given(
+    instances(),
+    st.sampled_from(
+        ["gpipe", "1f1b", ("gpipe", "1f1b"), "zb-h1", ("interleaved-1f1b", "1f1b")]
+    ),
+)
 def test_schedules(instance: Instance, wish: str | tuple[str, ...]) -> None:
     """Only the wished schedules."""
     found, priced = ask(instance, schedule=wish)
     wished = {wish} if isinstance(wish, str) else set(wish)
-    expect_best(found, [one for one in priced if one.layout.schedule in wished], instance)
+    expect_best(
+        found, [one for one in priced if one.layout.schedule in wished], instance
+    )
 
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
-def test_optimizers_of_whole_matrices_take_no_tensor_parallelism(optimizer: str) -> None:
+def test_optimizers_of_whole_matrices_take_no_tensor_parallelism(
+    optimizer: str,
+) -> None:
     """Their layouts have degree 1 alone; asking for more is refused with the reason, before any search."""
-    model = profile(layer(parameters=1000, matrices=800, factored=100, temporary=10**6) * 2, degrees=(1, 2, 4))
+    model = profile(
+        layer(parameters=1000, matrices=800, factored=100, temporary=10**6) * 2,
+        degrees=(1, 2, 4),
+    )
     step = job(optimizer=optimizer)
     found = plan(request(model, cluster(4), step), model)
     assert isinstance(found, Plan)
     assert check(found, model).ok
-    assert {one.layout.tensor_parallel_degree for one in (found, *found.alternatives)} == {1}
+    assert {
+        one.layout.tensor_parallel_degree for one in (found, *found.alternatives)
+    } == {1}
     fixed = step.model_copy(update={"constraints": {"tensor_parallel_degree": 2}})
     with pytest.raises(UnsupportedError, match=f"must be 1 with {optimizer}") as caught:
         plan(request(model, cluster(4), fixed), model)
@@ -126,21 +183,35 @@ def test_optimizers_of_whole_matrices_take_no_tensor_parallelism(optimizer: str)
 def test_schedule_aliases_are_understood() -> None:
     """AFAB is GPipe's other name."""
     model = four_equal_layers()
-    found = plan(request(model, cluster(4), job(pipeline_parallel_degree=4, schedule="AFAB")), model)
+    found = plan(
+        request(model, cluster(4), job(pipeline_parallel_degree=4, schedule="AFAB")),
+        model,
+    )
     assert isinstance(found, Plan)
     assert found.layout.schedule == "gpipe"
     assert check(found, model).ok
 
 
-@pytest.mark.parametrize(("memory_bytes", "word"), [(3_000_000, "none"), (1_500_000, "per-layer"), (100_000, "full")])
+@pytest.mark.parametrize(
+    ("memory_bytes", "word"),
+    [(3_000_000, "none"), (1_500_000, "per-layer"), (100_000, "full")],
+)
 def test_layout_tells_what_recomputes(memory_bytes: int, word: str) -> None:
     """Two layers of a megabyte each: one word when both chose the same, per-layer when one of them recomputes."""
-    parts = [layer(f"k{place}", activation=1_000_000, modes=("none", "full")) for place in range(2)]
+    parts = [
+        layer(f"k{place}", activation=1_000_000, modes=("none", "full"))
+        for place in range(2)
+    ]
     model = profile(*parts, layer("head"))
-    found = plan(request(model, cluster(1, memory_bytes=memory_bytes), job(4, schedule="1f1b")), model)
+    found = plan(
+        request(model, cluster(1, memory_bytes=memory_bytes), job(4, schedule="1f1b")),
+        model,
+    )
     assert isinstance(found, Plan)
     assert found.layout.recompute == word
-    assert [one.recompute for stage in found.stages for one in stage.layers].count("full") == {
+    assert [one.recompute for stage in found.stages for one in stage.layers].count(
+        "full"
+    ) == {
         "none": 0,
         "per-layer": 1,
         "full": 2,
@@ -157,7 +228,9 @@ def test_layout_tells_what_recomputes(memory_bytes: int, word: str) -> None:
         ({"schedule": "1f1b-overlap"}, "schedule"),
     ],
 )
-def test_what_the_search_does_not_choose_is_refused(wishes: dict[str, Any], field: str) -> None:
+def test_what_the_search_does_not_choose_is_refused(
+    wishes: dict[str, Any], field: str
+) -> None:
     """A constraint that no layout of the space can meet is refused with the field and what to write instead."""
     model = with_recompute()
     with pytest.raises(UnsupportedError) as caught:
@@ -182,10 +255,18 @@ def test_constraints_without_a_layout_name_themselves() -> None:
     assert isinstance(found, Infeasible)
     reason, *remedies = found.reasons
     assert re.fullmatch(
-        r"the constraint pipeline_parallel_degree = 3 leaves none of the \d+ layouts, whose \w+ is 1, 2 or 4", reason
+        r"the constraint pipeline_parallel_degree = 3 leaves none of the \d+ layouts, whose \w+ is 1, 2 or 4",
+        reason,
     )
-    assert any(remedy.startswith("without pipeline_parallel_degree = 3") for remedy in remedies)
-    together = plan(request(model, cluster(4), job(pipeline_parallel_degree=2, data_parallel_degree=4)), model)
+    assert any(
+        remedy.startswith("without pipeline_parallel_degree = 3") for remedy in remedies
+    )
+    together = plan(
+        request(
+            model, cluster(4), job(pipeline_parallel_degree=2, data_parallel_degree=4)
+        ),
+        model,
+    )
     assert isinstance(together, Infeasible)
     assert together.reasons[0] == "no layout meets all constraints together"
 
@@ -217,6 +298,14 @@ def test_refusals_are_planner_errors() -> None:
 def test_a_mode_that_no_layer_offers() -> None:
     """Layers keep what they have. Where the replicas' shares differ they were held to no recomputation."""
     model, machines = with_recompute(), cluster(4, memory_bytes=3_000_000)
-    found = plan(request(model, machines, job(6, recompute="selective", data_parallel_degree=4), top=0), model)
+    found = plan(
+        request(
+            model,
+            machines,
+            job(6, recompute="selective", data_parallel_degree=4),
+            top=0,
+        ),
+        model,
+    )
     assert isinstance(found, Plan)
     assert {row.recompute for stage in found.stages for row in stage.layers} == {"full"}

@@ -43,7 +43,9 @@ class Case:
 
 
 @st.composite
-def node_groups(draw: st.DrawFn, *, alike: bool, shapes: Sequence[tuple[int, int]] = _SHAPES) -> NodeGroup:
+def node_groups(
+    draw: st.DrawFn, *, alike: bool, shapes: Sequence[tuple[int, int]] = _SHAPES
+) -> NodeGroup:
     """Up to three devices; prime speeds, so that no rounding stands on its edge."""
     speed = 1.0 if alike else draw(st.sampled_from((1.0, 1.7, 3.1)))
     nodes, devices = draw(st.sampled_from(shapes))
@@ -51,8 +53,14 @@ def node_groups(draw: st.DrawFn, *, alike: bool, shapes: Sequence[tuple[int, int
         speed,
         nodes=nodes,
         devices=devices,
-        intra=link(draw(st.sampled_from((1.0e12 + 39, 1.0e8 + 7))), draw(st.sampled_from((0.0, 1e-6)))),
-        inter=link(draw(st.sampled_from((1.0e10 + 19, 1.0e8 + 7, 1.0e7 + 19))), draw(st.sampled_from((0.0, 5e-6)))),
+        intra=link(
+            draw(st.sampled_from((1.0e12 + 39, 1.0e8 + 7))),
+            draw(st.sampled_from((0.0, 1e-6))),
+        ),
+        inter=link(
+            draw(st.sampled_from((1.0e10 + 19, 1.0e8 + 7, 1.0e7 + 19))),
+            draw(st.sampled_from((0.0, 5e-6))),
+        ),
         peak_flops_per_second={"bf16": (1.0e8 + 7) / speed},
         memory_bandwidth_bytes_per_second=(1.0e9 + 7) / speed,
         memory_bytes=_ROOM,
@@ -64,27 +72,47 @@ def node_groups(draw: st.DrawFn, *, alike: bool, shapes: Sequence[tuple[int, int
 def cases(draw: st.DrawFn) -> Case:
     """Two or three node groups of one device or of several, and a model that is measured on it, or counted."""
     alike = draw(st.booleans())
-    groups = [draw(node_groups(alike=alike)) for _ in range(draw(st.sampled_from((2, 2, 3))))]
+    groups = [
+        draw(node_groups(alike=alike)) for _ in range(draw(st.sampled_from((2, 2, 3))))
+    ]
     model, first = draw(models(most_layers=4)), groups[0].device
     assert not isinstance(first, str)
     told = model.model_copy(update={"device": first.id}) if alike else as_counted(model)
-    assume(alike or any(row.forward_flops for one in model.layers for row in one.measurements))
-    step = job(draw(st.sampled_from((2, 4, 5, 6, 8))), optimizer=draw(st.sampled_from(("sgd", "adam", "adafactor"))))
+    assume(
+        alike
+        or any(row.forward_flops for one in model.layers for row in one.measurements)
+    )
+    step = job(
+        draw(st.sampled_from((2, 4, 5, 6, 8))),
+        optimizer=draw(st.sampled_from(("sgd", "adam", "adafactor"))),
+    )
     priced = tuple(price_all(told, Cluster(node_groups=tuple(groups)), step))
     memory = {place: draw(_sizes(priced, place)) for place in range(len(groups))}
-    return Case(told, Cluster(node_groups=tuple(map(_sized, groups, memory.values()))), step, priced, memory)
+    return Case(
+        told,
+        Cluster(node_groups=tuple(map(_sized, groups, memory.values()))),
+        step,
+        priced,
+        memory,
+    )
 
 
 def _sizes(priced: tuple[Priced, ...], place: int) -> st.SearchStrategy[int]:
     """Of devices of a node group: just enough for some stage map, a byte less, or enough for all."""
     peaks = sorted({one.peaks[place] for one in priced if place in one.peaks}) or [1000]
-    tight = st.builds(lambda peak, less: max(1, peak - less), st.sampled_from(peaks), st.sampled_from((0, 0, 1)))
+    tight = st.builds(
+        lambda peak, less: max(1, peak - less),
+        st.sampled_from(peaks),
+        st.sampled_from((0, 0, 1)),
+    )
     return st.one_of(tight, st.just(_ROOM))
 
 
 def _sized(one: NodeGroup, memory_bytes: int) -> NodeGroup:
     assert not isinstance(one.device, str)
-    return one.model_copy(update={"device": one.device.model_copy(update={"memory_bytes": memory_bytes})})
+    return one.model_copy(
+        update={"device": one.device.model_copy(update={"memory_bytes": memory_bytes})}
+    )
 
 
 def test_a_prime_batch_on_equal_devices() -> None:
@@ -122,14 +150,18 @@ def test_plan_is_the_optimum_over_node_groups(case: Case) -> None:
         assert isinstance(found, Infeasible)
         return
     assert isinstance(found, Plan)
-    assert found.prediction.step_seconds == pytest.approx(min(fitting) * TICK_SECONDS, rel=1e-12)
+    assert found.prediction.step_seconds == pytest.approx(
+        min(fitting) * TICK_SECONDS, rel=1e-12
+    )
     assert found.search.optimal
     assert check(found, case.profile).problems == ()
     check_plan(found)
 
 
 _TWO = Cluster(node_groups=(group(1.0, devices=4), group(1.7, devices=4)))
-_COUNTED = as_counted(profile(layer(forward=1e-3, flops=10**11, parameters=1000, optimizer=None) * 4))
+_COUNTED = as_counted(
+    profile(layer(forward=1e-3, flops=10**11, parameters=1000, optimizer=None) * 4)
+)
 
 
 def test_neighbours_share_out_states_within_a_node_group() -> None:

@@ -26,12 +26,18 @@ _WISHES = (
 )
 
 
-def with_hosts(machines: Cluster, bandwidths: list[float], host_bytes: list[int]) -> Cluster:
+def with_hosts(
+    machines: Cluster, bandwidths: list[float], host_bytes: list[int]
+) -> Cluster:
     """Every device with a link to its host of its own, and so much of its memory."""
     groups = []
-    for one, bandwidth, size in zip(machines.node_groups, bandwidths, host_bytes, strict=True):
+    for one, bandwidth, size in zip(
+        machines.node_groups, bandwidths, host_bytes, strict=True
+    ):
         assert not isinstance(one.device, str)
-        device = one.device.model_copy(update={"host_bandwidth_bytes_per_second": bandwidth})
+        device = one.device.model_copy(
+            update={"host_bandwidth_bytes_per_second": bandwidth}
+        )
         known = {"device": device, "host_memory_bytes": size * one.devices_per_node}
         groups.append(one.model_copy(update=known))
     return Cluster(node_groups=tuple(groups))
@@ -39,20 +45,29 @@ def with_hosts(machines: Cluster, bandwidths: list[float], host_bytes: list[int]
 
 def offloading(case: Case, machines: Cluster) -> list[Layout]:
     """Every layout that offloads something, on all the node groups."""
-    plain = all(any(row.recompute == "none" for row in one.measurements) for one in case.profile.layers)
+    plain = all(
+        any(row.recompute == "none" for row in one.measurements)
+        for one in case.profile.layers
+    )
     return [
         Layout.model_validate(layout.model_dump() | wish)
         for layout, _ in layouts(case.profile, machines, case.job)
         for wish in _WISHES
         if not layout.has_uneven_shares
-        and may_offload(wish, layout.zero_stage, {"schedule": layout.schedule, "recompute": layout.recompute})
+        and may_offload(
+            wish,
+            layout.zero_stage,
+            {"schedule": layout.schedule, "recompute": layout.recompute},
+        )
         and (plain or "activation_offload" not in wish)
     ]
 
 
 @settings(max_examples=20)
 @given(cases(), st.data())
-def test_given_layouts_that_offload_are_priced_as_the_validator_does(case: Case, data: st.DataObject) -> None:
+def test_given_layouts_that_offload_are_priced_as_the_validator_does(
+    case: Case, data: st.DataObject
+) -> None:
     """The fastest stage map that fits every device and host of every group, else the fastest; and the plan holds."""
     count = len(case.cluster.node_groups)
     bandwidths = [data.draw(st.sampled_from(_BANDWIDTHS)) for _ in range(count)]
@@ -69,12 +84,22 @@ def test_given_layouts_that_offload_are_priced_as_the_validator_does(case: Case,
     fitting = [one.nanoseconds for one in priced if one.fits(case.memory, hosts)]
     least = min(fitting or [one.nanoseconds for one in priced])
 
-    is_searched = layout.schedule in PARTITIONED and not layout.activation_offload and layout.micro_batch_shares is None
-    asked = PredictionLayout.model_validate(layout.model_dump() | ({"recompute": "per-layer"} if is_searched else {}))
+    is_searched = (
+        layout.schedule in PARTITIONED
+        and not layout.activation_offload
+        and layout.micro_batch_shares is None
+    )
+    asked = PredictionLayout.model_validate(
+        layout.model_dump() | ({"recompute": "per-layer"} if is_searched else {})
+    )
     forecast = predict(case.profile, machines, case.job, asked)
-    assert forecast.prediction.step_seconds == pytest.approx(least * TICK_SECONDS, rel=1e-12)
+    assert forecast.prediction.step_seconds == pytest.approx(
+        least * TICK_SECONDS, rel=1e-12
+    )
     assert forecast.fits == bool(fitting)
-    found = plan_layout(request(case.profile, machines, case.job, top=0), case.profile, asked)
+    found = plan_layout(
+        request(case.profile, machines, case.job, top=0), case.profile, asked
+    )
     assert isinstance(found, Plan) == bool(fitting)
     if isinstance(found, Plan):
         assert check(found, case.profile).problems == ()

@@ -47,7 +47,9 @@ def rugged(layers: int = 12) -> ModelProfile:
     return profile(*parts, sizes=(1, 2))
 
 
-def solved(model: ModelProfile, step: Any = None, machines: Any = None, **options: Any) -> Plan:
+def solved(
+    model: ModelProfile, step: Any = None, machines: Any = None, **options: Any
+) -> Plan:
     """The plan."""
     found = plan(request(model, machines or CLUSTER, step or job(32), **options), model)
     assert isinstance(found, Plan)
@@ -83,13 +85,18 @@ def test_id_depends_on_the_request_alone() -> None:
 def tight(model: ModelProfile) -> Any:
     """A cluster so small that most of the model must recompute."""
     whole = solved(model, job(32, pipeline_parallel_degree=8), cluster(8))
-    return cluster(8, memory_bytes=int(0.8 * max(row.peak_bytes for row in whole.prediction.memory)))
+    return cluster(
+        8,
+        memory_bytes=int(0.8 * max(row.peak_bytes for row in whole.prediction.memory)),
+    )
 
 
 def test_optimum_is_proven_when_memory_is_tight() -> None:
     """Recomputation and partition are chosen together, and the proof stands."""
     model = rugged(9)
-    found = solved(model, job(32, pipeline_parallel_degree=4, schedule="1f1b"), tight(model))
+    found = solved(
+        model, job(32, pipeline_parallel_degree=4, schedule="1f1b"), tight(model)
+    )
     assert found.search.optimal
     assert found.search.gap == 0
     assert check(found, model).problems == ()
@@ -100,7 +107,11 @@ def test_stopping_leaves_a_valid_answer(calls: int) -> None:
     """Stopped at any moment: a valid plan with its honest gap, or no claim that there is none."""
     model = rugged()
     left = iter([False] * calls)
-    found = plan(request(model, CLUSTER, job(32)), model, callbacks=Callbacks(should_stop=lambda: next(left, True)))
+    found = plan(
+        request(model, CLUSTER, job(32)),
+        model,
+        callbacks=Callbacks(should_stop=lambda: next(left, True)),
+    )
     if isinstance(found, Infeasible):
         assert found.search is not None
         assert not found.search.optimal
@@ -110,14 +121,23 @@ def test_stopping_leaves_a_valid_answer(calls: int) -> None:
     best = solved(model)
     assert best.search.optimal
     assert found.prediction.step_seconds >= best.prediction.step_seconds * (1 - 1e-12)
-    assert found.search.lower_bound_seconds <= best.prediction.step_seconds * (1 + 1e-12)
-    assert not found.search.optimal or found.prediction.step_seconds == best.prediction.step_seconds
+    assert found.search.lower_bound_seconds <= best.prediction.step_seconds * (
+        1 + 1e-12
+    )
+    assert (
+        not found.search.optimal
+        or found.prediction.step_seconds == best.prediction.step_seconds
+    )
 
 
 def test_stopped_at_once_is_not_a_proof() -> None:
     """Without any time nothing is proven, not even that nothing fits."""
     model = rugged()
-    found = plan(request(model, CLUSTER, job(32)), model, callbacks=Callbacks(should_stop=lambda: True))
+    found = plan(
+        request(model, CLUSTER, job(32)),
+        model,
+        callbacks=Callbacks(should_stop=lambda: True),
+    )
     assert isinstance(found, Infeasible)
     assert found.search is not None
     assert not found.search.optimal
@@ -128,7 +148,11 @@ def test_layouts_left_open_are_not_called_pruned() -> None:
     model = rugged()
     proven = solved(model).search
     assert proven.layouts_pruned + proven.layouts_solved == proven.layouts_considered
-    stopped = plan(request(model, CLUSTER, job(32)), model, callbacks=Callbacks(should_stop=lambda: True))
+    stopped = plan(
+        request(model, CLUSTER, job(32)),
+        model,
+        callbacks=Callbacks(should_stop=lambda: True),
+    )
     assert isinstance(stopped, Infeasible)
     assert stopped.search is not None
     assert stopped.search.layouts_solved == 0
@@ -149,7 +173,11 @@ def test_time_limit_is_a_stop() -> None:
 def told(model: ModelProfile, machines: Any, step: Any) -> list[Progress]:
     """All progress reports of a search."""
     seen: list[Progress] = []
-    plan(request(model, machines, step), model, callbacks=Callbacks(on_progress=seen.append))
+    plan(
+        request(model, machines, step),
+        model,
+        callbacks=Callbacks(on_progress=seen.append),
+    )
     return seen
 
 
@@ -159,9 +187,13 @@ def test_progress_is_monotone() -> None:
     assert seen
     for before, after in pairwise(seen):
         assert after.lower_bound_seconds >= before.lower_bound_seconds * (1 - 1e-12)
-        assert (after.incumbent_seconds or 0) <= (before.incumbent_seconds or float("inf"))
+        assert (after.incumbent_seconds or 0) <= (
+            before.incumbent_seconds or float("inf")
+        )
         assert after.elapsed_seconds >= before.elapsed_seconds
-        assert after.layouts_considered == before.layouts_considered >= after.layouts_done
+        assert (
+            after.layouts_considered == before.layouts_considered >= after.layouts_done
+        )
     for one in seen:
         assert (one.gap is None) == (one.incumbent_seconds is None)
         if one.incumbent_seconds is not None:
@@ -221,7 +253,9 @@ def test_pipeline_wins_when_the_model_does_not_fit() -> None:
 def test_fat_embedding_leaves_room_for_work() -> None:
     """Layers are balanced by time, not by parameters: the embedding's stage takes more layers than the head's."""
     found = solved(
-        fat_embedding(), job(16, pipeline_parallel_degree=2, virtual_stages_per_rank=1, schedule="1f1b"), cluster(2)
+        fat_embedding(),
+        job(16, pipeline_parallel_degree=2, virtual_stages_per_rank=1, schedule="1f1b"),
+        cluster(2),
     )
     assert [len(stage.layers) for stage in found.stages] == [4, 2]
 
@@ -236,11 +270,16 @@ def test_slow_network_keeps_tensor_groups_on_the_node() -> None:
 @pytest.mark.parametrize("drift", [-9e-6, 9e-6])
 def test_noise_between_recompute_rows_does_not_break_the_proof(drift: float) -> None:
     """The forward is the plain row's in every mode: no bound is above a step, and the optimum is found."""
-    model = profile(layer(forward=10e-6, modes=("none", "full"), recompute=0.0, drift=drift) * 4)
+    model = profile(
+        layer(forward=10e-6, modes=("none", "full"), recompute=0.0, drift=drift) * 4
+    )
     machines, step = cluster(2), job(8)
     layout = Layout(pipeline_parallel_degree=2, recompute="per-layer")
     least = min(one.nanoseconds for one in price(facts(model, machines, step, layout)))
-    assert single(workload(model, machines, step), layout, ("per-layer",)).bound_ticks <= least
+    assert (
+        single(workload(model, machines, step), layout, ("per-layer",)).bound_ticks
+        <= least
+    )
     found = solved(model, job(8, pipeline_parallel_degree=2, schedule="1f1b"), machines)
     assert found.prediction.step_seconds == pytest.approx(least * TICK_SECONDS)
 
@@ -250,9 +289,15 @@ def test_many_temporaries_stay_exact() -> None:
 
     The last layer fills its device; so all others must stand on the first stage: 69 000 bytes, and 16 x 31 of the 69th.
     """
-    parts = [layer(f"k{place}", temporary=1000 * (place + 1), parameters=31 * (place == 68)) for place in range(70)]
+    parts = [
+        layer(f"k{place}", temporary=1000 * (place + 1), parameters=31 * (place == 68))
+        for place in range(70)
+    ]
     model = profile(*parts)
-    machines, step = cluster(2, memory_bytes=70_000), job(pipeline_parallel_degree=2, schedule="1f1b")
+    machines, step = (
+        cluster(2, memory_bytes=70_000),
+        job(pipeline_parallel_degree=2, schedule="1f1b"),
+    )
     found = plan(request(model, machines, step), model)
     assert isinstance(found, Plan)
     assert [row.peak_bytes for row in found.prediction.memory] == [69_496, 70_000]

@@ -53,16 +53,27 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     for module in MODULES:
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=made.monotonic))
-    for module, name in ((solve, "take_up"), (rivals, "take_up"), (sensitivity, "evaluate"), (rivals, "_candidate")):
+    for module, name in (
+        (solve, "take_up"),
+        (rivals, "take_up"),
+        (sensitivity, "evaluate"),
+        (rivals, "_candidate"),
+    ):
         monkeypatch.setattr(module, name, made.counted(getattr(module, name)))
-    monkeypatch.setattr(inside.LayoutSearch, "start", made.counted(inside.LayoutSearch.start))
+    monkeypatch.setattr(
+        inside.LayoutSearch, "start", made.counted(inside.LayoutSearch.start)
+    )
     return made
 
 
-def planned(clock: Clock, seconds: float, callbacks: Callbacks | None = None) -> tuple[Plan, float]:
+def planned(
+    clock: Clock, seconds: float, callbacks: Callbacks | None = None
+) -> tuple[Plan, float]:
     """A valid plan, and how long it took."""
     model, began = rugged(8), clock.now
-    asked = request(model, CLUSTER, job(32), time_limit_seconds=seconds, explain="full", top=5)
+    asked = request(
+        model, CLUSTER, job(32), time_limit_seconds=seconds, explain="full", top=5
+    )
     found = planning.plan(asked, model, callbacks=callbacks)
     assert isinstance(found, Plan)
     assert check(found, model).problems == ()
@@ -79,7 +90,9 @@ def test_all_of_an_answer_ends_soon_behind_the_limit(clock: Clock) -> None:
         assert not found.search.optimal
         assert limit <= took <= limit + AFTERWARDS_SECONDS + 4 * WORK_SECONDS
         assert len(found.alternatives) >= least
-        assert len({one.layout.model_dump_json() for one in found.alternatives}) == len(found.alternatives)
+        assert len({one.layout.model_dump_json() for one in found.alternatives}) == len(
+            found.alternatives
+        )
 
 
 def test_a_proof_in_time_leaves_the_rest_of_the_limit(clock: Clock) -> None:
@@ -95,5 +108,9 @@ def test_a_caller_who_wants_to_stop_need_not_wait(clock: Clock) -> None:
     """Once asked to stop, the search takes up no more than it is at."""
     _, seconds = planned(clock, 600.0)
     for share in (0.1, 0.5, 0.9):
-        _, took = planned(clock, 600.0, Callbacks(should_stop=clock.is_behind(clock.now + share * seconds)))
+        _, took = planned(
+            clock,
+            600.0,
+            Callbacks(should_stop=clock.is_behind(clock.now + share * seconds)),
+        )
         assert took <= share * seconds + 4 * WORK_SECONDS

@@ -25,9 +25,17 @@ from planner.spec.devices import (
 DOUBLING = pytest.approx(2, rel=0.03)
 
 
-def group(device: str | DeviceSpec, *, nodes: int = 1, devices_per_node: int = 8, **fields: Any) -> NodeGroup:
+def group(
+    device: str | DeviceSpec,
+    *,
+    nodes: int = 1,
+    devices_per_node: int = 8,
+    **fields: Any,
+) -> NodeGroup:
     """A node group of this device."""
-    return NodeGroup(device=device, nodes=nodes, devices_per_node=devices_per_node, **fields)
+    return NodeGroup(
+        device=device, nodes=nodes, devices_per_node=devices_per_node, **fields
+    )
 
 
 def bandwidths(wanted: NodeGroup) -> tuple[float, float | None]:
@@ -57,15 +65,29 @@ def test_every_figure_has_a_source(identifier: str) -> None:
     told = {field for field in SOURCES if getattr(spec, field) not in (None, {})}
     assert told == set(spec.sources)
     assert all(spec.sources.values())
-    assert (spec.sources["achievable_fraction"] == ASSUMED) == (spec.achievable_fraction == DEFAULT_ACHIEVABLE_FRACTION)
+    assert (spec.sources["achievable_fraction"] == ASSUMED) == (
+        spec.achievable_fraction == DEFAULT_ACHIEVABLE_FRACTION
+    )
 
 
 def test_measured_fractions_are_those_of_the_cited_figure() -> None:
     """Best measured product / peak, as rounded in the table; those of the H200 are the H100's. Estimates say so."""
-    rows = csv.DictReader(files("planner.spec").joinpath("devices.csv").read_text(encoding="utf-8").splitlines())
+    rows = csv.DictReader(
+        files("planner.spec")
+        .joinpath("devices.csv")
+        .read_text(encoding="utf-8")
+        .splitlines()
+    )
     for row in rows:
-        if row["achievable_source"] and not row["achievable_source"].startswith("estimated: "):
-            measured = float(row["achievable_source"].rpartition(":")[2].removesuffix("TFLOPS")) * 1e12
+        if row["achievable_source"] and not row["achievable_source"].startswith(
+            "estimated: "
+        ):
+            measured = (
+                float(
+                    row["achievable_source"].rpartition(":")[2].removesuffix("TFLOPS")
+                )
+                * 1e12
+            )
             assert measured / float(row["bf16_flops_per_second"]) == pytest.approx(
                 float(row["achievable_fraction"]), abs=1e-3
             )
@@ -82,7 +104,10 @@ def test_links_fit_together(identifier: str) -> None:
         if scale_up.topology == "switch":
             assert pair == scale_up.bandwidth_bytes_per_second
     if device.inter_node is not None:
-        assert device.inter_node.bandwidth_bytes_per_second < device.intra_node.bandwidth_bytes_per_second
+        assert (
+            device.inter_node.bandwidth_bytes_per_second
+            < device.intra_node.bandwidth_bytes_per_second
+        )
 
 
 def test_a_bridge_joins_two_cards() -> None:
@@ -94,7 +119,10 @@ def test_a_bridge_joins_two_cards() -> None:
 
 def test_a_scale_up_domain_may_hold_many_nodes() -> None:
     """18 nodes of 4 are one NVL72 rack, linked by NVLink also between nodes; a 19th needs the network."""
-    rack, room = (group("gb200-nvl72-186gb", nodes=nodes, devices_per_node=4) for nodes in (18, 19))
+    rack, room = (
+        group("gb200-nvl72-186gb", nodes=nodes, devices_per_node=4)
+        for nodes in (18, 19)
+    )
     assert bandwidths(rack) == (900e9, None)
     assert bandwidths(room) == (900e9, 50e9)
     assert domain_of(rack) == domain_of(room) == 72
@@ -113,21 +141,32 @@ def test_a_scale_up_domain_may_hold_many_nodes() -> None:
         ("gh200-96gb", 4, 1, 1),
     ],
 )
-def test_domains_hold_whole_nodes(device: str, nodes: int, devices_per_node: int, domain: int) -> None:
+def test_domains_hold_whole_nodes(
+    device: str, nodes: int, devices_per_node: int, domain: int
+) -> None:
     """A rack holds 18 nodes, however many of their devices are used, and at most 72; other devices end at their node,
     also where only a part of it is used."""
-    assert domain_of(group(device, nodes=nodes, devices_per_node=devices_per_node)) == domain
+    assert (
+        domain_of(group(device, nodes=nodes, devices_per_node=devices_per_node))
+        == domain
+    )
 
 
 def test_parts_of_nodes_are_joined_by_the_network() -> None:
     """Four devices of an eight-device node do not reach those of another node by the switch inside it."""
-    assert bandwidths(group("h100-sxm5-80gb", nodes=2, devices_per_node=4)) == (450e9, 50e9)
+    assert bandwidths(group("h100-sxm5-80gb", nodes=2, devices_per_node=4)) == (
+        450e9,
+        50e9,
+    )
 
 
 def test_a_link_between_nodes_makes_every_node_a_domain() -> None:
     """Who tells how the nodes of one rack reach each other is believed; beyond a rack it is the link between racks."""
     told = Link(latency_seconds=0.0, bandwidth_bytes_per_second=1e9)
-    rack, room = (group("gb200-nvl72-186gb", nodes=n, devices_per_node=4, inter_node=told) for n in (18, 36))
+    rack, room = (
+        group("gb200-nvl72-186gb", nodes=n, devices_per_node=4, inter_node=told)
+        for n in (18, 36)
+    )
     assert (domain_of(rack), domain_of(room)) == (4, 72)
     assert bandwidths(rack) == bandwidths(room) == (900e9, 1e9)
 
@@ -135,7 +174,9 @@ def test_a_link_between_nodes_makes_every_node_a_domain() -> None:
 def test_own_devices_bring_their_links() -> None:
     """An inline device with a data sheet of links needs no further link; without, the missing one is named."""
     ring = ScaleUp(topology="ring", domain_devices=4, bandwidth_bytes_per_second=1e11)
-    mine = DeviceSpec(id="mine", memory_bytes=1, scale_up=ring, network_bandwidth_bytes_per_second=1e9)
+    mine = DeviceSpec(
+        id="mine", memory_bytes=1, scale_up=ring, network_bandwidth_bytes_per_second=1e9
+    )
     assert bandwidths(group(mine, nodes=2, devices_per_node=4)) == (1e11, 1e9)
     with pytest.raises(DocumentError) as caught:
         links_of(group(mine, devices_per_node=8))
@@ -165,7 +206,10 @@ def test_unknown_devices_are_answered_with_the_nearest(wish: str, found: str) ->
 def test_devices_far_from_all_are_answered_with_the_whole_list(wish: str) -> None:
     """Nothing is guessed; the list and the way to an own device are given."""
     assert nearest_devices(wish) == ()
-    with pytest.raises(UnknownNameError, match=r"inline device with id and memory_bytes\. Use one of v100"):
+    with pytest.raises(
+        UnknownNameError,
+        match=r"inline device with id and memory_bytes\. Use one of v100",
+    ):
         find_device(wish)
 
 
@@ -175,4 +219,6 @@ def test_the_price_of_the_group_comes_first() -> None:
     assert device_price_per_hour(group(priced)) == 2.0
     assert device_price_per_hour(group(priced, price_per_hour=0.0)) == 0.0
     assert device_price_per_hour(group("h100-sxm5-80gb", price_per_hour=3.0)) == 3.0
-    assert [each for each in catalogue() if device_price_per_hour(group(each)) is not None] == []
+    assert [
+        each for each in catalogue() if device_price_per_hour(group(each)) is not None
+    ] == []

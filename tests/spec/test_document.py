@@ -21,12 +21,17 @@ def mistakes(kind: Any, data: Any) -> list[tuple[str, str, str]]:
     """(field, message, mend) of every problem."""
     with pytest.raises(DocumentError) as caught:
         parse(kind, data)
-    return [(problem.field, problem.message, problem.mend) for problem in caught.value.problems]
+    return [
+        (problem.field, problem.message, problem.mend)
+        for problem in caught.value.problems
+    ]
 
 
 def test_unknown_field_is_named_with_those_that_are_known() -> None:
     """A misspelt field is told with its value, and the fields of that very document are listed."""
-    [(field, message, mend)] = mistakes(Cluster, {"node_groups": [GROUP | {"nodse": 3}]})
+    [(field, message, mend)] = mistakes(
+        Cluster, {"node_groups": [GROUP | {"nodse": 3}]}
+    )
     assert field == "node_groups[0].nodse"
     assert "unknown field (value 3)" in message
     assert "devices_per_node" in mend
@@ -41,9 +46,13 @@ def test_unknown_field_is_named_with_those_that_are_known() -> None:
         (1.5, "valid integer", "unit that the field's name ends with"),
     ],
 )
-def test_a_mistake_inside_a_choice_of_types_is_told_once(value: Any, message: str, mend: str) -> None:
+def test_a_mistake_inside_a_choice_of_types_is_told_once(
+    value: Any, message: str, mend: str
+) -> None:
     """A device may be an id or a data sheet; of a wrong data sheet only the wrong field is told."""
-    [found] = mistakes(Cluster, {"node_groups": [GROUP | {"device": DEVICE | {"memory_bytes": value}}]})
+    [found] = mistakes(
+        Cluster, {"node_groups": [GROUP | {"device": DEVICE | {"memory_bytes": value}}]}
+    )
     assert found[0] == "node_groups[0].device.memory_bytes"
     assert message in found[1]
     assert mend in found[2]
@@ -59,7 +68,9 @@ def test_a_mistake_inside_a_choice_of_types_is_told_once(value: Any, message: st
 )
 def test_a_value_of_no_type_of_a_choice_is_told_once(value: Any, said: str) -> None:
     """A constraint takes values of many types; of a wrong one a rule's own words are told, else all types at once."""
-    [found] = mistakes(Job, {"global_batch_size": 8, "constraints": {"micro_batch_size": value}})
+    [found] = mistakes(
+        Job, {"global_batch_size": 8, "constraints": {"micro_batch_size": value}}
+    )
     assert found[0].startswith("constraints.micro_batch_size")
     assert said in " ".join(found)
 
@@ -74,7 +85,10 @@ def test_a_headroom_in_per_cent_is_no_bytes(headroom: float) -> None:
 
 def test_every_mistake_is_told() -> None:
     """Two mistakes are two problems."""
-    assert {field for field, _, _ in mistakes(Job, {"sequence_length": -1})} == {"global_batch_size", "sequence_length"}
+    assert {field for field, _, _ in mistakes(Job, {"sequence_length": -1})} == {
+        "global_batch_size",
+        "sequence_length",
+    }
 
 
 @pytest.mark.parametrize(
@@ -86,7 +100,9 @@ def test_every_mistake_is_told() -> None:
         ("a.toml", "a = ", "is not valid TOML"),
     ],
 )
-def test_corrupted_files_are_told_by_their_format(tmp_path: Path, name: str, text: str, said: str) -> None:
+def test_corrupted_files_are_told_by_their_format(
+    tmp_path: Path, name: str, text: str, said: str
+) -> None:
     """A file that cannot be read as its name ends names the format and the place."""
     path = tmp_path / name
     path.write_text(text, encoding="utf-8")
@@ -132,13 +148,18 @@ def test_skip_edges_must_go_forward_and_name_layers() -> None:
         "temporary_bytes": 0,
         "source": "counted",
     }
-    layers = [{"name": name, "kind": "k", "parameters": 1, "measurements": [row]} for name in "ab"]
+    layers = [
+        {"name": name, "kind": "k", "parameters": 1, "measurements": [row]}
+        for name in "ab"
+    ]
     document = {"model": "m", "device": "counted", "layers": layers}
     for edge, said in (
         ({"from": "a", "to": "c"}, "'c', which is not in layers"),
         ({"from": "b", "to": "a"}, "'b' must stand before 'a'"),
     ):
-        [(_, message, _)] = mistakes(ModelProfile, document | {"edges": [edge | {"bytes": 1}]})
+        [(_, message, _)] = mistakes(
+            ModelProfile, document | {"edges": [edge | {"bytes": 1}]}
+        )
         assert said in message
 
 
@@ -147,9 +168,14 @@ def test_skip_edges_must_go_forward_and_name_layers() -> None:
 def test_profiles_write_shared_rows_once(model: ModelProfile) -> None:
     """The text of a profile, put together from its parts, is that of its plain data."""
     rows = {layer.kind: layer.measurements for layer in model.layers}
-    layers = tuple(layer.model_copy(update={"measurements": rows[layer.kind]}) for layer in model.layers)
+    layers = tuple(
+        layer.model_copy(update={"measurements": rows[layer.kind]})
+        for layer in model.layers
+    )
     for each in (model, model.model_copy(update={"layers": layers})):
-        assert canonical_json(each) == canonical_json(each.model_dump(mode="json", by_alias=True))
+        assert canonical_json(each) == canonical_json(
+            each.model_dump(mode="json", by_alias=True)
+        )
 
 
 def test_profiles_keep_their_ids_without_a_reason_for_whole_sequences() -> None:
@@ -165,11 +191,18 @@ def test_numbers_that_no_machine_has() -> None:
     """Bytes and samples beyond all reason are refused by their field; they ended in an OverflowError."""
     with pytest.raises(DocumentError, match="global_batch_size"):
         parse(Job, {"global_batch_size": 10**100})
-    group = {"device": {"id": "mine", "memory_bytes": 10**30}, "nodes": 1, "devices_per_node": 8}
+    group = {
+        "device": {"id": "mine", "memory_bytes": 10**30},
+        "nodes": 1,
+        "devices_per_node": 8,
+    }
     with pytest.raises(DocumentError, match="memory_bytes"):
         parse(Cluster, {"node_groups": [group]})
 
 
 def test_fields_are_described() -> None:
     """A field's docstring is its description in the JSON Schema, and so in openapi.json."""
-    assert "Samples per optimizer step" in Job.model_json_schema()["properties"]["global_batch_size"]["description"]
+    assert (
+        "Samples per optimizer step"
+        in Job.model_json_schema()["properties"]["global_batch_size"]["description"]
+    )

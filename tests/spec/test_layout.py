@@ -12,14 +12,25 @@ from planner.spec import Layout
 
 def test_a_group_of_all_ranks_is_no_group() -> None:
     """Hybrid sharding by all data- and context-parallel ranks is plain ZeRO, and written so."""
-    whole = Layout(data_parallel_degree=4, context_parallel_degree=2, zero_stage=3, zero_shard_degree=8)
+    whole = Layout(
+        data_parallel_degree=4,
+        context_parallel_degree=2,
+        zero_stage=3,
+        zero_shard_degree=8,
+    )
     assert whole.zero_shard_degree is None
-    assert whole == Layout(data_parallel_degree=4, context_parallel_degree=2, zero_stage=3)
+    assert whole == Layout(
+        data_parallel_degree=4, context_parallel_degree=2, zero_stage=3
+    )
     assert whole.constrained("zero_shard_degree") == whole.zero_shards == 8
 
 
-@pytest.mark.parametrize(("stage", "degree", "ranks"), [(0, None, 1), (1, None, 6), (1, 2, 2), (3, 3, 3)])
-def test_ranks_that_share_out_states(stage: int, degree: int | None, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "degree", "ranks"), [(0, None, 1), (1, None, 6), (1, 2, 2), (3, 3, 3)]
+)
+def test_ranks_that_share_out_states(
+    stage: int, degree: int | None, ranks: int
+) -> None:
     """None do without ZeRO, else those of the group, else all; constraints are held against that number."""
     found = Layout(data_parallel_degree=6, zero_stage=stage, zero_shard_degree=degree)
     found.check_devices(6)
@@ -29,12 +40,24 @@ def test_ranks_that_share_out_states(stage: int, degree: int | None, ranks: int)
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"zero_stage": 0, "zero_shard_degree": 2}, r"needs ZeRO.* Mend: choose a zero_stage"),
+        (
+            {"zero_stage": 0, "zero_shard_degree": 2},
+            r"needs ZeRO.* Mend: choose a zero_stage",
+        ),
         ({"zero_stage": 0, "zero_shard_degree": 8}, r"needs ZeRO"),
-        ({"zero_stage": 1, "zero_shard_degree": 1}, r"a group of one rank.* Mend: choose zero_stage 0"),
-        ({"zero_stage": 1, "zero_shard_degree": 3}, r"zero_shard_degree\(3\) does not divide .* = 8.* a divisor of 8"),
+        (
+            {"zero_stage": 1, "zero_shard_degree": 1},
+            r"a group of one rank.* Mend: choose zero_stage 0",
+        ),
+        (
+            {"zero_stage": 1, "zero_shard_degree": 3},
+            r"zero_shard_degree\(3\) does not divide .* = 8.* a divisor of 8",
+        ),
         ({"zero_stage": 1, "zero_shard_degree": 16}, r"does not divide"),
-        ({"zero_stage": 1, "zero_shard_degree": 2, "expert_parallel_degree": 4}, r"expert_parallel_degree\(4\)"),
+        (
+            {"zero_stage": 1, "zero_shard_degree": 2, "expert_parallel_degree": 4},
+            r"expert_parallel_degree\(4\)",
+        ),
     ],
 )
 def test_groups_that_do_not_fit_are_refused(fields: dict[str, Any], told: str) -> None:

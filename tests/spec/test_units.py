@@ -11,7 +11,14 @@ from planner.spec import units
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0 s"), (12.345, "12.3 s"), (0.0123, "12.3 ms"), (4e-6, "4.00 us"), (5e-10, "0.500 ns"), (1234.5, "1234 s")],
+    [
+        (0, "0 s"),
+        (12.345, "12.3 s"),
+        (0.0123, "12.3 ms"),
+        (4e-6, "4.00 us"),
+        (5e-10, "0.500 ns"),
+        (1234.5, "1234 s"),
+    ],
 )
 def test_seconds(value: float, text: str) -> None:
     """Seconds are shown in the largest unit that leaves at least one whole."""
@@ -20,7 +27,12 @@ def test_seconds(value: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "unit", "text"),
-    [(989e12, "FLOP/s", "989 TFLOP/s"), (1.5625e9, "B/s", "1.56 GB/s"), (12, "B", "12.0 B"), (2500, "", "2.50 k")],
+    [
+        (989e12, "FLOP/s", "989 TFLOP/s"),
+        (1.5625e9, "B/s", "1.56 GB/s"),
+        (12, "B", "12.0 B"),
+        (2500, "", "2.50 k"),
+    ],
 )
 def test_scaled(value: float, unit: str, text: str) -> None:
     """Rates are shown by powers of a thousand."""

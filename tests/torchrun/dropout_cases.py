@@ -25,7 +25,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "t5": {**T5_SPLIT, "dropout_rate": 0.1},
     "llama": {**LLAMA, "num_hidden_layers": 2, "attention_dropout": 0.1},
     "opt": {**OPT, "num_hidden_layers": 2, "dropout": 0.1, "attention_dropout": 0.1},
-    "mixtral": {**MIXTRAL, "num_hidden_layers": 2, "attention_dropout": 0.1, "router_jitter_noise": 0.1},
+    "mixtral": {
+        **MIXTRAL,
+        "num_hidden_layers": 2,
+        "attention_dropout": 0.1,
+        "router_jitter_noise": 0.1,
+    },
 }
 SPLIT, SHARED = {"tensor": 2}, {"tensor": 2, "sequence_parallel": True}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -38,7 +43,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral-ep2": ("mixtral", {"data": 2, "expert": 2}),
 }
 """By name: a model, and how two ranks share it."""
-IS_WHOLE = {name: "sequence_parallel" not in options and "tensor" in options for name, (_, options) in CASES.items()}
+IS_WHOLE = {
+    name: "sequence_parallel" not in options and "tensor" in options
+    for name, (_, options) in CASES.items()
+}
 """All ranks have the same activations between the layers."""
 RECOMPUTED = ("gpt2-tp2", "gpt2-tp2-sp", "gpt2-cp2")
 """Cases that are run again with blocks that recompute."""
@@ -58,8 +66,24 @@ def run(case: str, **further: Any) -> dict[str, Any]:
     model, options = CASES[case]
     source = source_of(model)
     names = [layer.name for layer in source.cut().layers]
-    plan = make_plan(names, (len(names),), micro_batches=2, micro_batch_size=2, optimizer="adamw", **options, **further)
-    executor = Executor(plan, source, device="cpu", timeout_seconds=60, data="stdlib", seed=5, learning_rate=1e-2)
+    plan = make_plan(
+        names,
+        (len(names),),
+        micro_batches=2,
+        micro_batch_size=2,
+        optimizer="adamw",
+        **options,
+        **further,
+    )
+    executor = Executor(
+        plan,
+        source,
+        device="cpu",
+        timeout_seconds=60,
+        data="stdlib",
+        seed=5,
+        learning_rate=1e-2,
+    )
     activations = _Spread()
     for part in executor.part.module.modules():
         if IS_WHOLE[case] and isinstance(part, nn.LayerNorm | nn.Dropout):
@@ -68,7 +92,11 @@ def run(case: str, **further: Any) -> dict[str, Any]:
     parameters = _Spread()
     for parameter in executor.part.module.parameters():
         parameters.add(parameter.detach())
-    return {"losses": losses, "parameters": parameters.largest, "activations": activations.largest}
+    return {
+        "losses": losses,
+        "parameters": parameters.largest,
+        "activations": activations.largest,
+    }
 
 
 class _Spread:
@@ -92,7 +120,11 @@ class _Spread:
 def _results(chosen: list[str], folder: Path) -> dict[str, Any]:
     results = {case: run(case) for case in chosen or CASES}
     again = {1: "full", 2: "selective"}
-    return results | {f"{case}-recompute": run(case, recompute=again) for case in RECOMPUTED if case in results}
+    return results | {
+        f"{case}-recompute": run(case, recompute=again)
+        for case in RECOMPUTED
+        if case in results
+    }
 
 
 def main() -> None:

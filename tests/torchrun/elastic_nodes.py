@@ -29,7 +29,12 @@ RANKS = ("-m", "tests.torchrun.node_rank")
 @contextmanager
 def store() -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """A rendezvous' store in a process of its own: its address, and the process."""
-    command = [sys.executable, "-m", "planner.executor.elastic.rendezvous", "127.0.0.1:0"]
+    command = [
+        sys.executable,
+        "-m",
+        "planner.executor.elastic.rendezvous",
+        "127.0.0.1:0",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield process.stdout.readline().split()[-1], process
@@ -40,7 +45,13 @@ class Nodes:
     """Starts nodes, and keeps what rank 0 says."""
 
     def __init__(
-        self, folder: Path, rendezvous: str, plan: Plan, model: str, ranks: tuple[str, ...] = RANKS, **settings: Any
+        self,
+        folder: Path,
+        rendezvous: str,
+        plan: Plan,
+        model: str,
+        ranks: tuple[str, ...] = RANKS,
+        **settings: Any,
     ) -> None:
         self.lines: list[str] = []
         self.left: list[MeasuredRun] = []
@@ -49,8 +60,13 @@ class Nodes:
         self._run = folder.name
         self._rendezvous = rendezvous
         self._plan = plan
-        kept: dict[str, Any] = {"checkpoint_dir": str(folder / "checkpoints"), "checkpoint_every": EVERY}
-        self._settings = RunSettings(model=model, device="cpu", timeout_seconds=60, **kept, **settings)
+        kept: dict[str, Any] = {
+            "checkpoint_dir": str(folder / "checkpoints"),
+            "checkpoint_every": EVERY,
+        }
+        self._settings = RunSettings(
+            model=model, device="cpu", timeout_seconds=60, **kept, **settings
+        )
         self._pool = ThreadPoolExecutor()
 
     def start(
@@ -76,7 +92,10 @@ class Nodes:
             last_call_seconds=last_call_seconds,
             heartbeat_seconds=1,
         )
-        told: dict[str, Any] = {"log": self.lines.append, "unfinished": self.left.append}
+        told: dict[str, Any] = {
+            "log": self.lines.append,
+            "unfinished": self.left.append,
+        }
         return self._pool.submit(run_node, self._plan, self._settings, policy, **told)
 
     def wait_for(self, reached: Callable[[str], bool]) -> None:
@@ -89,7 +108,9 @@ class Nodes:
 
 def agent_of(address: str) -> int:
     """The process of this node's agent."""
-    agents = [pid for pid in processes() if f"--address={address}".encode() in words_of(pid)]
+    agents = [
+        pid for pid in processes() if f"--address={address}".encode() in words_of(pid)
+    ]
     (agent,) = (pid for pid in agents if parent_of(pid) == os.getpid())
     return agent
 
@@ -106,7 +127,11 @@ def kill_node(address: str) -> None:
 
 def processes() -> list[int]:
     """Of this machine."""
-    return [int(folder.name) for folder in Path("/proc").iterdir() if folder.name.isdecimal()]
+    return [
+        int(folder.name)
+        for folder in Path("/proc").iterdir()
+        if folder.name.isdecimal()
+    ]
 
 
 def words_of(pid: int) -> list[bytes]:

@@ -29,10 +29,19 @@ _STEPS = 3
 
 def planned(schedule: str, source: ModelSource) -> Plan:
     """The plan that the search makes for the model on a fast and a slow node of two devices."""
-    groups = [group(slower, peak_flops_per_second={"fp32": 1e14 / slower}) for slower in (1.0, 2.0)]
+    groups = [
+        group(slower, peak_flops_per_second={"fp32": 1e14 / slower})
+        for slower in (1.0, 2.0)
+    ]
     machines = Cluster(node_groups=tuple(groups))
     wishes = {"schedule": schedule, **CASES[schedule]}
-    job = Job(global_batch_size=8, sequence_length=16, precision="fp32", optimizer="adamw", constraints=wishes)
+    job = Job(
+        global_batch_size=8,
+        sequence_length=16,
+        precision="fp32",
+        optimizer="adamw",
+        constraints=wishes,
+    )
     model = _profile(source)
     found = plan(request(model, machines, job, top=0), model)
     assert isinstance(found, Plan)
@@ -45,15 +54,22 @@ def _profile(source: ModelSource) -> ModelProfile:
     draft = layer(flops=FORWARD_FLOPS, optimizer=None, parameters=1000)
     equal = as_counted(profile(draft * len(cut), sequence_length=16))
     pairs = zip(equal.layers, cut, strict=True)
-    layers = tuple(one.model_copy(update={"name": each.name, "modules": each.modules}) for one, each in pairs)
-    return equal.model_copy(update={"model": source.name, "dtype": "fp32", "layers": layers})
+    layers = tuple(
+        one.model_copy(update={"name": each.name, "modules": each.modules})
+        for one, each in pairs
+    )
+    return equal.model_copy(
+        update={"model": source.name, "dtype": "fp32", "layers": layers}
+    )
 
 
 def run(schedule: str) -> dict[str, Any]:
     """Losses on four ranks and of one process, and what the plan is like; on rank 0."""
     source = source_of_case(MODEL)
     found = planned(schedule, source)
-    measured = Executor(found, source, device="cpu", timeout_seconds=60, **_SETTINGS).train(_STEPS)
+    measured = Executor(
+        found, source, device="cpu", timeout_seconds=60, **_SETTINGS
+    ).train(_STEPS)
     if dist.get_rank() > 0:
         return {}
     return {

@@ -34,7 +34,9 @@ PREDICTED_SECONDS = {(1,): 1000.0, (1, 1): 2.0, (2, 1): 1.0}
 
 def slow_alone(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Cross entropy, slow on one device."""
-    time.sleep(ALONE_SECONDS if os.environ.get("WORLD_SIZE") == "1" else TOGETHER_SECONDS)
+    time.sleep(
+        ALONE_SECONDS if os.environ.get("WORLD_SIZE") == "1" else TOGETHER_SECONDS
+    )
     return classification(outputs, targets)
 
 
@@ -43,9 +45,16 @@ class Rebalancer:
 
     def __init__(self, source: ModelSource) -> None:
         layers = [layer.name for layer in source.cut().layers]
-        options: dict[str, Any] = {"sequence_length": 0, "micro_batch_size": 2, "pipeline": 2}
+        options: dict[str, Any] = {
+            "sequence_length": 0,
+            "micro_batch_size": 2,
+            "pipeline": 2,
+        }
         options["schedule"] = "interleaved-1f1b"
-        self.begin, self.after = (make_plan(layers, sizes, **options) for sizes in ((2, 2, 1, 1), (1, 1, 3, 1)))
+        self.begin, self.after = (
+            make_plan(layers, sizes, **options)
+            for sizes in ((2, 2, 1, 1), (1, 1, 3, 1))
+        )
 
     def for_nodes(self, roster: Roster) -> Plan | Infeasible:
         """It is not asked."""
@@ -53,11 +62,20 @@ class Rebalancer:
 
     def busy_seconds(self, plan: Plan) -> tuple[float, ...]:
         """Equal layers take equally long."""
-        return tuple(float(sum(len(each.layers) for each in plan.stages if each.pipeline_rank == r)) for r in (0, 1))
+        return tuple(
+            float(
+                sum(len(each.layers) for each in plan.stages if each.pipeline_rank == r)
+            )
+            for r in (0, 1)
+        )
 
     def rebalance(self, plan: Plan, slowdown: Sequence[float]) -> Rebalanced | None:
         """A fifth of the step, if the layer is still there."""
-        return Rebalanced(self.after, 5.0, 1.0) if plan.stages == self.begin.stages else None
+        return (
+            Rebalanced(self.after, 5.0, 1.0)
+            if plan.stages == self.begin.stages
+            else None
+        )
 
 
 _CALLS = itertools.count()
@@ -72,18 +90,25 @@ def failing(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def on_nodes(plan: Plan, devices: Sequence[int], step_seconds: float) -> Plan:
     """The plan, its ranks dealt out to nodes with so many devices each, which are its cluster."""
-    places = [(node, device) for node, count in enumerate(devices) for device in range(count)]
+    places = [
+        (node, device) for node, count in enumerate(devices) for device in range(count)
+    ]
     placement = tuple(
         row.model_copy(update={"node": node, "device": device})
         for row, (node, device) in zip(plan.placement, places, strict=True)
     )
     (group,) = plan.request.cluster.node_groups
-    groups = tuple(group.model_copy(update={"nodes": 1, "devices_per_node": count}) for count in devices)
+    groups = tuple(
+        group.model_copy(update={"nodes": 1, "devices_per_node": count})
+        for count in devices
+    )
     cluster = plan.request.cluster.model_copy(update={"node_groups": groups})
     return plan.model_copy(
         update={
             "placement": placement,
-            "prediction": plan.prediction.model_copy(update={"step_seconds": step_seconds}),
+            "prediction": plan.prediction.model_copy(
+                update={"step_seconds": step_seconds}
+            ),
             "request": plan.request.model_copy(update={"cluster": cluster}),
         }
     )
@@ -96,7 +121,9 @@ class Planner:
         layers = [layer.name for layer in source.cut().layers]
         sizes = {(1,): (6,), (1, 1): (2, 4), (2, 1): (2, 2, 2)}
         self.plans = {
-            devices: on_nodes(make_plan(layers, sizes[devices], sequence_length=0), devices, seconds)
+            devices: on_nodes(
+                make_plan(layers, sizes[devices], sequence_length=0), devices, seconds
+            )
             for devices, seconds in PREDICTED_SECONDS.items()
         }
 
@@ -122,7 +149,9 @@ def main() -> int:
     settings = RunSettings.from_arguments(found)
     kind = Rebalancer if settings.model == SLOW_LAYER else Planner
     planner = kind(load_model(settings.model))
-    return run_rank(read(Plan, found.plan), settings, RankOptions.from_arguments(found), planner)
+    return run_rank(
+        read(Plan, found.plan), settings, RankOptions.from_arguments(found), planner
+    )
 
 
 if __name__ == "__main__":

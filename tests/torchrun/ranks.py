@@ -43,10 +43,18 @@ class Servers:
         if not self._started:
             self._started += [_start() for _ in range(SERVERS)]
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        output, waiting = folder / "results.json", [server.stdout for server in self._started]
+        output, waiting = (
+            folder / "results.json",
+            [server.stdout for server in self._started],
+        )
         for number, server in enumerate(self._started):
             assert server.stdin is not None
-            order = {"module": module, "here": [*range(ranks)][number::SERVERS], "ranks": ranks, "port": store.port}
+            order = {
+                "module": module,
+                "here": [*range(ranks)][number::SERVERS],
+                "ranks": ranks,
+                "port": store.port,
+            }
             server.stdin.write(json.dumps(order | {"output": str(output)}) + "\n")
             server.stdin.flush()
         while waiting:
@@ -70,8 +78,14 @@ class Servers:
 def _start() -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tests.torchrun.ranks"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes)
+    pipes: dict[str, Any] = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "text": True,
+    }
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, start_new_session=True, **pipes
+    )
 
 
 def _log(output: Path, rank: int) -> Path:
@@ -117,10 +131,15 @@ def _become_rank(rank: int, *, module: str, ranks: int, port: int, output: str) 
         log = os.open(_log(Path(output), rank), os.O_WRONLY | os.O_CREAT)
         os.dup2(log, sys.stdout.fileno())
         os.dup2(log, sys.stderr.fileno())
-        here, all_there_are = {"RANK": rank, "LOCAL_RANK": rank}, {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        here, all_there_are = (
+            {"RANK": rank, "LOCAL_RANK": rank},
+            {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks},
+        )
         numbers = {**here, **all_there_are, "MASTER_PORT": port}
         os.environ.update({name: str(number) for name, number in numbers.items()})
-        os.environ.update({"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"})
+        os.environ.update(
+            {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        )
         sys.argv = [module, output]
         import_module(module).main()
         status = 0

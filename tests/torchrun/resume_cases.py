@@ -24,17 +24,51 @@ from tests.executor.plans import make_plan
 from tests.torchrun.cases import on_ranks, source_of_case
 
 HALF, WHOLE = 5, 10
-SETTINGS: dict[str, Any] = {"seed": 3, "device": "cpu", "timeout_seconds": 60, "max_gradient_norm": 0.5}
+SETTINGS: dict[str, Any] = {
+    "seed": 3,
+    "device": "cpu",
+    "timeout_seconds": 60,
+    "max_gradient_norm": 0.5,
+}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2-tp2": {"sizes": (2, 4), "tensor": 2, "micro_batches": 4},
     "dp4": {"sizes": (6,), "data": 4, "micro_batches": 1},
     "dp4-zero3": {"sizes": (6,), "data": 4, "micro_batches": 1, "zero": 3},
-    "dp4-shards2-zero3": {"sizes": (6,), "data": 4, "micro_batches": 1, "zero": 3, "shards": 2},
-    "dp4-shards2-zero1": {"sizes": (6,), "data": 4, "micro_batches": 1, "zero": 1, "shards": 2},
-    "pp2-dp2-zero1": {"sizes": (3, 3), "data": 2, "shares": (3, 1), "zero": 1, "rank_order": "tp-cp-pp-dp"},
-    "tp2-dp2-zero3": {"sizes": (6,), "tensor": 2, "data": 2, "micro_batches": 2, "zero": 3},
+    "dp4-shards2-zero3": {
+        "sizes": (6,),
+        "data": 4,
+        "micro_batches": 1,
+        "zero": 3,
+        "shards": 2,
+    },
+    "dp4-shards2-zero1": {
+        "sizes": (6,),
+        "data": 4,
+        "micro_batches": 1,
+        "zero": 1,
+        "shards": 2,
+    },
+    "pp2-dp2-zero1": {
+        "sizes": (3, 3),
+        "data": 2,
+        "shares": (3, 1),
+        "zero": 1,
+        "rank_order": "tp-cp-pp-dp",
+    },
+    "tp2-dp2-zero3": {
+        "sizes": (6,),
+        "tensor": 2,
+        "data": 2,
+        "micro_batches": 2,
+        "zero": 3,
+    },
 }
-FP16: dict[str, Any] = {"sizes": (3, 3), "data": 2, "micro_batches": 2, "precision": "fp16-mixed"}
+FP16: dict[str, Any] = {
+    "sizes": (3, 3),
+    "data": 2,
+    "micro_batches": 2,
+    "precision": "fp16-mixed",
+}
 
 
 def plan_of(source: ModelSource, layout: dict[str, Any]) -> Plan:
@@ -54,7 +88,9 @@ class Runs:
         self, layout: dict[str, Any], steps: int, policy: CheckpointPolicy | None = None
     ) -> tuple[MeasuredRun, dict[str, torch.Tensor]]:
         """What happened, and the local parameters at the end."""
-        executor = Executor(plan_of(self._source, layout), self._source, **self._settings)
+        executor = Executor(
+            plan_of(self._source, layout), self._source, **self._settings
+        )
         measured = executor.train(steps, checkpoints=policy)
         return measured, _parameters(executor)
 
@@ -73,7 +109,10 @@ def _parameters(executor: Executor) -> dict[str, torch.Tensor]:
     named = executor.part.module.named_parameters()
     with executor.part.gathered():
         return {
-            name: (value.to_local() if isinstance(value, DTensor) else value).detach().clone() for name, value in named
+            name: (value.to_local() if isinstance(value, DTensor) else value)
+            .detach()
+            .clone()
+            for name, value in named
         }
 
 
@@ -83,8 +122,12 @@ def _off_written(folder: Path, wanted: dict[str, torch.Tensor]) -> float:
         return 0.0
     write_weights(folder, folder / "weights", max_shard_bytes=20_000)
     written = Weights(folder / "weights")
-    values = {name: written.read(name).to(value.dtype) for name, value in wanted.items()}
-    return max(float((values[name] - value).abs().max()) for name, value in wanted.items())
+    values = {
+        name: written.read(name).to(value.dtype) for name, value in wanted.items()
+    }
+    return max(
+        float((values[name] - value).abs().max()) for name, value in wanted.items()
+    )
 
 
 def other_layouts(folder: Path) -> dict[str, Any]:
@@ -92,7 +135,9 @@ def other_layouts(folder: Path) -> dict[str, Any]:
     runs = Runs("tied-llama", folder, learning_rate=6e-4)
     pipeline, replicas = LAYOUTS["pp2-tp2"], LAYOUTS["dp4"]
     straight, wanted = runs.train(pipeline, WHOLE)
-    (folder / "kept" / ".step-00000003.partial").mkdir(parents=True, exist_ok=True)  # left by a run that was killed
+    (folder / "kept" / ".step-00000003.partial").mkdir(
+        parents=True, exist_ok=True
+    )  # left by a run that was killed
     first, _ = runs.train(pipeline, HALF, runs.policy("kept", every=2, keep=2))
     names = sorted(path.name for path in (folder / "kept").iterdir())
     runs.copy("kept", "moved")
@@ -106,7 +151,9 @@ def other_layouts(folder: Path) -> dict[str, Any]:
         "first": first.losses,
         "second": second.losses,
         "first_step": second.first_step,
-        "equal": _everywhere(all(torch.equal(ended[name], wanted[name]) for name in wanted)),
+        "equal": _everywhere(
+            all(torch.equal(ended[name], wanted[name]) for name in wanted)
+        ),
         "moved": moved.losses,
         "back": back.losses,
         "names": names,
@@ -123,9 +170,16 @@ def sharded(folder: Path) -> dict[str, Any]:
     runs = Runs("tied-llama", folder)
     straight, _ = runs.train(LAYOUTS["dp4"], 6)
     losses: list[float] = []
-    several = {2: "dp4-shards2-zero3", 4: "pp2-dp2-zero1", 5: "tp2-dp2-zero3", 6: "dp4-shards2-zero1"}
+    several = {
+        2: "dp4-shards2-zero3",
+        4: "pp2-dp2-zero1",
+        5: "tp2-dp2-zero3",
+        6: "dp4-shards2-zero1",
+    }
     for steps, name in several.items():
-        measured, _ = runs.train(LAYOUTS[name], steps, runs.policy("kept", resume=bool(losses)))
+        measured, _ = runs.train(
+            LAYOUTS[name], steps, runs.policy("kept", resume=bool(losses))
+        )
         losses += measured.losses
     zero3 = {**LAYOUTS["dp4-zero3"], "precision": "bf16-mixed"}
     whole, wanted = runs.train(zero3, 4)
@@ -144,7 +198,9 @@ def sharded(folder: Path) -> dict[str, Any]:
 def eight_bit(folder: Path) -> dict[str, Any]:
     """With states in 8 bits: 4 steps in ZeRO 3, 2 + 2, and 2 + 2 of which the last are in stages and shards."""
     runs = Runs("tied-llama", folder)
-    replicas, stages = ({**LAYOUTS[name], "optimizer": "adam-8bit"} for name in ("dp4-zero3", "pp2-tp2"))
+    replicas, stages = (
+        {**LAYOUTS[name], "optimizer": "adam-8bit"} for name in ("dp4-zero3", "pp2-tp2")
+    )
     straight, wanted = runs.train(replicas, 4)
     runs.train(replicas, 2, runs.policy("kept"))
     runs.copy("kept", "moved")
@@ -155,7 +211,9 @@ def eight_bit(folder: Path) -> dict[str, Any]:
         "again": again.losses,
         "moved": moved.losses,
         "held": [rank.model_dump() for rank in straight.ranks],
-        "equal": _everywhere(all(torch.equal(ended[name], wanted[name]) for name in wanted)),
+        "equal": _everywhere(
+            all(torch.equal(ended[name], wanted[name]) for name in wanted)
+        ),
     }
 
 
@@ -164,11 +222,24 @@ def experts(folder: Path) -> dict[str, Any]:
     2 on other expert-parallel ranks."""
     runs = Runs("mixtral", folder)
     replicas: dict[str, Any] = {"sizes": (6,), "data": 4, "micro_batches": 1}
-    spread = {**replicas, "data": 2, "tensor": 2, "sequence_parallel": True, "expert": 2, "micro_batches": 2}
+    spread = {
+        **replicas,
+        "data": 2,
+        "tensor": 2,
+        "sequence_parallel": True,
+        "expert": 2,
+        "micro_batches": 2,
+    }
     straight, wanted = runs.train(replicas, 4)
     losses: list[float] = []
-    for steps, layout in {1: spread, 2: {**spread, "zero": 3}, 4: {**replicas, "expert": 4}}.items():
-        measured, _ = runs.train(layout, steps, runs.policy("kept", resume=bool(losses)))
+    for steps, layout in {
+        1: spread,
+        2: {**spread, "zero": 3},
+        4: {**replicas, "expert": 4},
+    }.items():
+        measured, _ = runs.train(
+            layout, steps, runs.policy("kept", resume=bool(losses))
+        )
         losses += measured.losses
     off = _off_written(folder / "kept", wanted)
     return {"straight": straight.losses, "losses": losses, "off_written": off}
@@ -184,8 +255,15 @@ def packed(folder: Path) -> dict[str, Any]:
     straight, wanted = runs.train(replicas, 5)
     losses: list[float] = []
     wider = {**replicas, "data": 1, "tensor": 4, "micro_batches": 4}
-    for steps, layout in {1: spread, 2: replicas, 3: wider, 5: {**spread, "zero": 3}}.items():
-        measured, _ = runs.train(layout, steps, runs.policy("kept", resume=bool(losses)))
+    for steps, layout in {
+        1: spread,
+        2: replicas,
+        3: wider,
+        5: {**spread, "zero": 3},
+    }.items():
+        measured, _ = runs.train(
+            layout, steps, runs.policy("kept", resume=bool(losses))
+        )
         losses += measured.losses
     off = _off_written(folder / "kept", wanted)
     return {"straight": straight.losses, "losses": losses, "off_written": off}
@@ -195,10 +273,14 @@ def _refusals(runs: Runs, folder: Path) -> dict[str, str]:
     layout = LAYOUTS["dp4"]
     policy = runs.policy("moved", resume=True)
     told = {
-        "occupied": _error(lambda: runs.train(layout, WHOLE, replace(policy, resume=False))),
+        "occupied": _error(
+            lambda: runs.train(layout, WHOLE, replace(policy, resume=False))
+        ),
         "finished": _error(lambda: runs.train(layout, WHOLE, policy)),
         "beyond": _error(lambda: runs.train(layout, HALF, policy)),
-        "other": _error(lambda: runs.train({**layout, "optimizer": "adam"}, 2 * WHOLE, policy)),
+        "other": _error(
+            lambda: runs.train({**layout, "optimizer": "adam"}, 2 * WHOLE, policy)
+        ),
     }
     dist.barrier()
     if dist.get_rank() == 0:
@@ -238,30 +320,46 @@ def scaled_losses(folder: Path) -> dict[str, Any]:
     return {
         "straight": straight.losses,
         "second": second.losses,
-        "equal": _everywhere(all(torch.equal(ended[name], wanted[name]) for name in wanted)),
-        "scale": json.loads((folder / "kept" / "step-00000006" / "manifest.json").read_text())["loss_scale"]["scale"],
+        "equal": _everywhere(
+            all(torch.equal(ended[name], wanted[name]) for name in wanted)
+        ),
+        "scale": json.loads(
+            (folder / "kept" / "step-00000006" / "manifest.json").read_text()
+        )["loss_scale"]["scale"],
     }
 
 
 def statistics(folder: Path) -> dict[str, Any]:
     """Batch norm's running means of four replicas, after two steps and as a run goes on with them; on rank 0."""
     source = source_of_case("wide")
-    options: dict[str, Any] = {"sequence_length": 0, "micro_batch_size": 4, "optimizer": "momentum"}
+    options: dict[str, Any] = {
+        "sequence_length": 0,
+        "micro_batch_size": 4,
+        "optimizer": "momentum",
+    }
     layers = len(source.cut().layers)
-    plan = plan_of(source, {"sizes": (layers,), "data": 4, "micro_batches": 1, **options})
+    plan = plan_of(
+        source, {"sizes": (layers,), "data": 4, "micro_batches": 1, **options}
+    )
     settings = {**SETTINGS, "data": "synthetic"}
     trained = Executor(plan, source, **settings)
     trained.train(2, checkpoints=CheckpointPolicy(directory=folder))
     again = Executor(plan, source, **settings)
     keeper = again._keeper(CheckpointPolicy(directory=folder, resume=True))
     assert keeper is not None
-    return {"steps": keeper.resume(), "before": _running_means(trained), "after": _running_means(again)}
+    return {
+        "steps": keeper.resume(),
+        "before": _running_means(trained),
+        "after": _running_means(again),
+    }
 
 
 def _running_means(executor: Executor) -> list[list[float]]:
     """Of every rank, one after the other."""
     buffers = executor.part.module.named_buffers()
-    mine = torch.cat([value for name, value in buffers if name.endswith("running_mean")]).tolist()
+    mine = torch.cat(
+        [value for name, value in buffers if name.endswith("running_mean")]
+    ).tolist()
     everyone = [list[float]()] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone

@@ -13,9 +13,13 @@ pytestmark = pytest.mark.torchrun
 
 
 @pytest.fixture(scope="module")
-def results(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(
+    servers: Servers, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """Of all cases, on two ranks."""
-    return servers.run("tests.torchrun.dropout_cases", 2, tmp_path_factory.mktemp("dropout"))
+    return servers.run(
+        "tests.torchrun.dropout_cases", 2, tmp_path_factory.mktemp("dropout")
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -27,7 +31,9 @@ def test_copies_stay_equal_under_dropout(case: str, results: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("case", RECOMPUTED)
-def test_recomputation_drops_what_the_forward_dropped(case: str, results: dict[str, Any]) -> None:
+def test_recomputation_drops_what_the_forward_dropped(
+    case: str, results: dict[str, Any]
+) -> None:
     """Within the split regions too, where every rank draws numbers of its own."""
     again = results[f"{case}-recompute"]
     assert again["losses"] == results[case]["losses"]

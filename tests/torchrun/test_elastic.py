@@ -36,7 +36,9 @@ TOGETHER_SECONDS = 0.01
 
 def slow_alone(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Cross entropy, slow on one device."""
-    time.sleep(ALONE_SECONDS if os.environ.get("WORLD_SIZE") == "1" else TOGETHER_SECONDS)
+    time.sleep(
+        ALONE_SECONDS if os.environ.get("WORLD_SIZE") == "1" else TOGETHER_SECONDS
+    )
     return classification(outputs, targets)
 
 
@@ -91,7 +93,11 @@ def slow_there() -> tuple[nn.Module, torch.Tensor]:
 
 
 def _predicting(plan: Plan, seconds: float) -> Plan:
-    return plan.model_copy(update={"prediction": plan.prediction.model_copy(update={"step_seconds": seconds})})
+    return plan.model_copy(
+        update={
+            "prediction": plan.prediction.model_copy(update={"step_seconds": seconds})
+        }
+    )
 
 
 def kill_rank(rank: int) -> None:
@@ -102,7 +108,10 @@ def kill_rank(rank: int) -> None:
             words = (folder / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if f"RANK={rank}".encode() in variables and f"{OWNER}={os.getpid()}".encode() in variables:
+        if (
+            f"RANK={rank}".encode() in variables
+            and f"{OWNER}={os.getpid()}".encode() in variables
+        ):
             assert b"planner.executor.worker" in words
             os.kill(int(folder.name), signal.SIGKILL)
             return
@@ -144,26 +153,41 @@ def test_a_killed_rank_costs_no_step_beyond_the_last_checkpoint(tmp_path: Path) 
         timeout_seconds=60,
         checkpoint_dir=str(tmp_path / "checkpoints"),
         checkpoint_every=EVERY,
-        elastic=ElasticPolicy(planner=planner, discover=lambda: (0,) if killed[0] and last[0] < BACK_AFTER else (0, 1)),
+        elastic=ElasticPolicy(
+            planner=planner,
+            discover=lambda: (0,) if killed[0] and last[0] < BACK_AFTER else (0, 1),
+        ),
     )
-    expected = train_reference(planner.plans[2], source, steps=STEPS, data="synthetic").losses
+    expected = train_reference(
+        planner.plans[2], source, steps=STEPS, data="synthetic"
+    ).losses
     trained = measured.losses_by_step
     assert [trained[step] for step in range(STEPS)] == pytest.approx(expected, abs=1e-5)
     assert planner.asked == [1, 2]
-    lost, moved, grown = (each for each in measured.decisions if "drift_of_pipeline_rank_0" not in each.figures)
+    lost, moved, grown = (
+        each
+        for each in measured.decisions
+        if "drift_of_pipeline_rank_0" not in each.figures
+    )
     assert (lost.kind, moved.kind, grown.kind) == ("lost", "moved", "moved")
     assert lost.figures["ranks_lost"] == 1
     assert "rank 1 killed" in lost.text
     resumed = measured.segments[1].first_step
     assert resumed == moved.step == lost.figures["steps_kept"]
     assert resumed % EVERY == 0
-    assert lost.step - resumed < 2 * EVERY, "from the last checkpoint; one more may have been on its way to the disk"
+    assert lost.step - resumed < 2 * EVERY, (
+        "from the last checkpoint; one more may have been on its way to the disk"
+    )
     assert [segment.devices for segment in measured.segments] == [2, 1]
     assert grown.figures["gain_seconds"] > grown.figures["move_seconds"] > 0
-    assert measured.first_step == resumed + len(measured.segments[1].losses), "a move loses no step at all"
+    assert measured.first_step == resumed + len(measured.segments[1].losses), (
+        "a move loses no step at all"
+    )
     assert len(measured.ranks) == 2
     assert measured == read(MeasuredRun, tmp_path / "measured.json")
-    assert sum(line.startswith("elastic: ") for line in lines) == len(measured.decisions)
+    assert sum(line.startswith("elastic: ") for line in lines) == len(
+        measured.decisions
+    )
 
 
 class Rebalancer(Planner):
@@ -172,18 +196,34 @@ class Rebalancer(Planner):
     def __init__(self, layers: list[str]) -> None:
         """Plans of two stages on each of two ranks: three layers on either, and four on rank 0."""
         self.drifts: list[tuple[float, ...]] = []
-        options: dict[str, Any] = {"sequence_length": 0, "micro_batch_size": 2, "micro_batches": 4}
+        options: dict[str, Any] = {
+            "sequence_length": 0,
+            "micro_batch_size": 2,
+            "micro_batches": 4,
+        }
         options |= {"pipeline": 2, "schedule": "interleaved-1f1b"}
-        self.begin, self.after = (make_plan(layers, sizes, **options) for sizes in ((2, 2, 1, 1), (1, 1, 3, 1)))
+        self.begin, self.after = (
+            make_plan(layers, sizes, **options)
+            for sizes in ((2, 2, 1, 1), (1, 1, 3, 1))
+        )
 
     def busy_seconds(self, plan: Plan) -> tuple[float, ...]:
         """In proportion to their layers."""
-        return tuple(float(sum(len(each.layers) for each in plan.stages if each.pipeline_rank == r)) for r in (0, 1))
+        return tuple(
+            float(
+                sum(len(each.layers) for each in plan.stages if each.pipeline_rank == r)
+            )
+            for r in (0, 1)
+        )
 
     def rebalance(self, plan: Plan, slowdown: Sequence[float]) -> Rebalanced | None:
         """The slow layer on rank 0."""
         self.drifts.append(tuple(slowdown))
-        return Rebalanced(self.after, 3.0, 1.0) if plan.stages == self.begin.stages else None
+        return (
+            Rebalanced(self.after, 3.0, 1.0)
+            if plan.stages == self.begin.stages
+            else None
+        )
 
 
 def test_a_slow_rank_loses_layers(tmp_path: Path) -> None:
@@ -201,21 +241,31 @@ def test_a_slow_rank_loses_layers(tmp_path: Path) -> None:
         checkpoint_every=10,
         elastic=ElasticPolicy(planner=planner),
     )
-    expected = train_reference(planner.begin, source, steps=SLOW_STEPS, data="synthetic").losses
-    assert [measured.losses_by_step[step] for step in range(SLOW_STEPS)] == pytest.approx(expected, abs=1e-5)
+    expected = train_reference(
+        planner.begin, source, steps=SLOW_STEPS, data="synthetic"
+    ).losses
+    assert [
+        measured.losses_by_step[step] for step in range(SLOW_STEPS)
+    ] == pytest.approx(expected, abs=1e-5)
     moved = measured.decisions[0]
     assert moved.kind == "moved", moved.text
     assert planner.drifts[0][1] > 2
     assert "pipeline rank 1 takes" in moved.text
     assert measured.plan_id == planner.after.id
-    assert measured.first_step == len(measured.segments[0].losses), "nothing is trained twice"
-    assert measured.median_step_seconds < statistics.median(measured.segments[0].step_seconds)
+    assert measured.first_step == len(measured.segments[0].losses), (
+        "nothing is trained twice"
+    )
+    assert measured.median_step_seconds < statistics.median(
+        measured.segments[0].step_seconds
+    )
 
 
 def test_without_elastic_the_killed_rank_is_named(tmp_path: Path) -> None:
     """Not its neighbour, which only lost it."""
     source = source_of("mlp", tmp_path)
-    plan = make_plan([layer.name for layer in source.cut().layers], (2, 4), sequence_length=0)
+    plan = make_plan(
+        [layer.name for layer in source.cut().layers], (2, 4), sequence_length=0
+    )
     started = [False]
 
     def log(line: str) -> None:
@@ -224,4 +274,12 @@ def test_without_elastic_the_killed_rank_is_named(tmp_path: Path) -> None:
             kill_rank(1)
 
     with pytest.raises(RunError, match=r"rank 1 was killed \(signal 9\)"):
-        run_plan(plan, model=source.name, steps=10**6, data="synthetic", device="cpu", log=log, timeout_seconds=30)
+        run_plan(
+            plan,
+            model=source.name,
+            steps=10**6,
+            data="synthetic",
+            device="cpu",
+            log=log,
+            timeout_seconds=30,
+        )

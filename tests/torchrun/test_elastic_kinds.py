@@ -21,7 +21,16 @@ from planner.spec.cluster import DeviceSpec, Link
 from profiler.count import profile
 from tests.api.live import running
 from tests.executor.plans import make_plan, source_of
-from tests.torchrun.elastic_nodes import FIRST, SECOND, WAIT_SECONDS, Nodes, agent_of, processes, store, words_of
+from tests.torchrun.elastic_nodes import (
+    FIRST,
+    SECOND,
+    WAIT_SECONDS,
+    Nodes,
+    agent_of,
+    processes,
+    store,
+    words_of,
+)
 
 pytestmark = pytest.mark.torchrun
 LEAVES_AFTER = 5
@@ -37,7 +46,9 @@ def group(name: str, flops_per_second: float) -> NodeGroup:
         memory_bandwidth_bytes_per_second=flops_per_second,
         reserved_bytes=0,
     )
-    return NodeGroup(name=name, device=device, nodes=1, devices_per_node=1, inter_node=SLOW_LINK)
+    return NodeGroup(
+        name=name, device=device, nodes=1, devices_per_node=1, inter_node=SLOW_LINK
+    )
 
 
 CLUSTER = Cluster(node_groups=(group("fast", 4e6), group("slow", 2e6)))
@@ -54,15 +65,27 @@ def plan_of(model: ModelProfile) -> Plan:
     return found
 
 
-def test_what_is_left_of_two_kinds_is_planned_for_by_the_service(tmp_path: Path) -> None:
+def test_what_is_left_of_two_kinds_is_planned_for_by_the_service(
+    tmp_path: Path,
+) -> None:
     """The slow node leaves at a checkpoint and the fast one goes on by the service's plan; no step is lost, and the
     losses are those of one process."""
     source = source_of("mlp", tmp_path)
     plan = plan_of(profile(source, sequence_length=0, micro_batch_sizes=(1, 2)))
-    settings = Settings(port=0, database=tmp_path / "planner.db", concurrency=1, spare_solvers=1)
+    settings = Settings(
+        port=0, database=tmp_path / "planner.db", concurrency=1, spare_solvers=1
+    )
     with store() as (rendezvous, _), running(settings) as live:
         ranks = ("-m", "planner.cli.node_rank", "--planner", str(live.client.base_url))
-        nodes = Nodes(tmp_path, rendezvous, plan, source.name, ranks, steps=10**6, data="synthetic")
+        nodes = Nodes(
+            tmp_path,
+            rendezvous,
+            plan,
+            source.name,
+            ranks,
+            steps=10**6,
+            data="synthetic",
+        )
         slow, fast = (
             nodes.start(address, 1, most=2, group=group, last_call_seconds=2)
             for address, group in ((FIRST, "slow"), (SECOND, "fast"))
@@ -73,7 +96,9 @@ def test_what_is_left_of_two_kinds_is_planned_for_by_the_service(tmp_path: Path)
             slow.result(WAIT_SECONDS)
         nodes.wait_for(lambda line: "go on from step" in line)
         told = len(nodes.lines)
-        nodes.wait_for(lambda line: any(each.startswith("step ") for each in nodes.lines[told:]))
+        nodes.wait_for(
+            lambda line: any(each.startswith("step ") for each in nodes.lines[told:])
+        )
         leave(SECOND)
         with pytest.raises(StoppedError):
             fast.result(WAIT_SECONDS)
@@ -81,16 +106,25 @@ def test_what_is_left_of_two_kinds_is_planned_for_by_the_service(tmp_path: Path)
     folder = tmp_path / "checkpoints" / "elastic" / tmp_path.name
     journal = Journal(folder / "journal.jsonl")
     lost, moved = journal.decisions()
-    both, alone = "1 fast node of 1 device and 1 slow node of 1 device", "1 fast node of 1 device"
+    both, alone = (
+        "1 fast node of 1 device and 1 slow node of 1 device",
+        "1 fast node of 1 device",
+    )
     assert lost.text == f"told to stop on {both} after {lost.step} steps; {alone} left"
     assert lost.step == moved.step > LEAVES_AFTER
     first, second = (row for row in journal.rows() if row["kind"] == "launch")
     assert (first["plan_id"], second["first_step"]) == (plan.id, moved.step)
     assert second["plan_id"] in solved
     assert KnownPlans(folder, plan).find(Roster((1,), ("fast",))) is not None
-    trained = {row["step"]: row["loss"] for row in journal.rows() if row["kind"] == "step"}
-    expected = train_reference(plan, source, steps=moved.step + 1, data="synthetic").losses
-    assert [trained[step] for step in range(len(expected))] == pytest.approx(expected, abs=1e-5)
+    trained = {
+        row["step"]: row["loss"] for row in journal.rows() if row["kind"] == "step"
+    }
+    expected = train_reference(
+        plan, source, steps=moved.step + 1, data="synthetic"
+    ).losses
+    assert [trained[step] for step in range(len(expected))] == pytest.approx(
+        expected, abs=1e-5
+    )
 
 
 def leave(address: str) -> None:
@@ -108,7 +142,10 @@ def test_the_loss_of_the_store_is_told_on_every_node(tmp_path: Path) -> None:
         ranks = [pid for pid in processes() if SLEEP[1].encode() in words_of(pid)]
         its_process.kill()
         for each in both:
-            with pytest.raises(RunError, match=r"(?s)rendezvous: the store at .* does not answer.*again with --resume"):
+            with pytest.raises(
+                RunError,
+                match=r"(?s)rendezvous: the store at .* does not answer.*again with --resume",
+            ):
                 each.result(WAIT_SECONDS)
     assert len(ranks) == 4, "each agent has the text in its own command too"
     assert not any(map(words_of, ranks))

@@ -22,7 +22,9 @@ def commands() -> list[str]:
     page = (ROOT / "docs" / "guides" / "running.md").read_text(encoding="utf-8")
     section = page.partition("## Inside your own script")[2].partition("\n## ")[0]
     (python,) = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
-    assert python.replace("\n", "\n    ").strip() in (ROOT / "examples" / "own_script.py").read_text(encoding="utf-8")
+    assert python.replace("\n", "\n    ").strip() in (
+        ROOT / "examples" / "own_script.py"
+    ).read_text(encoding="utf-8")
     (block,) = re.findall(r"^```console\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     lines: list[str] = block.splitlines()
     assert len(lines) + len(python.splitlines()) <= LINES
@@ -35,13 +37,18 @@ def test_from_a_script_to_four_ranks(
     """It is planned, checked rank by rank, and learns."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    *planning, training = (command.replace("plan.json", str(tmp_path / "plan.json")) for command in commands())
+    *planning, training = (
+        command.replace("plan.json", str(tmp_path / "plan.json"))
+        for command in commands()
+    )
     for command in planning:
         assert main(shlex.split(command)[1:]) == 0, capsys.readouterr().err
     name, *words = shlex.split(training)
     assert name == "torchrun"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
-    done = subprocess.run(torchrun, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(
+        torchrun, capture_output=True, text=True, check=False, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     told = re.fullmatch(r"4 x cpu: loss (\S+) -> (\S+)\n", done.stdout)
     assert told is not None, done.stdout

@@ -20,13 +20,26 @@ from tests.executor.plans import make_plan, source_of
 pytestmark = pytest.mark.torchrun
 
 
-def run_with_loss(name: str, timeout_seconds: float, steps: int = 1, **options: Any) -> None:
+def run_with_loss(
+    name: str, timeout_seconds: float, steps: int = 1, **options: Any
+) -> None:
     """Steps of two stages, of which the last one takes this loss."""
     plan = make_plan(
-        [layer.name for layer in source_of("mlp", Path()).cut().layers], (2, 4), micro_batches=2, sequence_length=0
+        [layer.name for layer in source_of("mlp", Path()).cut().layers],
+        (2, 4),
+        micro_batches=2,
+        sequence_length=0,
     )
     model, loss = "tests.executor.plans:mlp", f"{__name__}:{name}"
-    run_plan(plan, model=model, steps=steps, data="synthetic", loss=loss, timeout_seconds=timeout_seconds, **options)
+    run_plan(
+        plan,
+        model=model,
+        steps=steps,
+        data="synthetic",
+        loss=loss,
+        timeout_seconds=timeout_seconds,
+        **options,
+    )
 
 
 FAILS_FROM = 5
@@ -45,7 +58,9 @@ def failing_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def test_run_equals_the_single_process_and_reports(tmp_path: Path) -> None:
     """Losses are compared with one process, every rank reports, and the timeline holds every action."""
     source = source_of("gpt2", tmp_path)
-    plan = make_plan([layer.name for layer in source.cut().layers], (2, 4), micro_batches=3)
+    plan = make_plan(
+        [layer.name for layer in source.cut().layers], (2, 4), micro_batches=3
+    )
     lines: list[str] = []
     measured = run_plan(
         plan,
@@ -63,20 +78,39 @@ def test_run_equals_the_single_process_and_reports(tmp_path: Path) -> None:
     assert sum(line.startswith("step ") and "tokens/s" in line for line in lines) == 4
     for rank, actions in enumerate(plan.actions):
         recorded = [action.action for action in measured.actions if action.rank == rank]
-        assert recorded == [*actions, "reduce", "optimizer"], "the tied embedding is reduced after the backwards"
-    waited = [[one.action for one in measured.waits if one.rank == rank] for rank in (0, 1)]
-    assert waited == [["0B0", "0B1", "0B2"], ["1F0", "1F1", "1F2", "sends"]], "each for what comes from the other rank"
+        assert recorded == [*actions, "reduce", "optimizer"], (
+            "the tied embedding is reduced after the backwards"
+        )
+    waited = [
+        [one.action for one in measured.waits if one.rank == rank] for rank in (0, 1)
+    ]
+    assert waited == [["0B0", "0B1", "0B2"], ["1F0", "1F1", "1F2", "sends"]], (
+        "each for what comes from the other rank"
+    )
     begun = {one.action: one.start_seconds for one in measured.actions}
-    assert all(one.start_seconds <= one.end_seconds <= begun.get(one.action, math.inf) for one in measured.waits)
+    assert all(
+        one.start_seconds <= one.end_seconds <= begun.get(one.action, math.inf)
+        for one in measured.waits
+    )
     _check_order(measured)
 
 
 def _check_order(measured: MeasuredRun) -> None:
     """On the common clock a stage's forward starts after the forward of the stage before has ended."""
-    times = {action.action: action for action in measured.actions if action.action[-1].isdigit()}
+    times = {
+        action.action: action
+        for action in measured.actions
+        if action.action[-1].isdigit()
+    }
     for micro_batch in range(3):
-        assert times[f"0F{micro_batch}"].end_seconds <= times[f"1F{micro_batch}"].end_seconds
-        assert times[f"1B{micro_batch}"].start_seconds <= times[f"0B{micro_batch}"].start_seconds
+        assert (
+            times[f"0F{micro_batch}"].end_seconds
+            <= times[f"1F{micro_batch}"].end_seconds
+        )
+        assert (
+            times[f"1B{micro_batch}"].start_seconds
+            <= times[f"0B{micro_batch}"].start_seconds
+        )
 
 
 def sleeping_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -87,9 +121,7 @@ def sleeping_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     """The error tells who waited in which action for what, and which rank was busy."""
-    told = (
-        r"rank 0 waited in vain in step 0, in 0B0, for the gradient of stage 1; ranks that did not wait themselves: 1"
-    )
+    told = r"rank 0 waited in vain in step 0, in 0B0, for the gradient of stage 1; ranks that did not wait themselves: 1"
     with pytest.raises(RunError, match=told):
         run_with_loss("sleeping_loss", timeout_seconds=10)
 
@@ -111,31 +143,60 @@ def test_failing_rank_is_named() -> None:
     """The error tells the rank that failed first and its last lines; its neighbours do not hang. The steps until then
     are told too, though none of the ranks could."""
     told: list[MeasuredRun] = []
-    with pytest.raises(RunError, match=r"(?s)rank 1 failed first in step 2:\n.*this loss has a mistake"):
-        run_with_loss("failing_loss", timeout_seconds=30, steps=9, unfinished=told.append)
+    with pytest.raises(
+        RunError, match=r"(?s)rank 1 failed first in step 2:\n.*this loss has a mistake"
+    ):
+        run_with_loss(
+            "failing_loss", timeout_seconds=30, steps=9, unfinished=told.append
+        )
     (run,) = told
     assert run.steps == len(run.losses) == len(run.step_seconds) == 2
     assert run.unfinished.startswith("rank 1 failed first in step 2")
     assert run.median_step_seconds == run.step_seconds[-1], "the first ones warm up"
 
 
-def test_a_users_own_torchrun_keeps_what_was_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_users_own_torchrun_keeps_what_was_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A rank that fails writes its steps; a finished training ends with 0, and its report stays as it is."""
     source = source_of("mlp", tmp_path)
-    plan = make_plan([layer.name for layer in source.cut().layers], sequence_length=0, micro_batches=2)
+    plan = make_plan(
+        [layer.name for layer in source.cut().layers],
+        sequence_length=0,
+        micro_batches=2,
+    )
     (tmp_path / "plan.json").write_text(plan.model_dump_json(by_alias=True))
     output = tmp_path / "measured.json"
     from planner.executor.worker import main
 
-    arguments = [str(tmp_path / "plan.json"), "--model", source.name, "--data", "synthetic", "--device", "cpu"]
+    arguments = [
+        str(tmp_path / "plan.json"),
+        "--model",
+        source.name,
+        "--data",
+        "synthetic",
+        "--device",
+        "cpu",
+    ]
     arguments += ["--output", str(output)]
     CALLS.clear()
     with pytest.raises(ValueError, match="this loss has a mistake"):
         main([*arguments, "--steps", "9", "--loss", f"{__name__}:failing_loss"])
     torch.distributed.destroy_process_group()
     failed = read(MeasuredRun, output)
-    assert (failed.steps, failed.unfinished, failed.ranks) == (2, "this loss has a mistake", ())
-    kept = [*arguments, "--steps", "2", "--checkpoint-dir", str(tmp_path / "kept"), "--resume"]
+    assert (failed.steps, failed.unfinished, failed.ranks) == (
+        2,
+        "this loss has a mistake",
+        (),
+    )
+    kept = [
+        *arguments,
+        "--steps",
+        "2",
+        "--checkpoint-dir",
+        str(tmp_path / "kept"),
+        "--resume",
+    ]
     assert main(kept) == 0
     whole = output.read_bytes()
     assert read(MeasuredRun, output).unfinished == ""
@@ -152,8 +213,29 @@ def test_metrics_are_json_lines(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(plan.model_dump_json(by_alias=True))
     from planner.executor.worker import main
 
-    arguments = ["--model", "tests.executor.plans:mlp", "--data", "synthetic", "--steps", "2", "--device", "cpu"]
+    arguments = [
+        "--model",
+        "tests.executor.plans:mlp",
+        "--data",
+        "synthetic",
+        "--steps",
+        "2",
+        "--device",
+        "cpu",
+    ]
     output, metrics = tmp_path / "measured.json", tmp_path / "metrics.jsonl"
-    assert main([str(tmp_path / "plan.json"), *arguments, "--output", str(output), "--metrics", str(metrics)]) == 0
+    assert (
+        main(
+            [
+                str(tmp_path / "plan.json"),
+                *arguments,
+                "--output",
+                str(output),
+                "--metrics",
+                str(metrics),
+            ]
+        )
+        == 0
+    )
     losses = [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
     assert losses == list(read(MeasuredRun, output).losses)

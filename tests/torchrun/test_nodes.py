@@ -23,11 +23,23 @@ STEPS = 2
 def _on_unequal_nodes(layers: list[str]) -> Plan:
     """Three replicas, the first one alone on node 2 with half of the micro-batches, the others together on node 0."""
     plan = make_plan(layers, data=3, shares=(2, 1, 1), zero=1, sequence_length=0)
-    places = ({"node": 2, "device": 0}, {"node": 0, "device": 0}, {"node": 0, "device": 1})
-    rows = tuple(row.model_copy(update=place) for row, place in zip(plan.placement, places, strict=True))
+    places = (
+        {"node": 2, "device": 0},
+        {"node": 0, "device": 0},
+        {"node": 0, "device": 1},
+    )
+    rows = tuple(
+        row.model_copy(update=place)
+        for row, place in zip(plan.placement, places, strict=True)
+    )
     device = DeviceSpec(id="cpu", memory_bytes=1 << 30)
     slow = NodeGroup(name="slow", device=device, nodes=2, devices_per_node=2)
-    cluster = Cluster(node_groups=(slow, NodeGroup(name="fast", device=device, nodes=1, devices_per_node=1)))
+    cluster = Cluster(
+        node_groups=(
+            slow,
+            NodeGroup(name="fast", device=device, nodes=1, devices_per_node=1),
+        )
+    )
     request = plan.request.model_copy(update={"cluster": cluster})
     return plan.model_copy(update={"placement": rows, "request": request})
 
@@ -38,16 +50,34 @@ def test_nodes_of_different_sizes_train_as_one_process(tmp_path: Path) -> None:
     plan = _on_unequal_nodes([layer.name for layer in source.cut().layers])
     path = tmp_path / "plan.json"
     path.write_text(plan.model_dump_json(by_alias=True))
-    settings = {"steps": STEPS, "learning_rate": 1e-3, "data": "synthetic", "device": "cpu", "timeout_seconds": 60.0}
+    settings = {
+        "steps": STEPS,
+        "learning_rate": 1e-3,
+        "data": "synthetic",
+        "device": "cpu",
+        "timeout_seconds": 60.0,
+    }
     started = node_commands(plan, path, model=source.name, **settings)  # type: ignore[arg-type]
-    assert [(each.group, each.processes) for each in started] == [("fast", 1), ("slow", 2)]
+    assert [(each.group, each.processes) for each in started] == [
+        ("fast", 1),
+        ("slow", 2),
+    ]
     search = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": search, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PATH": search,
+        "MASTER_ADDR": "127.0.0.1",
+        "OMP_NUM_THREADS": "1",
+    }
     port = str(free_port())
     agents = []
     for each in started:
         text = f"exec {each.text.replace(str(MASTER_PORT), port)}"
-        agents.append(subprocess.Popen(text, shell=True, env=environment, cwd=tmp_path, stderr=subprocess.PIPE))
+        agents.append(
+            subprocess.Popen(
+                text, shell=True, env=environment, cwd=tmp_path, stderr=subprocess.PIPE
+            )
+        )
     try:
         told = [agent.communicate(timeout=300)[1] for agent in agents]
     finally:
@@ -55,9 +85,16 @@ def test_nodes_of_different_sizes_train_as_one_process(tmp_path: Path) -> None:
             agent.terminate()
     assert [agent.returncode for agent in agents] == [0, 0], told
     measured = read(MeasuredRun, tmp_path / "measured.json")
-    expected = train_reference(plan, source, steps=STEPS, data="synthetic", learning_rate=1e-3)
+    expected = train_reference(
+        plan, source, steps=STEPS, data="synthetic", learning_rate=1e-3
+    )
     assert measured.losses == pytest.approx(expected.losses, abs=1e-5)
     forwards = [
-        [one.action for one in measured.actions if (one.rank, one.action[:2]) == (rank, "0F")] for rank in (0, 2)
+        [
+            one.action
+            for one in measured.actions
+            if (one.rank, one.action[:2]) == (rank, "0F")
+        ]
+        for rank in (0, 2)
     ]
     assert forwards == [["0F0", "0F1"], ["0F0"]]

@@ -31,9 +31,13 @@ TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def results(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(
+    servers: Servers, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """All runs, on four ranks."""
-    return servers.run("tests.torchrun.resume_cases", 4, tmp_path_factory.mktemp("resume"))
+    return servers.run(
+        "tests.torchrun.resume_cases", 4, tmp_path_factory.mktemp("resume")
+    )
 
 
 def test_the_same_layout_goes_on_bit_for_bit(results: dict[str, Any]) -> None:
@@ -74,15 +78,26 @@ def test_shards_of_replicas_move_between_layouts(results: dict[str, Any]) -> Non
     assert runs["straight"][2] - runs["straight"][-1] > 100 * TOLERANCE, "it does train"
 
 
-def test_shards_of_replicas_go_on_bit_for_bit(results: dict[str, Any], tmp_path: Path) -> None:
+def test_shards_of_replicas_go_on_bit_for_bit(
+    results: dict[str, Any], tmp_path: Path
+) -> None:
     """With master copies, in the same layout; and every rank keeps a quarter, as a dry run tells."""
     assert results["sharded"]["equal"]
     source = source_of("tied-llama", tmp_path)
-    (kind,) = dry_run(plan_of(source, {**LAYOUTS["dp4-zero3"], "precision": "bf16-mixed"}), source).ranks
+    (kind,) = dry_run(
+        plan_of(source, {**LAYOUTS["dp4-zero3"], "precision": "bf16-mixed"}), source
+    ).ranks
     assert kind.ranks == (0, 1, 2, 3)
     for held in results["sharded"]["held"]:
-        assert held["parameters_bytes"] == held["gradients_bytes"] == kind.built.parameters_bytes
-        assert abs(held["optimizer_bytes"] - kind.built.optimizer_bytes) <= kind.tolerance_bytes
+        assert (
+            held["parameters_bytes"]
+            == held["gradients_bytes"]
+            == kind.built.parameters_bytes
+        )
+        assert (
+            abs(held["optimizer_bytes"] - kind.built.optimizer_bytes)
+            <= kind.tolerance_bytes
+        )
 
 
 def test_weights_are_written_whole_from_any_layout(results: dict[str, Any]) -> None:
@@ -99,12 +114,21 @@ def test_states_in_8_bits_go_on(results: dict[str, Any], tmp_path: Path) -> None
     assert runs["again"] == runs["straight"][2:]
     assert runs["equal"]
     assert runs["moved"] == pytest.approx(runs["straight"][2:], abs=10 * TOLERANCE)
-    assert runs["straight"][0] - runs["straight"][-1] > 1000 * TOLERANCE, "it does train"
+    assert runs["straight"][0] - runs["straight"][-1] > 1000 * TOLERANCE, (
+        "it does train"
+    )
     source = source_of("tied-llama", tmp_path)
-    (kind,) = dry_run(plan_of(source, {**LAYOUTS["dp4-zero3"], "optimizer": "adam-8bit"}), source).ranks
+    (kind,) = dry_run(
+        plan_of(source, {**LAYOUTS["dp4-zero3"], "optimizer": "adam-8bit"}), source
+    ).ranks
     for held in runs["held"]:
-        assert abs(held["optimizer_bytes"] - kind.built.optimizer_bytes) <= kind.tolerance_bytes
-        assert held["optimizer_bytes"] < held["parameters_bytes"], "a state of fp32 alone has as many"
+        assert (
+            abs(held["optimizer_bytes"] - kind.built.optimizer_bytes)
+            <= kind.tolerance_bytes
+        )
+        assert held["optimizer_bytes"] < held["parameters_bytes"], (
+            "a state of fp32 alone has as many"
+        )
 
 
 def test_the_loss_scale_and_tied_parameters_go_on(results: dict[str, Any]) -> None:
@@ -115,7 +139,9 @@ def test_the_loss_scale_and_tied_parameters_go_on(results: dict[str, Any]) -> No
     assert 1 < runs["scale"] < INITIAL_SCALE
 
 
-def test_every_replica_goes_on_with_the_statistics_of_the_first(results: dict[str, Any]) -> None:
+def test_every_replica_goes_on_with_the_statistics_of_the_first(
+    results: dict[str, Any],
+) -> None:
     """Each has kept its own of its own samples; the checkpoint holds those of the first."""
     runs = results["statistics"]
     first, *others = runs["before"]
@@ -137,10 +163,14 @@ def test_every_rank_is_told_why_a_resume_is_refused(results: dict[str, Any]) -> 
     assert "are 5, and the checkpoint has 10 trained" in told["beyond"]
     assert "trained with adamw, this run has adam" in told["other"]
     assert ".distcp is not as it was written" in told["damaged"]
-    assert not any(each.startswith("[") for each in told.values()), "the same on all ranks"
+    assert not any(each.startswith("[") for each in told.values()), (
+        "the same on all ranks"
+    )
 
 
-def test_a_dry_run_tells_what_every_rank_holds(results: dict[str, Any], tmp_path: Path) -> None:
+def test_a_dry_run_tells_what_every_rank_holds(
+    results: dict[str, Any], tmp_path: Path
+) -> None:
     """Of pipeline and tensor parallelism, to the byte."""
     source = source_of("tied-llama", tmp_path)
     kinds = dry_run(plan_of(source, LAYOUTS["pp2-tp2"]), source).ranks
@@ -153,13 +183,34 @@ def test_a_dry_run_tells_what_every_rank_holds(results: dict[str, Any], tmp_path
 def test_sigterm_leaves_a_checkpoint(tmp_path: Path) -> None:
     """Told to stop, the command ends with 143 after the step at hand, whose checkpoint is whole."""
     source = source_of("mlp", tmp_path)
-    plan = make_plan([layer.name for layer in source.cut().layers], (2, 4), sequence_length=0)
+    plan = make_plan(
+        [layer.name for layer in source.cut().layers], (2, 4), sequence_length=0
+    )
     path, folder = tmp_path / "plan.json", tmp_path / "checkpoints"
     path.write_text(plan.model_dump_json(by_alias=True))
-    command = [sys.executable, "-m", "planner.cli.main", "run", str(path), "--model", source.name]
-    command += ["--steps", "100000", "--data", "synthetic", "--device", "cpu", "--timeout", "60"]
+    command = [
+        sys.executable,
+        "-m",
+        "planner.cli.main",
+        "run",
+        str(path),
+        "--model",
+        source.name,
+    ]
+    command += [
+        "--steps",
+        "100000",
+        "--data",
+        "synthetic",
+        "--device",
+        "cpu",
+        "--timeout",
+        "60",
+    ]
     command += ["--checkpoint-dir", str(folder), "-o", str(tmp_path / "measured.json")]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stderr is not None
         assert process.stderr.readline().startswith("step    0")
         process.send_signal(signal.SIGTERM)
@@ -170,9 +221,15 @@ def test_sigterm_leaves_a_checkpoint(tmp_path: Path) -> None:
     assert damaged(kept, manifest) == []
     assert f"after {manifest.step} steps, kept in {kept}" in told
     steps = [line for line in told.splitlines() if line.startswith("step ")]
-    assert int(steps[-1].split()[1]) + 1 == manifest.step if steps else manifest.step == 1
+    assert (
+        int(steps[-1].split()[1]) + 1 == manifest.step if steps else manifest.step == 1
+    )
     left = read(MeasuredRun, tmp_path / "measured.json")
-    assert (left.unfinished, left.steps, len(left.ranks)) == ("it was told to stop", manifest.step, 2)
+    assert (left.unfinished, left.steps, len(left.ranks)) == (
+        "it was told to stop",
+        manifest.step,
+        2,
+    )
     _check_nothing_left(command[3:], manifest.step, tmp_path / "measured.json")
 
 
@@ -182,7 +239,9 @@ def _check_nothing_left(arguments: list[str], steps: int, report: Path) -> None:
     arguments[arguments.index("100000")] = str(steps)
     with mock.patch.object(launch, "Torchrun", None):
         assert main([*arguments, "--resume"]) == 0
-        assert main([*arguments[:-2], "--resume", "--seed", "1"]) == 2, "of another training"
+        assert main([*arguments[:-2], "--resume", "--seed", "1"]) == 2, (
+            "of another training"
+        )
     assert report.read_bytes() == before
 
 
@@ -198,10 +257,16 @@ def hanging_later(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(output, targets)
 
 
-def test_a_step_longer_than_the_grace_keeps_the_checkpoint_before(tmp_path: Path) -> None:
+def test_a_step_longer_than_the_grace_keeps_the_checkpoint_before(
+    tmp_path: Path,
+) -> None:
     """Told to stop in such a step, the run leaves in time, says so, and names what is kept."""
     source = source_of("mlp", tmp_path)
-    plan = make_plan([layer.name for layer in source.cut().layers], sequence_length=0, micro_batches=1)
+    plan = make_plan(
+        [layer.name for layer in source.cut().layers],
+        sequence_length=0,
+        micro_batches=1,
+    )
     folder, told = tmp_path / "checkpoints", list[float]()
 
     def log(line: str) -> None:
@@ -209,7 +274,10 @@ def test_a_step_longer_than_the_grace_keeps_the_checkpoint_before(tmp_path: Path
             told.append(time.monotonic())
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with pytest.raises(StoppedError, match=r"within the grace of 5 seconds, and are lost; kept is .*step-0000000\d"):
+    with pytest.raises(
+        StoppedError,
+        match=r"within the grace of 5 seconds, and are lost; kept is .*step-0000000\d",
+    ):
         run_plan(
             plan,
             model=source.name,

@@ -19,11 +19,17 @@ FLOAT8_GRADIENT = 0.03
 
 
 @pytest.fixture(scope="module")
-def results(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(
+    servers: Servers, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """Of all cases, on both numbers of ranks."""
     found: dict[str, Any] = {}
     for ranks in CASES:
-        found |= servers.run("tests.torchrun.split_cases", ranks, tmp_path_factory.mktemp(f"ranks{ranks}"))
+        found |= servers.run(
+            "tests.torchrun.split_cases",
+            ranks,
+            tmp_path_factory.mktemp(f"ranks{ranks}"),
+        )
     return found
 
 
@@ -38,13 +44,17 @@ def test_splits_train_as_one_process(case: str, results: dict[str, Any]) -> None
     assert outcome["moved"] > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("case", [name for cases in IN_FLOAT8.values() for name in cases])
+@pytest.mark.parametrize(
+    "case", [name for cases in IN_FLOAT8.values() for name in cases]
+)
 def test_splits_train_as_one_process_in_fp8(case: str, results: dict[str, Any]) -> None:
     """Tensors that ranks hold parts of are cast by the scale of the whole; a pipeline, whose backward may be split,
     changes no bit."""
     outcome = results[case]
     assert outcome["names"]
     assert outcome["loss"] <= FLOAT8_LOSS.get(case, 5e-4)
-    assert outcome["validation"] <= (1e-6 if case == "fp8-pp2" else FLOAT8_GRADIENT), "of parameters that far apart"
+    assert outcome["validation"] <= (1e-6 if case == "fp8-pp2" else FLOAT8_GRADIENT), (
+        "of parameters that far apart"
+    )
     assert outcome["parameters"] <= (0 if case == "fp8-pp2" else FLOAT8_GRADIENT)
     assert outcome["moved"] > 0.2

@@ -51,13 +51,17 @@ OWN_STATISTICS = {"dp2-resnet-fp16-mixed", "dp2-wide-bf16-mixed-zero3"}
 
 
 @pytest.fixture(scope="module")
-def two_ranks(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def two_ranks(
+    servers: Servers, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """Results of all cases on two ranks."""
     return servers.run("tests.torchrun.cases", 2, tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
-def four_ranks(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def four_ranks(
+    servers: Servers, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """Results of all cases on four ranks."""
     return servers.run("tests.torchrun.cases", 4, tmp_path_factory.mktemp("four"))
 
@@ -68,7 +72,10 @@ def test_two_ranks_train_as_one_process(case: str, two_ranks: dict[str, Any]) ->
     if case in HALF_TOLERANCE:
         assert two_ranks[case]["names"]
         assert two_ranks[case]["loss"] < HALF_TOLERANCE[case]
-        assert two_ranks[case]["validation"] < HALF_TOLERANCE[case] or case in OWN_STATISTICS
+        assert (
+            two_ranks[case]["validation"] < HALF_TOLERANCE[case]
+            or case in OWN_STATISTICS
+        )
         assert len(set(two_ranks[case]["scales"])) == 1
         assert two_ranks[case]["moved"] > 100 * TOLERANCE
     else:
@@ -82,25 +89,33 @@ def test_schedules_train_as_one_process(case: str, two_ranks: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("case", SPREAD_SCHEDULES)
-def test_schedules_train_as_one_process_on_every_axis(case: str, four_ranks: dict[str, Any]) -> None:
+def test_schedules_train_as_one_process_on_every_axis(
+    case: str, four_ranks: dict[str, Any]
+) -> None:
     """Replicas and shards see split backwards and several stages per rank as they see all others."""
     _check(four_ranks[case])
 
 
 @pytest.mark.parametrize("case", UNEVEN_SHARES)
-def test_uneven_shares_train_as_one_process(case: str, two_ranks: dict[str, Any]) -> None:
+def test_uneven_shares_train_as_one_process(
+    case: str, two_ranks: dict[str, Any]
+) -> None:
     """A replica with more micro-batches counts for more, with and without ZeRO."""
     _check(two_ranks[case])
 
 
 @pytest.mark.parametrize("case", SPREAD_ORDERS)
-def test_orders_of_ranks_train_as_one_process(case: str, four_ranks: dict[str, Any]) -> None:
+def test_orders_of_ranks_train_as_one_process(
+    case: str, four_ranks: dict[str, Any]
+) -> None:
     """Whichever rank holds which part; with uneven shares too."""
     _check(four_ranks[case])
 
 
 @pytest.mark.parametrize("case", piece_cases.TWO_RANKS)
-def test_pieces_of_sequences_train_as_one_process(case: str, two_ranks: dict[str, Any]) -> None:
+def test_pieces_of_sequences_train_as_one_process(
+    case: str, two_ranks: dict[str, Any]
+) -> None:
     """Chunks give their gradients to the keys and values of earlier chunks, context ranks to each other's."""
     if case in HALF_TOLERANCE:
         assert two_ranks[case]["names"]
@@ -111,14 +126,19 @@ def test_pieces_of_sequences_train_as_one_process(case: str, two_ranks: dict[str
 
 
 @pytest.mark.parametrize("case", piece_cases.FOUR_RANKS)
-def test_pieces_of_sequences_train_as_one_process_on_every_axis(case: str, four_ranks: dict[str, Any]) -> None:
+def test_pieces_of_sequences_train_as_one_process_on_every_axis(
+    case: str, four_ranks: dict[str, Any]
+) -> None:
     """They go together with replicas, stages, shards, experts and ZeRO."""
     _check(four_ranks[case])
 
 
 def test_every_runnable_schedule_has_a_case() -> None:
     """The flag in the catalogue is a promise."""
-    of_pieces = {str(case.options.get("schedule", "1f1b")) for case in piece_cases.TWO_RANKS.values()}
+    of_pieces = {
+        str(case.options.get("schedule", "1f1b"))
+        for case in piece_cases.TWO_RANKS.values()
+    }
     assert {"gpipe", *SCHEDULES, *of_pieces} == set(names(runnable_only=True))
 
 
@@ -132,8 +152,12 @@ def test_fp16_skips_and_trains_as_one_process(four_ranks: dict[str, Any]) -> Non
     """Replicas and stages skip the steps that `GradScaler` skips in one process, and train in the others."""
     result = four_ranks["dp2-pp2-fp16-mixed"]
     assert len(set(result["scales"])) == 1
-    assert INITIAL_SCALE / 2 ** OVERFLOWING["steps"] < result["scales"][0] < INITIAL_SCALE
-    assert result["moved"] > 5e-4, "one step of AdamW moves a parameter by no more than its rate, 3e-4"
+    assert (
+        INITIAL_SCALE / 2 ** OVERFLOWING["steps"] < result["scales"][0] < INITIAL_SCALE
+    )
+    assert result["moved"] > 5e-4, (
+        "one step of AdamW moves a parameter by no more than its rate, 3e-4"
+    )
     assert result["names"]
     assert result["loss"] < FP16_TOLERANCE
     assert result["validation"] < FP16_TOLERANCE
@@ -152,6 +176,12 @@ def _check(result: dict[str, Any]) -> None:
     assert result["loss"] < TOLERANCE
     assert result["validation"] < TOLERANCE
     assert result["parameters"] < TOLERANCE
-    assert result["statistics"] < TOLERANCE, "batch norm must see every micro-batch once, and nothing else"
-    assert result["moved"] > 100 * TOLERANCE, "a run that changes nothing would agree with any other"
-    assert result["received"] == 0, "buffers live while their micro-batch is in flight; torch keeps them for ever"
+    assert result["statistics"] < TOLERANCE, (
+        "batch norm must see every micro-batch once, and nothing else"
+    )
+    assert result["moved"] > 100 * TOLERANCE, (
+        "a run that changes nothing would agree with any other"
+    )
+    assert result["received"] == 0, (
+        "buffers live while their micro-batch is in flight; torch keeps them for ever"
+    )

@@ -24,7 +24,9 @@ HALF_TOLERANCE = {
 
 
 @pytest.fixture(scope="module")
-def results(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(
+    servers: Servers, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """All runs, on four ranks."""
     return servers.run("tests.torchrun.zero_cases", 4, tmp_path_factory.mktemp("zero"))
 
@@ -38,7 +40,9 @@ def test_zero_trains_as_one_process(case: str, results: dict[str, Any]) -> None:
     assert result["loss"] < TOLERANCE
     assert result["parameters"] < TOLERANCE
     assert result["validation"] < TOLERANCE
-    assert result["moved"] > 100 * TOLERANCE, "a run that changes nothing would agree with any other"
+    assert result["moved"] > 100 * TOLERANCE, (
+        "a run that changes nothing would agree with any other"
+    )
 
 
 @pytest.mark.parametrize("case", [*HALF, *OFFLOADED_IN_HALF])
@@ -57,4 +61,6 @@ def test_offloaded_states_move_between_layouts(results: dict[str, Any]) -> None:
     """From the host to the device and back, under other splits: one training."""
     runs = results["resumed"]
     assert runs["losses"] == pytest.approx(runs["straight"], abs=TOLERANCE)
-    assert abs(runs["straight"][1] - runs["straight"][2]) > 100 * TOLERANCE, "another step would be noticed"
+    assert abs(runs["straight"][1] - runs["straight"][2]) > 100 * TOLERANCE, (
+        "another step would be noticed"
+    )

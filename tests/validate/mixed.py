@@ -8,9 +8,24 @@ from typing import Any
 
 from planner import __version__
 from planner.schedule import build
-from planner.spec import Cluster, Layout, ModelProfile, NodeGroup, Plan, PlanRequest, digest
+from planner.spec import (
+    Cluster,
+    Layout,
+    ModelProfile,
+    NodeGroup,
+    Plan,
+    PlanRequest,
+    digest,
+)
 from planner.spec.cluster import Link
-from planner.spec.plan import Breakdown, PlannedLayer, Prediction, RankPlacement, SearchReport, Stage
+from planner.spec.plan import (
+    Breakdown,
+    PlannedLayer,
+    Prediction,
+    RankPlacement,
+    SearchReport,
+    Stage,
+)
 from planner.spec.profile import Measurement
 from planner.validate.facts import facts_of
 from planner.validate.prediction import recompute
@@ -21,21 +36,36 @@ FORWARD_FLOPS = 10**11
 """Of one layer and micro-batch: a millisecond on a device of `tests.builders`, and so are both its gradients."""
 
 
-def counted(layers: int = 4, shared: Sequence[tuple[tuple[int, ...], int]] = (), **costs: Any) -> ModelProfile:
+def counted(
+    layers: int = 4, shared: Sequence[tuple[tuple[int, ...], int]] = (), **costs: Any
+) -> ModelProfile:
     """Equal layers whose FLOPs are counted, and no seconds measured."""
-    return as_counted(profile(draft_layer(flops=FORWARD_FLOPS, optimizer=None, **costs) * layers, shared=shared))
+    return as_counted(
+        profile(
+            draft_layer(flops=FORWARD_FLOPS, optimizer=None, **costs) * layers,
+            shared=shared,
+        )
+    )
 
 
 def as_counted(measured: ModelProfile) -> ModelProfile:
     """The same without seconds, for devices that differ."""
-    known = {id(one.measurements): tuple(map(_counted, one.measurements)) for one in measured.layers}
-    layers = [one.model_copy(update={"measurements": known[id(one.measurements)]}) for one in measured.layers]
+    known = {
+        id(one.measurements): tuple(map(_counted, one.measurements))
+        for one in measured.layers
+    }
+    layers = [
+        one.model_copy(update={"measurements": known[id(one.measurements)]})
+        for one in measured.layers
+    ]
     return measured.model_copy(update={"device": "counted", "layers": tuple(layers)})
 
 
 def _counted(row: Measurement) -> Measurement:
     names = ("forward", "backward_input", "backward_weight", "recompute", "optimizer")
-    return row.model_copy(update={"source": "counted", **{f"{name}_seconds": None for name in names}})
+    return row.model_copy(
+        update={"source": "counted", **{f"{name}_seconds": None for name in names}}
+    )
 
 
 _INSIDE, _BETWEEN = link(), link(1e10)
@@ -67,15 +97,24 @@ def group(
     )
 
 
-def placed(layout: Layout, places: Sequence[tuple[int, int]]) -> tuple[RankPlacement, ...]:
+def placed(
+    layout: Layout, places: Sequence[tuple[int, int]]
+) -> tuple[RankPlacement, ...]:
     """Ranks in the layout's order on these devices, each (node, device)."""
-    pipeline, data = range(layout.pipeline_parallel_degree), range(layout.data_parallel_degree)
+    pipeline, data = (
+        range(layout.pipeline_parallel_degree),
+        range(layout.data_parallel_degree),
+    )
     cells = (
         list(product(pipeline, data))
         if layout.rank_order == "tp-cp-dp-pp"
         else [(stage, replica) for replica, stage in product(data, pipeline)]
     )
-    grid = product(cells, range(layout.context_parallel_degree), range(layout.tensor_parallel_degree))
+    grid = product(
+        cells,
+        range(layout.context_parallel_degree),
+        range(layout.tensor_parallel_degree),
+    )
     return tuple(
         RankPlacement(
             rank=rank,
@@ -85,13 +124,18 @@ def placed(layout: Layout, places: Sequence[tuple[int, int]]) -> tuple[RankPlace
             data=replica,
             context=context,
             tensor=tensor,
-            expert=(replica * layout.context_parallel_degree + context) % layout.expert_parallel_degree,
+            expert=(replica * layout.context_parallel_degree + context)
+            % layout.expert_parallel_degree,
         )
-        for rank, (((stage, replica), context, tensor), (node, index)) in enumerate(zip(grid, places, strict=True))
+        for rank, (((stage, replica), context, tensor), (node, index)) in enumerate(
+            zip(grid, places, strict=True)
+        )
     )
 
 
-def devices_of(groups: Sequence[NodeGroup], order: Sequence[int] | None = None) -> list[tuple[int, int]]:
+def devices_of(
+    groups: Sequence[NodeGroup], order: Sequence[int] | None = None
+) -> list[tuple[int, int]]:
     """(node, device) of every device of these groups in the order of use; None: all, as they stand."""
     starts = [sum(one.nodes for one in groups[:place]) for place in range(len(groups))]
     return [
@@ -150,8 +194,12 @@ def planned(
     return draft.model_copy(update={"prediction": prediction, "search": proven})
 
 
-def _stages(model: ModelProfile, sizes: Sequence[int], placement: Sequence[RankPlacement]) -> tuple[Stage, ...]:
-    layers = iter(PlannedLayer(name=one.name, modules=one.modules) for one in model.layers)
+def _stages(
+    model: ModelProfile, sizes: Sequence[int], placement: Sequence[RankPlacement]
+) -> tuple[Stage, ...]:
+    layers = iter(
+        PlannedLayer(name=one.name, modules=one.modules) for one in model.layers
+    )
     return tuple(
         Stage(
             index=index,

@@ -21,7 +21,9 @@ def numbers(name: str) -> tuple[Numbers, ...]:
     entry = find(name)
     virtual = [each for each in range(1, 5) if entry.takes_virtual_stages(each)]
     chunks = (1, 2, 4) if entry.takes_sequence_chunks else (1,)
-    every = (Numbers(*each) for each in product(range(1, 6), range(1, 13), virtual, chunks))
+    every = (
+        Numbers(*each) for each in product(range(1, 6), range(1, 13), virtual, chunks)
+    )
     return tuple(shape for shape in every if _takes(name, shape))
 
 

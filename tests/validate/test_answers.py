@@ -25,13 +25,25 @@ def model() -> ModelProfile:
         "exchange": 2_000_000,
         "modes": ("none", "full"),
     }
-    return profile(layer(parameters=100_000, output=100_000, **costs) * 4, degrees=(1, 2), sizes=(1, 2))
+    return profile(
+        layer(parameters=100_000, output=100_000, **costs) * 4,
+        degrees=(1, 2),
+        sizes=(1, 2),
+    )
 
 
 def machines() -> Cluster:
     """Two nodes of four devices that have a price."""
-    found = cluster(8, nodes=2, memory_bytes=60_000_000, intra=link(1e11, 1e-6), inter=link(1e10, 1e-5))
-    return Cluster(node_groups=(found.node_groups[0].model_copy(update={"price_per_hour": 2.0}),))
+    found = cluster(
+        8,
+        nodes=2,
+        memory_bytes=60_000_000,
+        intra=link(1e11, 1e-6),
+        inter=link(1e10, 1e-5),
+    )
+    return Cluster(
+        node_groups=(found.node_groups[0].model_copy(update={"price_per_hour": 2.0}),)
+    )
 
 
 def step(objective: str) -> Job:
@@ -44,7 +56,10 @@ def step(objective: str) -> Job:
 @cache
 def valid(objective: str) -> Plan:
     """A plan with every answer."""
-    found = plan(request(model(), machines(), step(objective), pareto=True, explain="full"), model())
+    found = plan(
+        request(model(), machines(), step(objective), pareto=True, explain="full"),
+        model(),
+    )
     assert isinstance(found, Plan)
     return found
 
@@ -80,16 +95,52 @@ def twice(number: float) -> float:
 
 
 LIES = {
-    "a token is dearer": ("step_time", replaced("cost_per_token", twice), "cost_per_token"),
+    "a token is dearer": (
+        "step_time",
+        replaced("cost_per_token", twice),
+        "cost_per_token",
+    ),
     "no price of a token": ("cost", replaced("cost_per_token", None), "cost_per_token"),
-    "point of other devices": ("step_time", replaced("pareto.0.devices", twice), "pareto[0].devices"),
-    "point that does not fit": ("step_time", replaced("pareto.0.peak_bytes", 10**9), "pareto[0].peak_bytes"),
-    "point of another price": ("step_time", replaced("pareto.0.cost_per_token", twice), "pareto[0].cost_per_token"),
-    "point of another batch": ("step_time", replaced("pareto.0.micro_batches", twice), "pareto[0].micro_batches"),
-    "point without a stage": ("step_time", replaced("pareto.0.layers_per_stage", [4, 4]), "pareto[0].layers_per_stage"),
-    "gain of another step": ("step_time", replaced("relaxations.0.step_seconds", twice), "relaxations[0].gain"),
-    "gain that is none": ("step_time", replaced("relaxations.0.gain", -0.1), "relaxations[0].gain"),
-    "verdict turned": ("step_time", replaced("sensitivity.0.holds", lambda holds: not holds), "sensitivity[0].holds"),
+    "point of other devices": (
+        "step_time",
+        replaced("pareto.0.devices", twice),
+        "pareto[0].devices",
+    ),
+    "point that does not fit": (
+        "step_time",
+        replaced("pareto.0.peak_bytes", 10**9),
+        "pareto[0].peak_bytes",
+    ),
+    "point of another price": (
+        "step_time",
+        replaced("pareto.0.cost_per_token", twice),
+        "pareto[0].cost_per_token",
+    ),
+    "point of another batch": (
+        "step_time",
+        replaced("pareto.0.micro_batches", twice),
+        "pareto[0].micro_batches",
+    ),
+    "point without a stage": (
+        "step_time",
+        replaced("pareto.0.layers_per_stage", [4, 4]),
+        "pareto[0].layers_per_stage",
+    ),
+    "gain of another step": (
+        "step_time",
+        replaced("relaxations.0.step_seconds", twice),
+        "relaxations[0].gain",
+    ),
+    "gain that is none": (
+        "step_time",
+        replaced("relaxations.0.gain", -0.1),
+        "relaxations[0].gain",
+    ),
+    "verdict turned": (
+        "step_time",
+        replaced("sensitivity.0.holds", lambda holds: not holds),
+        "sensitivity[0].holds",
+    ),
     "nobody overtakes": (
         "step_time",
         replaced("sensitivity.0.overtakes", [{"alternative": 99, "change": 3.0}]),
@@ -112,16 +163,25 @@ def test_a_point_that_another_beats_is_named() -> None:
     """A point that is told twice, the second time slower, is none."""
     document = valid("step_time").to_json()
     point = document["pareto"][0]
-    slower = {**point, "step_seconds": 2 * point["step_seconds"], "cost_per_token": 2 * point["cost_per_token"]}
+    slower = {
+        **point,
+        "step_seconds": 2 * point["step_seconds"],
+        "cost_per_token": 2 * point["cost_per_token"],
+    }
     document["pareto"].append(slower)
     problems = check(parse(Plan, document), model()).problems
-    assert f"pareto[{len(document['pareto']) - 1}]: pareto[0] is as good or better in everything." in problems
+    assert (
+        f"pareto[{len(document['pareto']) - 1}]: pareto[0] is as good or better in everything."
+        in problems
+    )
 
 
 def test_a_missed_deadline_is_named() -> None:
     """A step behind the deadline of the plan's own job."""
     document = valid("devices").to_json()
-    document["request"]["job"]["deadline_seconds"] = document["prediction"]["step_seconds"] / 2
+    document["request"]["job"]["deadline_seconds"] = (
+        document["prediction"]["step_seconds"] / 2
+    )
     problems = check(parse(Plan, document), model()).problems
     assert any("is behind the deadline" in problem for problem in problems)
 

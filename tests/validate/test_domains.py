@@ -37,7 +37,9 @@ def model(degree: int = 8) -> ModelProfile:
 
 def planned(cluster: Cluster, batch: int, **degrees: int) -> Plan:
     """The plan of these degrees."""
-    asked = request(known := model(degrees["tensor_parallel_degree"]), cluster, job(batch=batch))
+    asked = request(
+        known := model(degrees["tensor_parallel_degree"]), cluster, job(batch=batch)
+    )
     found = plan_layout(asked, known, PredictionLayout(**degrees))
     assert isinstance(found, Plan)
     return found
@@ -48,10 +50,16 @@ def test_tensor_groups_of_eight_use_the_links_of_the_rack() -> None:
     layout = Layout(data_parallel_degree=18, tensor_parallel_degree=8)
     work = workload(model(), TWO_RACKS, job(batch=18))
     groups = groups_of(layout, work.domain_devices)
-    assert (groups.tensor.nodes, groups.data.nodes, groups.data.ranks_per_node) == (1, 2, 9)
+    assert (groups.tensor.nodes, groups.data.nodes, groups.data.ranks_per_node) == (
+        1,
+        2,
+        9,
+    )
     cost = layout_costs(work, layout).layers[0]["none"]
     hops = work.intra_node.latency_seconds + work.constants.collective_seconds
-    assert cost.communication_ticks * 1e-9 == pytest.approx(2 * 2 * 7 / 8 * BYTES / NVLINK, abs=40 * hops)
+    assert cost.communication_ticks * 1e-9 == pytest.approx(
+        2 * 2 * 7 / 8 * BYTES / NVLINK, abs=40 * hops
+    )
 
 
 def test_data_groups_over_two_racks_use_the_network_between_them() -> None:
@@ -59,7 +67,9 @@ def test_data_groups_over_two_racks_use_the_network_between_them() -> None:
     found = planned(TWO_RACKS, 18, data_parallel_degree=18, tensor_parallel_degree=8)
     gradients = 4 * BYTES / 8
     seconds = 2 * (8 / 9 * gradients / NVLINK + 1 / 2 * gradients / 9 / NETWORK)
-    assert found.prediction.breakdown.data_parallel_seconds == pytest.approx(seconds, rel=0.05)
+    assert found.prediction.breakdown.data_parallel_seconds == pytest.approx(
+        seconds, rel=0.05
+    )
     assert {row.node for row in found.placement} == set(range(36))
 
 
@@ -67,8 +77,16 @@ def test_data_groups_over_two_racks_use_the_network_between_them() -> None:
     "degrees",
     [
         {"data_parallel_degree": 18, "tensor_parallel_degree": 8},
-        {"data_parallel_degree": 9, "tensor_parallel_degree": 8, "pipeline_parallel_degree": 2},
-        {"data_parallel_degree": 36, "tensor_parallel_degree": 1, "pipeline_parallel_degree": 4},
+        {
+            "data_parallel_degree": 9,
+            "tensor_parallel_degree": 8,
+            "pipeline_parallel_degree": 2,
+        },
+        {
+            "data_parallel_degree": 36,
+            "tensor_parallel_degree": 1,
+            "pipeline_parallel_degree": 4,
+        },
         {"data_parallel_degree": 2, "tensor_parallel_degree": 72, "zero_stage": 1},
     ],
 )
@@ -81,7 +99,12 @@ def test_the_check_agrees(degrees: dict[str, int]) -> None:
 def test_one_rack_has_no_second_level() -> None:
     """Groups of a cluster inside one rack are as fast over several nodes as on one node of as many devices."""
     many, one = (
-        Cluster(node_groups=(NodeGroup(device=RACK, nodes=nodes, devices_per_node=72 // nodes),)) for nodes in (18, 1)
+        Cluster(
+            node_groups=(
+                NodeGroup(device=RACK, nodes=nodes, devices_per_node=72 // nodes),
+            )
+        )
+        for nodes in (18, 1)
     )
     layout = {"data_parallel_degree": 9, "tensor_parallel_degree": 8}
     predictions = [planned(cluster, 9, **layout).prediction for cluster in (many, one)]

@@ -27,7 +27,11 @@ from tests.builders import device, request
 from tests.cost.test_compute import row
 
 sizes = st.sampled_from([16, 48, 64, 65])
-H100 = device(peak_flops_per_second={"bf16": 1e15, "fp8": 2e15}, achievable_fraction=0.8, launch_seconds=2e-6)
+H100 = device(
+    peak_flops_per_second={"bf16": 1e15, "fp8": 2e15},
+    achievable_fraction=0.8,
+    launch_seconds=2e-6,
+)
 
 
 @st.composite
@@ -71,8 +75,16 @@ fitted = st.builds(
 )
 
 
-@given(rows(), st.booleans(), st.sampled_from([DYNAMIC, DELAYED]), fitted, st.sampled_from([1, 2]))
-def test_both_hands_agree(one: Measurement, is_last: bool, casts: Fp8Casts, constants: Constants, chunks: int) -> None:
+@given(
+    rows(),
+    st.booleans(),
+    st.sampled_from([DYNAMIC, DELAYED]),
+    fitted,
+    st.sampled_from([1, 2]),
+)
+def test_both_hands_agree(
+    one: Measurement, is_last: bool, casts: Fp8Casts, constants: Constants, chunks: int
+) -> None:
     """Which products run in fp8, what is exchanged, and the seconds of every pass, of whole sequences and of chunks."""
     first = told_fp8(one, "bf16", casts, is_last=is_last)
     second = low_precision_row(one, "bf16", casts, is_output=is_last)
@@ -80,7 +92,12 @@ def test_both_hands_agree(one: Measurement, is_last: bool, casts: Fp8Casts, cons
     mine = in_chunks(first, H100, "bf16", constants, chunks, casts)
     theirs = chunked_seconds(second, Machine(H100, "bf16", constants, casts), chunks)
     for ours, checked in zip(
-        (mine.forward_seconds, mine.backward_input_seconds, mine.backward_weight_seconds, mine.recompute_seconds),
+        (
+            mine.forward_seconds,
+            mine.backward_input_seconds,
+            mine.backward_weight_seconds,
+            mine.recompute_seconds,
+        ),
         theirs,
         strict=True,
     ):
@@ -90,14 +107,29 @@ def test_both_hands_agree(one: Measurement, is_last: bool, casts: Fp8Casts, cons
 def test_plans_in_fp8_hold() -> None:
     """What the search finds for a job in fp8, split over tensor- and pipeline-parallel ranks, the checker recomputes;
     nothing of it holds once the profile's seconds are said to be of another precision."""
-    model = counted_profile("llama-3.2-1b", sequence_length=512, micro_batch_sizes=(1, 2), tensor_parallel_degrees=(2,))
-    nodes = Cluster(node_groups=(NodeGroup(device="h100-sxm5-80gb", nodes=1, devices_per_node=4),))
-    wishes = {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2, "schedule": ("1f1b", "zb-h1")}
-    step = Job(global_batch_size=8, sequence_length=512, precision="fp8", constraints=wishes)
+    model = counted_profile(
+        "llama-3.2-1b",
+        sequence_length=512,
+        micro_batch_sizes=(1, 2),
+        tensor_parallel_degrees=(2,),
+    )
+    nodes = Cluster(
+        node_groups=(NodeGroup(device="h100-sxm5-80gb", nodes=1, devices_per_node=4),)
+    )
+    wishes = {
+        "tensor_parallel_degree": 2,
+        "pipeline_parallel_degree": 2,
+        "schedule": ("1f1b", "zb-h1"),
+    }
+    step = Job(
+        global_batch_size=8, sequence_length=512, precision="fp8", constraints=wishes
+    )
     found = plan(request(model, nodes, step, top=0), model)
     assert isinstance(found, Plan)
     assert check(found, model).ok
-    slower = found.prediction.model_copy(update={"step_seconds": 1.01 * found.prediction.step_seconds})
+    slower = found.prediction.model_copy(
+        update={"step_seconds": 1.01 * found.prediction.step_seconds}
+    )
     assert not check(found.model_copy(update={"prediction": slower}), model).ok
     measured = price(model, catalogue()["h100-sxm5-80gb"].spec)
     refused = check(found, measured).problems
@@ -108,7 +140,16 @@ def linear(m: int = 1024, n: int = 1024, k: int = 1024, **fields: Any) -> Operat
     """A linear layer without bias."""
     moved = 2 * (m * n + n * k + m * k)
     return Operation(
-        **{"kind": "matmul", "count": 1, "flops": 2 * m * n * k, "bytes": moved, "m": m, "n": n, "k": k} | fields
+        **{
+            "kind": "matmul",
+            "count": 1,
+            "flops": 2 * m * n * k,
+            "bytes": moved,
+            "m": m,
+            "n": n,
+            "k": k,
+        }
+        | fields
     )
 
 

@@ -18,7 +18,10 @@ from tests.builders import request
 from tests.validate.instances import Given, given_layouts
 from tests.validate.mixed_instances import layouts_of_alike_replicas, mixed_layouts
 
-UNTOLD = {("search", "seconds"), *(("search", f"layouts_{what}") for what in ("considered", "pruned", "solved"))}
+UNTOLD = {
+    ("search", "seconds"),
+    *(("search", f"layouts_{what}") for what in ("considered", "pruned", "solved")),
+}
 """Numbers that tell how the search went, which only it knows."""
 Place = tuple[str | int, ...]
 
@@ -31,7 +34,10 @@ def planned(instance: Given) -> Plan:
     return found
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=100,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 @given(given_layouts())
 def test_plans_of_any_layout_hold(instance: Given) -> None:
     """All dimensions, all schedules that a plan can tell: every number is the recomputed one."""
@@ -46,7 +52,9 @@ def numbers(part: Any, place: Place = ()) -> Iterator[Place]:
     elif isinstance(part, list):
         for index, value in enumerate(part):
             yield from numbers(value, (*place, index))
-    elif (isinstance(part, int | float) and not isinstance(part, bool)) or place[:1] == ("actions",):
+    elif (isinstance(part, int | float) and not isinstance(part, bool)) or place[
+        :1
+    ] == ("actions",):
         yield place
 
 
@@ -59,35 +67,52 @@ def changed(value: Any, step_seconds: float, up: bool) -> Any:
     return value * (1.001 if up else 0.999) or step_seconds / 1000
 
 
-@settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=80,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 @given(mixed_layouts())
 def test_plans_on_groups_that_differ_hold(instance: Given) -> None:
     """Up to three node groups, both orders of the ranks, shares: every number is the recomputed one."""
     assert check(planned(instance), instance.profile).problems == ()
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 @given(layouts_of_alike_replicas())
 def test_plans_of_alike_replicas_on_groups_that_differ_hold(instance: Given) -> None:
     """Every schedule, several stages per rank, split backwards: every number is the recomputed one."""
     assert check(planned(instance), instance.profile).problems == ()
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=100,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 @given(given_layouts() | mixed_layouts() | layouts_of_alike_replicas(), st.data())
 def test_no_number_can_be_changed(instance: Given, data: st.DataObject) -> None:
     """One number of a plan, drawn from all of them, is changed: the check finds it, or the plan cannot be read."""
     found = planned(instance)
     document = found.to_json()
-    heads = [head for head in document if head not in ("schema_version", "alternatives", "explanation")]
+    heads = [
+        head
+        for head in document
+        if head not in ("schema_version", "alternatives", "explanation")
+    ]
     head = data.draw(st.sampled_from(heads))
-    places = [place for place in numbers(document[head], (head,)) if place[:2] not in UNTOLD]
+    places = [
+        place for place in numbers(document[head], (head,)) if place[:2] not in UNTOLD
+    ]
     assume(places)
     *path, last = data.draw(st.sampled_from(places))
     part: Any = document
     for name in path:
         part = part[name]
-    part[last] = changed(part[last], found.prediction.step_seconds, data.draw(st.booleans()))
+    part[last] = changed(
+        part[last], found.prediction.step_seconds, data.draw(st.booleans())
+    )
     try:
         told = parse(Plan, document)
     except DocumentError:

@@ -22,22 +22,33 @@ def over_groups() -> tuple[Plan, ModelProfile]:
     """Two layers on the fast group, one on the slow one: stages of 2 ms forward, 4 ms backward, four micro-batches."""
     model = counted(3, output=MEGA)
     groups = (group(1, inter=link(1e9, 1e-6)), group(2, inter=link(1e10, 5e-6)))
-    return planned(model, groups, (2, 1), data_parallel_degree=2, schedule="gpipe"), model
+    return planned(
+        model, groups, (2, 1), data_parallel_degree=2, schedule="gpipe"
+    ), model
 
 
 def shares() -> tuple[Plan, ModelProfile]:
     """A fast replica with three micro-batches of 3 ms, a slow one with one of 9 ms; a tenth of the memory, too."""
     model = counted(1, parameters=MEGA, activation=1000)
-    slow = group(3, devices=1, inter=link(1e10, 5e-6), memory_bytes=10**9, reserved_bytes=7)
+    slow = group(
+        3, devices=1, inter=link(1e10, 5e-6), memory_bytes=10**9, reserved_bytes=7
+    )
     groups = (group(1, devices=1, inter=link(1e9, 1e-6)), slow)
-    layout: Document = {"data_parallel_degree": 2, "micro_batch_shares": (3, 1), "schedule": "gpipe"}
+    layout: Document = {
+        "data_parallel_degree": 2,
+        "micro_batch_shares": (3, 1),
+        "schedule": "gpipe",
+    }
     return planned(model, groups, (1,), batch=4, **layout), model
 
 
 def pipelines_in_groups() -> tuple[Plan, ModelProfile]:
     """Every replica is a pipeline within a group, the second half as fast: two and one micro-batches."""
     model = counted(2, output=MEGA, parameters=MEGA, shared=[((0, 1), MEGA // 2)])
-    groups = (group(1, intra=link(1e9, 3e-6)), group(2, intra=link(2e9), inter=link(5e9, 1e-5)))
+    groups = (
+        group(1, intra=link(1e9, 3e-6)),
+        group(2, intra=link(2e9), inter=link(5e9, 1e-5)),
+    )
     layout: Document = {
         "data_parallel_degree": 2,
         "micro_batch_shares": (2, 1),
@@ -50,7 +61,9 @@ def pipelines_in_groups() -> tuple[Plan, ModelProfile]:
 def second_group_first() -> tuple[Plan, ModelProfile]:
     """The last group's devices hold the first stage, the first's the second; the group between them is not used."""
     groups = (group(1), group(4, devices=4, nodes=3), group(2, nodes=2, devices=1))
-    return planned(model := counted(3), groups, (1, 2), order=(2, 0), data_parallel_degree=2), model
+    return planned(
+        model := counted(3), groups, (1, 2), order=(2, 0), data_parallel_degree=2
+    ), model
 
 
 def one_group() -> tuple[Plan, ModelProfile]:
@@ -62,10 +75,15 @@ def one_group() -> tuple[Plan, ModelProfile]:
         "rank_order": "tp-cp-pp-dp",
         "schedule": "gpipe",
     }
-    return planned(model, (group(nodes=2, intra=link(1e9)),), (1, 1), batch=4, **layout), model
+    return planned(
+        model, (group(nodes=2, intra=link(1e9)),), (1, 1), batch=4, **layout
+    ), model
 
 
-CASES = {one.__name__: one for one in (over_groups, shares, pipelines_in_groups, second_group_first, one_group)}
+CASES = {
+    one.__name__: one
+    for one in (over_groups, shares, pipelines_in_groups, second_group_first, one_group)
+}
 
 
 @cache
@@ -88,7 +106,9 @@ def test_pipeline_over_groups() -> None:
     assert prediction.breakdown.compute_seconds == pytest.approx(4 * (2e-3 + 4e-3))
     assert prediction.breakdown.pipeline_seconds == pytest.approx(2 * transfer)
     assert prediction.step_seconds == pytest.approx(5 * (2e-3 + 4e-3) + 2 * transfer)
-    assert prediction.mfu == pytest.approx(8 * 3 * 3e11 / (prediction.step_seconds * 2 * (1e14 + 0.5e14)))
+    assert prediction.mfu == pytest.approx(
+        8 * 3 * 3e11 / (prediction.step_seconds * 2 * (1e14 + 0.5e14))
+    )
 
 
 def test_shares_by_speed() -> None:
@@ -101,13 +121,19 @@ def test_shares_by_speed() -> None:
     assert told.data_parallel_seconds == pytest.approx(reduction, abs=2e-9)
     assert told.optimizer_seconds == pytest.approx(optimizer, abs=1e-9)
     assert told.bubble_seconds == pytest.approx(0, abs=1e-12)
-    assert prediction.mfu == pytest.approx(4 * 3e11 / (prediction.step_seconds * 4e14 / 3))
+    assert prediction.mfu == pytest.approx(
+        4 * 3e11 / (prediction.step_seconds * 4e14 / 3)
+    )
 
 
 def test_memory_is_that_of_the_device_with_least_room() -> None:
     """The slow device has less memory, and so less room although it holds one micro-batch, not three."""
     (row,) = case("shares")[0].prediction.memory
-    assert (row.activations_bytes, row.reserved_bytes, row.capacity_bytes) == (1000, 7, 10**9)
+    assert (row.activations_bytes, row.reserved_bytes, row.capacity_bytes) == (
+        1000,
+        7,
+        10**9,
+    )
 
 
 def test_pipelines_in_groups() -> None:
@@ -119,7 +145,9 @@ def test_pipelines_in_groups() -> None:
     assert told.bubble_seconds == pytest.approx(6e-3)
     assert told.pipeline_seconds == pytest.approx(2 * MEGA / 2e9)
     assert told.data_parallel_seconds == pytest.approx(sharded + tied, abs=2e-9)
-    assert told.optimizer_seconds == pytest.approx(MEGA * 30 / (0.5e12 * 0.85) / 2, abs=1e-9)
+    assert told.optimizer_seconds == pytest.approx(
+        MEGA * 30 / (0.5e12 * 0.85) / 2, abs=1e-9
+    )
 
 
 def test_a_group_of_two_nodes_shares_its_network() -> None:
@@ -133,12 +161,22 @@ def test_order_of_use() -> None:
     """Ranks stand on the nodes of the group that is used first, under the numbers that the whole cluster has."""
     found, _ = case("second_group_first")
     assert [row.node for row in found.placement] == [4, 5, 0, 0]
-    assert found.prediction.mfu == pytest.approx(8 * 3 * 3e11 / (found.prediction.step_seconds * 3e14))
+    assert found.prediction.mfu == pytest.approx(
+        8 * 3 * 3e11 / (found.prediction.step_seconds * 3e14)
+    )
 
 
-def figures(part: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+def figures(
+    part: Any, path: tuple[str | int, ...] = ()
+) -> Iterator[tuple[str | int, ...]]:
     """Where numbers stand."""
-    items = part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else ()
+    items = (
+        part.items()
+        if isinstance(part, dict)
+        else enumerate(part)
+        if isinstance(part, list)
+        else ()
+    )
     for name, value in items:
         yield from figures(value, (*path, name))
     if isinstance(part, int | float) and not isinstance(part, bool):
@@ -157,7 +195,9 @@ def test_every_forged_number_is_found(name: str, head: str) -> None:
         for key in path[:-1]:
             part = part[key]
         value = part[path[-1]]
-        part[path[-1]] = value + 1 if isinstance(value, int) else value + max(value, step) / 1000
+        part[path[-1]] = (
+            value + 1 if isinstance(value, int) else value + max(value, step) / 1000
+        )
         assert check(parse(Plan, document), model).problems, path
 
 
@@ -169,7 +209,9 @@ def swap_nodes(document: Document) -> None:
 
 def across_groups(document: Document) -> None:
     """Two tensor-parallel ranks on devices of two groups."""
-    document["layout"].update(data_parallel_degree=1, tensor_parallel_degree=2, micro_batch_shares=None)
+    document["layout"].update(
+        data_parallel_degree=1, tensor_parallel_degree=2, micro_batch_shares=None
+    )
     for row in document["placement"]:
         row.update(data=0, tensor=row["rank"])
 
@@ -182,32 +224,86 @@ def scattered(document: Document) -> None:
 
 def interleaved(document: Document) -> None:
     """Ranks go from group to group and back."""
-    for row, place in zip(document["placement"], [(0, 0), (1, 0), (0, 1), (1, 1)], strict=True):
+    for row, place in zip(
+        document["placement"], [(0, 0), (1, 0), (0, 1), (1, 1)], strict=True
+    ):
         row.update(node=place[0], device=place[1])
 
 
 Lie = tuple[str, Callable[[Document], object], str]
 LIES: list[Lie] = [
-    ("shares", lambda d: d["layout"].update(micro_batch_shares=[2, 2]), "micro_batches * micro_batch_size * data_par"),
-    ("shares", lambda d: d["layout"].update(micro_batch_shares=[3, 2]), "micro_batches * micro_batch_size * data_par"),
-    ("shares", lambda d: d["layout"].update(micro_batch_shares=[3, 1, 0]), "layout.micro_batch_shares: number: "),
-    ("shares", lambda d: d["layout"].update(micro_batch_shares=[4, 0]), "layout.micro_batch_shares: [4, 0] leave"),
-    ("shares", lambda d: d["layout"].update(micro_batch_shares=[1, 3]), "prediction.step_seconds: "),
-    ("shares", lambda d: d["layout"].update(zero_stage=2), "layout.zero_stage: ZeRO 2 does not run on 2 node group"),
-    ("shares", across_groups, "placement: pipeline rank 0 of data rank 0 stands in 2 node groups."),
+    (
+        "shares",
+        lambda d: d["layout"].update(micro_batch_shares=[2, 2]),
+        "micro_batches * micro_batch_size * data_par",
+    ),
+    (
+        "shares",
+        lambda d: d["layout"].update(micro_batch_shares=[3, 2]),
+        "micro_batches * micro_batch_size * data_par",
+    ),
+    (
+        "shares",
+        lambda d: d["layout"].update(micro_batch_shares=[3, 1, 0]),
+        "layout.micro_batch_shares: number: ",
+    ),
+    (
+        "shares",
+        lambda d: d["layout"].update(micro_batch_shares=[4, 0]),
+        "layout.micro_batch_shares: [4, 0] leave",
+    ),
+    (
+        "shares",
+        lambda d: d["layout"].update(micro_batch_shares=[1, 3]),
+        "prediction.step_seconds: ",
+    ),
+    (
+        "shares",
+        lambda d: d["layout"].update(zero_stage=2),
+        "layout.zero_stage: ZeRO 2 does not run on 2 node group",
+    ),
+    (
+        "shares",
+        across_groups,
+        "placement: pipeline rank 0 of data rank 0 stands in 2 node groups.",
+    ),
     ("shares", swap_nodes, "prediction.step_seconds: "),
-    ("one_group", lambda d: d["layout"].update(zero_stage=3), "layout.zero_stage: ZeRO 3 does not run on 1 node grou"),
+    (
+        "one_group",
+        lambda d: d["layout"].update(zero_stage=3),
+        "layout.zero_stage: ZeRO 3 does not run on 1 node grou",
+    ),
     (
         "pipelines_in_groups",
         lambda d: d["layout"].update(schedule="1f1b-overlap"),
         "layout.schedule: 1f1b-overlap does",
     ),
-    ("one_group", lambda d: d["layout"].update(rank_order="tp-cp-dp-pp"), "placement[1]: rank of its coordinates: "),
-    ("over_groups", lambda d: d["layout"].update(rank_order="tp-cp-pp-dp"), "placement[1]: rank of its coordinates: "),
-    ("over_groups", lambda d: d["layout"].update(schedule="synthesized"), "layout.schedule: an order is not made for"),
+    (
+        "one_group",
+        lambda d: d["layout"].update(rank_order="tp-cp-dp-pp"),
+        "placement[1]: rank of its coordinates: ",
+    ),
+    (
+        "over_groups",
+        lambda d: d["layout"].update(rank_order="tp-cp-pp-dp"),
+        "placement[1]: rank of its coordinates: ",
+    ),
+    (
+        "over_groups",
+        lambda d: d["layout"].update(schedule="synthesized"),
+        "layout.schedule: an order is not made for",
+    ),
     ("over_groups", scattered, "placement: node 0 is filled in the order [1, 0]."),
-    ("over_groups", interleaved, "placement: ranks leave a node group, and come back to it."),
-    ("second_group_first", lambda d: d["placement"].pop(), "placement: number of ranks: the plan says 3, recomputed 4"),
+    (
+        "over_groups",
+        interleaved,
+        "placement: ranks leave a node group, and come back to it.",
+    ),
+    (
+        "second_group_first",
+        lambda d: d["placement"].pop(),
+        "placement: number of ranks: the plan says 3, recomputed 4",
+    ),
     (
         "second_group_first",
         lambda d: (d["placement"][0].update(node=5), d["placement"][1].update(node=4)),
@@ -217,7 +313,9 @@ LIES: list[Lie] = [
 
 
 @pytest.mark.parametrize(("name", "change", "where"), LIES)
-def test_lies_are_named(name: str, change: Callable[[Document], object], where: str) -> None:
+def test_lies_are_named(
+    name: str, change: Callable[[Document], object], where: str
+) -> None:
     """Shares, orders, places and schedules that do not fit the node groups are named."""
     found, model = case(name)
     change(document := found.to_json())
@@ -230,17 +328,27 @@ def test_seconds_count_on_the_one_device_of_all_groups() -> None:
     found, model = case("over_groups")
     measured = model.model_copy(update={"device": "toy-1"})
     problems = check(found, measured).problems
-    assert "profile.device: seconds were measured on toy-1, the cluster has toy-2." in problems
+    assert (
+        "profile.device: seconds were measured on toy-1, the cluster has toy-2."
+        in problems
+    )
 
 
 def test_price_is_that_of_the_devices_used() -> None:
     """Every group has its own price, and what is not used costs nothing."""
     found, model = case("second_group_first")
     document = found.to_json()
-    for one, price in zip(document["request"]["cluster"]["node_groups"], (3.0, 100.0, 1.0), strict=True):
+    for one, price in zip(
+        document["request"]["cluster"]["node_groups"], (3.0, 100.0, 1.0), strict=True
+    ):
         one["price_per_hour"] = price
-    tokens = found.request.job.global_batch_size * Job.model_validate(document["request"]["job"]).sequence_length
-    document["cost_per_token"] = found.prediction.step_seconds * (2 * 3.0 + 2 * 1.0) / 3600 / tokens
+    tokens = (
+        found.request.job.global_batch_size
+        * Job.model_validate(document["request"]["job"]).sequence_length
+    )
+    document["cost_per_token"] = (
+        found.prediction.step_seconds * (2 * 3.0 + 2 * 1.0) / 3600 / tokens
+    )
     document["id"] = parse(Plan, document).request.id
     assert check(parse(Plan, document), model).problems == ()
     document["cost_per_token"] *= 1.001

@@ -17,20 +17,28 @@ from tests.validate.mixed import counted, group, planned
 HOST_BANDWIDTH = 1e9 / HOST_ACHIEVABLE_FRACTION
 """So that copies reach a byte per nanosecond."""
 ACTIVATION, OUTPUT, TEMPORARY, PARAMETERS = 40_000, 1000, 700, 1000
-MODEL = counted(activation=ACTIVATION, output=OUTPUT, temporary=TEMPORARY, parameters=PARAMETERS)
+MODEL = counted(
+    activation=ACTIVATION, output=OUTPUT, temporary=TEMPORARY, parameters=PARAMETERS
+)
 """Four layers of a millisecond forward and two backward."""
 STATES = 12 * PARAMETERS
 """Of one layer: a master copy and Adam's two states."""
 BOTH: dict[str, Any] = {"activation_offload": True, "optimizer_offload": True}
 
 
-def hosts(devices: int = 2, memory_bytes: int | None = 10**9, **fields: Any) -> NodeGroup:
+def hosts(
+    devices: int = 2, memory_bytes: int | None = 10**9, **fields: Any
+) -> NodeGroup:
     """One node whose devices know their host."""
     fields = {"host_bandwidth_bytes_per_second": HOST_BANDWIDTH, **fields}
-    return group(devices=devices, **fields).model_copy(update={"host_memory_bytes": memory_bytes})
+    return group(devices=devices, **fields).model_copy(
+        update={"host_memory_bytes": memory_bytes}
+    )
 
 
-def staged(schedule: str = "gpipe", machines: NodeGroup | None = None, **wishes: Any) -> Plan:
+def staged(
+    schedule: str = "gpipe", machines: NodeGroup | None = None, **wishes: Any
+) -> Plan:
     """Two stages of two layers, eight micro-batches."""
     return planned(MODEL, [machines or hosts()], (2, 2), schedule=schedule, **wishes)
 
@@ -53,14 +61,23 @@ def test_activations_wait_on_the_host() -> None:
     assert kept.host_bytes == 8 * 2 * ACTIVATION
     assert kept.activations_bytes == 8 * OUTPUT + 2 * OUTPUT
     assert kept.temporary_bytes == TEMPORARY + ACTIVATION
-    assert plan.prediction.memory[1].activations_bytes == 8 * (OUTPUT + OUTPUT) + 2 * OUTPUT
-    assert first_rank(plain).activations_bytes == 8 * (2 * ACTIVATION + OUTPUT) + 2 * OUTPUT
+    assert (
+        plan.prediction.memory[1].activations_bytes
+        == 8 * (OUTPUT + OUTPUT) + 2 * OUTPUT
+    )
+    assert (
+        first_rank(plain).activations_bytes
+        == 8 * (2 * ACTIVATION + OUTPUT) + 2 * OUTPUT
+    )
 
 
 def test_the_host_holds_what_is_in_flight() -> None:
     """(O4) under 1F1B: two units on the first rank, one on the last."""
     plan = staged("1f1b", activation_offload=True)
-    assert [row.host_bytes for row in plan.prediction.memory] == [2 * 2 * ACTIVATION, 2 * ACTIVATION]
+    assert [row.host_bytes for row in plan.prediction.memory] == [
+        2 * 2 * ACTIVATION,
+        2 * ACTIVATION,
+    ]
 
 
 def test_states_wait_on_the_host() -> None:
@@ -71,7 +88,10 @@ def test_states_wait_on_the_host() -> None:
     assert (kept.optimizer_bytes, kept.host_bytes) == (0, 2 * STATES)
     assert first_rank(plain).optimizer_bytes == 2 * STATES
     assert kept.temporary_bytes == STATES > TEMPORARY
-    longer = plan.prediction.breakdown.optimizer_seconds - plain.prediction.breakdown.optimizer_seconds
+    longer = (
+        plan.prediction.breakdown.optimizer_seconds
+        - plain.prediction.breakdown.optimizer_seconds
+    )
     assert longer == pytest.approx(2 * 24e-6)
     assert plan.prediction.breakdown.offload_seconds == 0.0
 
@@ -96,28 +116,53 @@ def test_shards_of_states_are_smaller() -> None:
 def test_shared_parameters_are_offloaded_once() -> None:
     """(O7): of a rank that holds a tied parameter twice, the host holds its states once, and they are copied once."""
     tied = counted(parameters=PARAMETERS, shared=[((0, 3), 500)])
-    plain, plan = (planned(tied, [hosts(1)], (4,), optimizer_offload=wish) for wish in (False, True))
+    plain, plan = (
+        planned(tied, [hosts(1)], (4,), optimizer_offload=wish)
+        for wish in (False, True)
+    )
     assert check(plan, tied).problems == ()
-    assert first_rank(plan).host_bytes == first_rank(plain).optimizer_bytes == 4 * STATES - 500 * 12
-    longer = plan.prediction.breakdown.optimizer_seconds - plain.prediction.breakdown.optimizer_seconds
+    assert (
+        first_rank(plan).host_bytes
+        == first_rank(plain).optimizer_bytes
+        == 4 * STATES - 500 * 12
+    )
+    longer = (
+        plan.prediction.breakdown.optimizer_seconds
+        - plain.prediction.breakdown.optimizer_seconds
+    )
     assert longer == pytest.approx((4 * STATES - 500 * 12) * 2e-9, abs=2e-9)
 
 
 def test_a_host_is_told_wherever_it_is_known() -> None:
     """Without offloading, too: nothing lies there."""
-    assert (first_rank(staged()).host_bytes, first_rank(staged()).host_capacity_bytes) == (0, 10**9 // 2)
-    assert first_rank(staged(machines=hosts(memory_bytes=None))).host_capacity_bytes is None
+    assert (
+        first_rank(staged()).host_bytes,
+        first_rank(staged()).host_capacity_bytes,
+    ) == (0, 10**9 // 2)
+    assert (
+        first_rank(staged(machines=hosts(memory_bytes=None))).host_capacity_bytes
+        is None
+    )
 
 
 @pytest.mark.parametrize(
-    "lie", ["host_bytes", "host_capacity_bytes", "temporary_bytes", "activations_bytes", "optimizer_bytes"]
+    "lie",
+    [
+        "host_bytes",
+        "host_capacity_bytes",
+        "temporary_bytes",
+        "activations_bytes",
+        "optimizer_bytes",
+    ],
 )
 def test_lies_about_offloaded_bytes_are_found(lie: str) -> None:
     """One byte less, and the field is named."""
     document = staged(**BOTH).to_json()
     document["prediction"]["memory"][0][lie] -= 1
     report = check(parse(Plan, document), MODEL)
-    assert [problem.partition(":")[0] for problem in report.problems] == [f"prediction.memory[0].{lie}"]
+    assert [problem.partition(":")[0] for problem in report.problems] == [
+        f"prediction.memory[0].{lie}"
+    ]
 
 
 def test_lies_about_offload_seconds_are_found() -> None:
@@ -126,8 +171,14 @@ def test_lies_about_offload_seconds_are_found() -> None:
     breakdown = document["prediction"]["breakdown"]
     breakdown["bubble_seconds"] += breakdown["offload_seconds"]
     breakdown["offload_seconds"] = 0.0
-    found = {problem.partition(":")[0] for problem in check(parse(Plan, document), MODEL).problems}
-    assert found == {"prediction.breakdown.bubble_seconds", "prediction.breakdown.offload_seconds"}
+    found = {
+        problem.partition(":")[0]
+        for problem in check(parse(Plan, document), MODEL).problems
+    }
+    assert found == {
+        "prediction.breakdown.bubble_seconds",
+        "prediction.breakdown.offload_seconds",
+    }
 
 
 def test_a_full_host_is_found() -> None:
@@ -140,30 +191,55 @@ def test_a_full_host_is_found() -> None:
 @pytest.mark.parametrize(
     ("wishes", "field", "reason"),
     [
-        ({"schedule": "zb-h1", "activation_offload": True}, "layout.activation_offload", "splits a backward"),
-        ({"activation_offload": True, "recompute": "full"}, "layout.recompute", "full recomputation"),
+        (
+            {"schedule": "zb-h1", "activation_offload": True},
+            "layout.activation_offload",
+            "splits a backward",
+        ),
+        (
+            {"activation_offload": True, "recompute": "full"},
+            "layout.recompute",
+            "full recomputation",
+        ),
         ({"activation_offload": True, "zero_stage": 3}, "layout.zero_stage", "ZeRO 3"),
-        ({"optimizer_offload": True, "micro_batch_shares": (3, 5)}, "layout.micro_batch_shares", "differ"),
+        (
+            {"optimizer_offload": True, "micro_batch_shares": (3, 5)},
+            "layout.micro_batch_shares",
+            "differ",
+        ),
     ],
 )
-def test_what_cannot_be_offloaded_is_refused(wishes: dict[str, Any], field: str, reason: str) -> None:
+def test_what_cannot_be_offloaded_is_refused(
+    wishes: dict[str, Any], field: str, reason: str
+) -> None:
     """Each by the field that stands in the way."""
     wishes = {"data_parallel_degree": 2, **wishes}
     plan = planned(MODEL, [hosts(4)], (2, 2), **wishes)
     problems = check(plan, MODEL).problems
-    assert any(problem.startswith(f"{field}: ") and reason in problem for problem in problems), problems
+    assert any(
+        problem.startswith(f"{field}: ") and reason in problem for problem in problems
+    ), problems
 
 
 def test_unknown_hosts_are_refused() -> None:
     """Without its memory nothing is known to fit, and without its bandwidth nothing can be timed."""
     report = check(staged(machines=hosts(memory_bytes=None), **BOTH), MODEL)
-    assert [problem for problem in report.problems if "tells no host_memory_bytes" in problem] == list(report.problems)
+    assert [
+        problem
+        for problem in report.problems
+        if "tells no host_memory_bytes" in problem
+    ] == list(report.problems)
     assert len(report.problems) == 2
     known = staged(**BOTH)
     document = known.to_json()
-    del document["request"]["cluster"]["node_groups"][0]["device"]["host_bandwidth_bytes_per_second"]
+    del document["request"]["cluster"]["node_groups"][0]["device"][
+        "host_bandwidth_bytes_per_second"
+    ]
     report = check(parse(Plan, document), MODEL)
-    assert any("tells no host_bandwidth_bytes_per_second" in problem for problem in report.problems)
+    assert any(
+        "tells no host_bandwidth_bytes_per_second" in problem
+        for problem in report.problems
+    )
     with pytest.raises(UnsupportedError, match="cannot be timed"):
         staged(machines=hosts(host_bandwidth_bytes_per_second=None), **BOTH)
 
@@ -174,4 +250,7 @@ def test_on_several_node_groups_every_host_must_be_known() -> None:
     assert check(plan, MODEL).problems == ()
     silent = hosts(1).model_copy(update={"host_memory_bytes": None})
     plan = planned(MODEL, [hosts(1), silent], (2, 2), optimizer_offload=True)
-    assert any("tells no host_memory_bytes" in problem for problem in check(plan, MODEL).problems)
+    assert any(
+        "tells no host_memory_bytes" in problem
+        for problem in check(plan, MODEL).problems
+    )

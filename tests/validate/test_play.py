@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from planner.errors import ScheduleError
 from planner.schedule import Durations, Schedule, in_flight_per_stage, simulate
 from planner.validate.actions import parse
-from planner.validate.play import Action, StageTimes, end_nanoseconds, held_per_stage, in_flight
+from planner.validate.play import (
+    Action,
+    StageTimes,
+    end_nanoseconds,
+    held_per_stage,
+    in_flight,
+)
 from planner.validate.schedules import joint_pairs
 from tests.validate.schedules import schedules
 
@@ -18,11 +24,17 @@ UNIT = StageTimes(forward=1, backward_input=1, backward_weight=1, transfer=0)
 
 @settings(max_examples=200)
 @given(schedules(), st.data())
-def test_ends_and_holdings_are_the_simulators(schedule: Schedule, data: st.DataObject) -> None:
+def test_ends_and_holdings_are_the_simulators(
+    schedule: Schedule, data: st.DataObject
+) -> None:
     """Two players of the same lists agree on every rank's end and on what it holds of every stage: several stages per
     rank, waves, split backwards, joint pairs and sequence chunks included."""
     times = data.draw(
-        st.lists(st.builds(StageTimes, *[st.integers(0, 9)] * 4), min_size=schedule.stages, max_size=schedule.stages)
+        st.lists(
+            st.builds(StageTimes, *[st.integers(0, 9)] * 4),
+            min_size=schedule.stages,
+            max_size=schedule.stages,
+        )
     )
     moves = tuple(one.transfer for one in times[:-1])
     durations = Durations(
@@ -37,7 +49,9 @@ def test_ends_and_holdings_are_the_simulators(schedule: Schedule, data: st.DataO
     assert ends == simulate(schedule, durations).end_seconds
     held = [held_per_stage(one) for one in actions]
     owners = schedule.stage_ranks
-    assert tuple(held[owners[stage]][stage] for stage in range(schedule.stages)) == in_flight_per_stage(schedule)
+    assert tuple(
+        held[owners[stage]][stage] for stage in range(schedule.stages)
+    ) == in_flight_per_stage(schedule)
 
 
 def test_two_stages_by_hand() -> None:
@@ -65,7 +79,10 @@ def test_joint_pairs_start_and_end_together() -> None:
     """By hand, F = 1 and B = 2: the pair of 0F1 and 0B0 starts when 1B0 has ended (4), and 1F1 after the pair (7)."""
     actions = parse([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]])
     assert end_nanoseconds(actions, [UNIT, UNIT]) == (9, 7)
-    assert end_nanoseconds(actions, [UNIT, UNIT], frozenset({Action(0, "B", 0)})) == (12, 10)
+    assert end_nanoseconds(actions, [UNIT, UNIT], frozenset({Action(0, "B", 0)})) == (
+        12,
+        10,
+    )
 
 
 def test_what_is_held() -> None:
@@ -78,7 +95,9 @@ def test_what_is_held() -> None:
 def test_dead_lock_names_who_waits() -> None:
     """Two ranks that wait for each other are told, each with the action it stands at."""
     actions = parse([["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]])
-    with pytest.raises(ScheduleError, match="dead-lock: 0B0 on rank 0, 1F1 on rank 1 wait for ever"):
+    with pytest.raises(
+        ScheduleError, match="dead-lock: 0B0 on rank 0, 1F1 on rank 1 wait for ever"
+    ):
         end_nanoseconds(actions, [UNIT, UNIT])
 
 

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cost import Workload, layout_costs, placement, predict_step, schedule_of, workload
+from planner.cost import (
+    Workload,
+    layout_costs,
+    placement,
+    predict_step,
+    schedule_of,
+    workload,
+)
 from planner.cost.communication import Group
 from planner.cost.communication import collective_seconds as cost_collective_seconds
 from planner.cost.compute import computation
@@ -34,7 +41,17 @@ from tests.validate.mixed_instances import layouts_of_alike_replicas, mixed_layo
 amounts = st.integers(0, 10**12)
 operations = st.builds(
     Operation,
-    kind=st.sampled_from(["matmul", "attention", "attention-1", "attention-3", "convolution", "memory", "softmax"]),
+    kind=st.sampled_from(
+        [
+            "matmul",
+            "attention",
+            "attention-1",
+            "attention-3",
+            "convolution",
+            "memory",
+            "softmax",
+        ]
+    ),
     count=st.integers(1, 5),
     flops=amounts,
     bytes=amounts,
@@ -76,7 +93,12 @@ fitted = st.builds(
     fitted,
 )
 def test_rooflines_agree(
-    parts: list[Operation], accelerator: Any, flops: int, again: int, mode: Any, constants: Constants
+    parts: list[Operation],
+    accelerator: Any,
+    flops: int,
+    again: int,
+    mode: Any,
+    constants: Constants,
 ) -> None:
     """Any row of operations, or of FLOPs alone, takes the same seconds in both, whatever the fitted constants."""
     row = Measurement(
@@ -95,24 +117,37 @@ def test_rooflines_agree(
     )
     one = computation(row, accelerator, "bf16", constants)
     other = layer_seconds(row, Machine(accelerator, "bf16", constants))
-    told = (one.forward_seconds, one.backward_input_seconds, one.backward_weight_seconds, one.recompute_seconds)
+    told = (
+        one.forward_seconds,
+        one.backward_input_seconds,
+        one.backward_weight_seconds,
+        one.recompute_seconds,
+    )
     assert told == pytest.approx(tuple(other))
 
 
 @given(
-    st.sampled_from(["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]),
+    st.sampled_from(
+        ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
+    ),
     amounts,
     st.integers(1, 4),
     st.integers(1, 8),
     st.integers(0, 3),
     st.sampled_from([{}, {"copies": 1.3, "rails": 0.2}]),
 )
-def test_collectives_agree(operation: Any, size: int, nodes: int, fullest: int, fewer: int, fitted: Any) -> None:
+def test_collectives_agree(
+    operation: Any, size: int, nodes: int, fullest: int, fewer: int, fitted: Any
+) -> None:
     """Any collective over any spread of ranks takes the same seconds in both."""
     ranks = max(nodes, nodes * fullest - min(fewer, fullest - 1 if nodes > 1 else 0))
     intra, inter = link(1e11, 3e-6), link(1e10, 1e-5)
-    one = cost_collective_seconds(operation, size, Group(ranks, nodes, fullest), intra, inter, **fitted)
-    other = collective_seconds(operation, size, Spread(ranks, nodes, fullest), intra, inter, **fitted)
+    one = cost_collective_seconds(
+        operation, size, Group(ranks, nodes, fullest), intra, inter, **fitted
+    )
+    other = collective_seconds(
+        operation, size, Spread(ranks, nodes, fullest), intra, inter, **fitted
+    )
     assert one == pytest.approx(other)
 
 
@@ -143,21 +178,44 @@ def test_predictions_agree(instance: Instance, zero: int, data: st.DataObject) -
     layout = plain.model_copy(update={"zero_stage": stage, "zero_shard_degree": shards})
     known = facts(instance.profile, instance.cluster, instance.job, layout)
     stage_map = data.draw(st.sampled_from(list(stage_maps(known))))
-    _agree(workload(instance.profile, instance.cluster, instance.job), layout, known, stage_map)
+    _agree(
+        workload(instance.profile, instance.cluster, instance.job),
+        layout,
+        known,
+        stage_map,
+    )
 
 
 @settings(max_examples=60)
 @given(given_layouts() | mixed_layouts() | layouts_of_alike_replicas(), steps)
-def test_predictions_agree_under_fitted_constants(instance: Given, constants: Constants) -> None:
+def test_predictions_agree_under_fitted_constants(
+    instance: Given, constants: Constants
+) -> None:
     """Of every dimension and schedule too, with host time per exchange, collective and step, and allocated bytes."""
-    layout = Layout.model_validate(instance.layout.model_dump(exclude={"layers_per_stage"}))
-    work = workload(instance.profile, instance.cluster, instance.job, constants=constants)
+    layout = Layout.model_validate(
+        instance.layout.model_dump(exclude={"layers_per_stage"})
+    )
+    work = workload(
+        instance.profile, instance.cluster, instance.job, constants=constants
+    )
     places = placement(layout, work.devices_of_nodes)
     count = layout.micro_batches(instance.job.global_batch_size)
-    known = gather(instance.profile, instance.cluster, instance.job, layout, places, count, constants)
+    known = gather(
+        instance.profile,
+        instance.cluster,
+        instance.job,
+        layout,
+        places,
+        count,
+        constants,
+    )
     chosen = 0 if RULES[layout.schedule].recomputes_ahead else -1
-    modes = iter(enumerate(tuple(known.rows(one))[chosen] for one in instance.profile.layers))
-    stage_map = tuple(tuple(islice(modes, count)) for count in instance.layout.layers_per_stage or ())
+    modes = iter(
+        enumerate(tuple(known.rows(one))[chosen] for one in instance.profile.layers)
+    )
+    stage_map = tuple(
+        tuple(islice(modes, count)) for count in instance.layout.layers_per_stage or ()
+    )
     _agree(work, layout, known, stage_map)
 
 
@@ -171,4 +229,6 @@ def _agree(work: Workload, layout: Layout, known: Facts, stage_map: StageMap) ->
     assert one.model_dump(exclude={"memory", "breakdown"}) == pytest.approx(
         other.model_dump(exclude={"memory", "breakdown"})
     )
-    assert one.breakdown.model_dump() == pytest.approx(other.breakdown.model_dump(), abs=1e-15)
+    assert one.breakdown.model_dump() == pytest.approx(
+        other.breakdown.model_dump(), abs=1e-15
+    )

@@ -8,13 +8,25 @@ from hypothesis import given, settings
 from planner.schedule import Schedule, build, find, in_flight, names
 from planner.spec.job import Range
 from planner.validate.actions import parse
-from planner.validate.schedules import RULES, Shape, joint_pairs, loop, permits_schedule, wave
+from planner.validate.schedules import (
+    RULES,
+    Shape,
+    joint_pairs,
+    loop,
+    permits_schedule,
+    wave,
+)
 from tests.validate.schedules import TOLD, schedules
 
 
 def shape_of(schedule: Schedule) -> Shape:
     """The numbers of a schedule."""
-    return Shape(schedule.ranks, schedule.micro_batches, schedule.virtual_stages, schedule.sequence_chunks)
+    return Shape(
+        schedule.ranks,
+        schedule.micro_batches,
+        schedule.virtual_stages,
+        schedule.sequence_chunks,
+    )
 
 
 def test_every_schedule_is_known() -> None:
@@ -22,7 +34,10 @@ def test_every_schedule_is_known() -> None:
     assert set(RULES) == set(names())
     for name, rules in RULES.items():
         entry = find(name)
-        assert (rules.least_stages, rules.most_stages) == (entry.least_virtual_stages, entry.most_virtual_stages)
+        assert (rules.least_stages, rules.most_stages) == (
+            entry.least_virtual_stages,
+            entry.most_virtual_stages,
+        )
         assert rules.cuts_sequence == entry.takes_sequence_chunks
 
 
@@ -46,8 +61,12 @@ def test_rules_are_the_schedules(schedule: Schedule) -> None:
 @pytest.mark.parametrize("name", TOLD)
 def test_every_schedule_promises_something(name: str) -> None:
     """With enough micro-batches there is a closed form for every schedule with the fewest stages per rank."""
-    schedule = build(name, ranks=2, micro_batches=8, virtual_stages=RULES[name].least_stages)
-    assert [RULES[name].held(shape_of(schedule), rank) for rank in range(2)] == list(in_flight(schedule))
+    schedule = build(
+        name, ranks=2, micro_batches=8, virtual_stages=RULES[name].least_stages
+    )
+    assert [RULES[name].held(shape_of(schedule), rank) for rank in range(2)] == list(
+        in_flight(schedule)
+    )
 
 
 def test_placements_by_hand() -> None:

@@ -20,19 +20,44 @@ from tests.validate.instances import split
 LAYERS = 4
 FLOPS = 1_000_000
 MICRO_BATCHES = 4
-SHAPES = [("seqpipe", 1, 2), ("seqpipe", 1, 4), ("seqpipe", 2, 2), ("seqvpp", 2, 2), ("seqsmartvpp", 2, 2)]
+SHAPES = [
+    ("seqpipe", 1, 2),
+    ("seqpipe", 1, 4),
+    ("seqpipe", 2, 2),
+    ("seqvpp", 2, 2),
+    ("seqsmartvpp", 2, 2),
+]
 """Schedule, stages per rank, chunks."""
 
 
 def model_of(attention_flops: int) -> ModelProfile:
     """Layers of 1 ms forward, 1 ms input and 1 ms weight gradient, whose attention has so many of their FLOPs."""
-    attention = Operation(kind="attention", count=2, flops=attention_flops // 2, bytes=300)
-    plain = profile(layer(parameters=10, activation=4000, output=1000, flops=FLOPS, modes=("none", "full")) * LAYERS)
+    attention = Operation(
+        kind="attention", count=2, flops=attention_flops // 2, bytes=300
+    )
+    plain = profile(
+        layer(
+            parameters=10,
+            activation=4000,
+            output=1000,
+            flops=FLOPS,
+            modes=("none", "full"),
+        )
+        * LAYERS
+    )
     row = {"operations": (attention,)} if attention_flops else {}
-    return plain.model_copy(update={"layers": tuple(split(one, PredictionLayout(), **row) for one in plain.layers)})
+    return plain.model_copy(
+        update={
+            "layers": tuple(
+                split(one, PredictionLayout(), **row) for one in plain.layers
+            )
+        }
+    )
 
 
-def planned(model: ModelProfile, schedule: str, virtual: int, chunks: int, **further: Any) -> Plan:
+def planned(
+    model: ModelProfile, schedule: str, virtual: int, chunks: int, **further: Any
+) -> Plan:
     """On two pipeline ranks."""
     stages = 2 * virtual
     layout = PredictionLayout(
@@ -49,12 +74,20 @@ def planned(model: ModelProfile, schedule: str, virtual: int, chunks: int, **fur
 
 
 @pytest.mark.parametrize(("schedule", "virtual", "chunks"), SHAPES)
-def test_chunks_of_equal_cost_divide_the_bubble(schedule: str, virtual: int, chunks: int) -> None:
+def test_chunks_of_equal_cost_divide_the_bubble(
+    schedule: str, virtual: int, chunks: int
+) -> None:
     """M (F + B) + (P - 1) (F + B) / (V Q) of a rank's layers, as `planner.schedule.seqpipe` derives."""
     found = planned(model_of(0), schedule, virtual, chunks)
     once = LAYERS / 2 * 3e-3
-    assert found.prediction.step_seconds - found.prediction.breakdown.data_parallel_seconds == pytest.approx(
-        MICRO_BATCHES * once + once / (virtual * chunks) + found.prediction.breakdown.optimizer_seconds, rel=1e-4
+    assert (
+        found.prediction.step_seconds - found.prediction.breakdown.data_parallel_seconds
+        == pytest.approx(
+            MICRO_BATCHES * once
+            + once / (virtual * chunks)
+            + found.prediction.breakdown.optimizer_seconds,
+            rel=1e-4,
+        )
     )
 
 
@@ -92,7 +125,10 @@ def test_later_chunks_last_longer_by_their_keys() -> None:
 def test_chunks_hold_their_share_and_all_keys() -> None:
     """(M2) by hand on rank 0 of 2: 1 + 4 - 1 + 1 chunks of 9000 / 4, what attention moves, two buffers of 1000 / 4."""
     found = planned(model_of(FLOPS), "seqpipe", 1, 4)
-    assert found.prediction.memory[0].activations_bytes == 5 * 9000 // 4 + 2 * 600 + 2 * 250
+    assert (
+        found.prediction.memory[0].activations_bytes
+        == 5 * 9000 // 4 + 2 * 600 + 2 * 250
+    )
 
 
 def test_only_schedules_of_chunks_take_them() -> None:

@@ -25,7 +25,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
@@ -53,7 +57,12 @@ from planner.executor.checkpoint.folder import (
     read_manifest,
     refuse_damaged,
 )
-from planner.executor.checkpoint.stored_pieces import ReadPieces, StoredPiece, WritePieces, is_sectioned
+from planner.executor.checkpoint.stored_pieces import (
+    ReadPieces,
+    StoredPiece,
+    WritePieces,
+    is_sectioned,
+)
 from planner.executor.parallel.mesh import Mesh
 from planner.executor.parallel.sharding import local
 from planner.executor.settings import CheckpointPolicy
@@ -94,7 +103,11 @@ class Checkpoints:
         self.remark: str | None = None
         """A warning of what was resumed."""
         self._trained = Trained.of(plan, source.digest, seed)
-        self._names = {name: shared.names[0] for shared in source.cut().shared_parameters for name in shared.names}
+        self._names = {
+            name: shared.names[0]
+            for shared in source.cut().shared_parameters
+            for name in shared.names
+        }
         # A group of its own: a save in the background must not stand between two collectives of a step.
         self._group = dist.new_group(backend="gloo")
         self._pending: Future[Any] | None = None
@@ -108,7 +121,11 @@ class Checkpoints:
             MismatchError: it was trained otherwise.
             RunError: it is damaged.
         """
-        return self._restore(self._newest) if self._newest is not None and self._policy.resume else 0
+        return (
+            self._restore(self._newest)
+            if self._newest is not None and self._policy.resume
+            else 0
+        )
 
     def _open(self) -> Path | None:
         """Rank 0 looks into the folder, and tells all ranks its newest checkpoint, or what is wrong with it."""
@@ -123,7 +140,11 @@ class Checkpoints:
                 told = [error]
             except OSError as error:
                 told = [
-                    DocumentError(f"cannot be used: {error}.", field="checkpoint_dir", mend="choose another folder.")
+                    DocumentError(
+                        f"cannot be used: {error}.",
+                        field="checkpoint_dir",
+                        mend="choose another folder.",
+                    )
                 ]
         dist.broadcast_object_list(told, src=0, group=self._group)
         (answer,) = told
@@ -151,18 +172,30 @@ class Checkpoints:
         policy = self._policy
         writer = _Writer(policy.directory, self._manifest(steps), policy.keep)
         state = self._state()
-        state |= {f"random.{self._mesh.rank}.{name}": value for name, value in generators.states().items()}
-        pending = async_save(state, storage_writer=writer, planner=WritePieces(), process_group=self._group)
+        state |= {
+            f"random.{self._mesh.rank}.{name}": value
+            for name, value in generators.states().items()
+        }
+        pending = async_save(
+            state,
+            storage_writer=writer,
+            planner=WritePieces(),
+            process_group=self._group,
+        )
         self._pending = cast("Future[Any]", pending)
         self._saved = steps
 
     def _refuse_broken(self, steps: int) -> None:
         """Keep no parameters that are no numbers: the next loss would tell, when the good ones have been removed."""
-        largest = torch.nn.utils.get_total_norm([local(each.detach()) for each in self._part.optimizer.parameters], inf)
+        largest = torch.nn.utils.get_total_norm(
+            [local(each.detach()) for each in self._part.optimizer.parameters], inf
+        )
         found = [False] * self._mesh.grid.size
         dist.all_gather_object(found, not isfinite(float(largest)), group=self._group)
         if any(found):
-            ranks = ", ".join(str(rank) for rank, is_broken in enumerate(found) if is_broken)
+            ranks = ", ".join(
+                str(rank) for rank, is_broken in enumerate(found) if is_broken
+            )
             raise RunError(
                 f"are not all finite after step {steps - 1} on rank {ranks}; no checkpoint is kept of it.",
                 field="parameters",
@@ -193,13 +226,18 @@ class Checkpoints:
             model=self._source.name,
             trained=self._trained,
             data=self._data,
-            loss_scale=None if scaler is None else ScaleState(scale=scaler.scale, good_steps=scaler.good_steps),
+            loss_scale=None
+            if scaler is None
+            else ScaleState(scale=scaler.scale, good_steps=scaler.good_steps),
         )
 
     def _state(self) -> StoredState:
         """What this rank holds, the tensors themselves."""
         optimizer = self._part.optimizer
-        state = {f"parameters.{self._name(name)}": value for name, value in self._parameters().items()}
+        state = {
+            f"parameters.{self._name(name)}": value
+            for name, value in self._parameters().items()
+        }
         if self._mesh.data == 0:
             state |= self._buffers()
         for name, states in optimizer.named_states().items():
@@ -211,7 +249,10 @@ class Checkpoints:
         pieces = None if shards is None else shards.stored_parameters()
         if pieces is not None:
             return {**pieces}
-        return {name: _as_boxes(value.detach()) for name, value in self._part.module.named_parameters()}
+        return {
+            name: _as_boxes(value.detach())
+            for name, value in self._part.module.named_parameters()
+        }
 
     def _stored(self, name: str, states: State) -> StoredState:
         """A parameter's states under their names in the checkpoint, as parts of whole ones."""
@@ -226,12 +267,19 @@ class Checkpoints:
             is_part = isinstance(tensor, DTensor) and not isinstance(value, DTensor)
             return StoredPiece.of_rank(tensor, value) if is_part else _as_boxes(value)
 
-        return {f"optimizer.{self._name(name)}.{key}": stored(key, value) for key, value in states.items()}
+        return {
+            f"optimizer.{self._name(name)}.{key}": stored(key, value)
+            for key, value in states.items()
+        }
 
     def _buffers(self) -> State:
         module = self._part.module
         persistent = set(module.state_dict())
-        return {f"buffers.{name}": value for name, value in module.named_buffers() if name in persistent}
+        return {
+            f"buffers.{name}": value
+            for name, value in module.named_buffers()
+            if name in persistent
+        }
 
     def _name(self, name: str) -> str:
         return self._names.get(name, name)
@@ -250,7 +298,9 @@ class Checkpoints:
         }
         same_layout = manifest.layout == layout_digest(self._plan)
         random = {
-            name: _empty(facts) for name, facts in stored.items() if name.startswith(f"random.{self._mesh.rank}.")
+            name: _empty(facts)
+            for name, facts in stored.items()
+            if name.startswith(f"random.{self._mesh.rank}.")
         }
         states = self._room_for_states(stored)
         wanted = self._state() | self._buffers() | (random if same_layout else {})
@@ -258,16 +308,24 @@ class Checkpoints:
             wanted |= self._stored(name, each)
         _refuse_missing(wanted, stored, path)
         try:
-            load(wanted, storage_reader=reader, planner=ReadPieces(), process_group=self._group)
+            load(
+                wanted,
+                storage_reader=reader,
+                planner=ReadPieces(),
+                process_group=self._group,
+            )
         except CheckpointException as error:
             raise RunError(
-                f"the checkpoint {path} could not be read: {cause(error)}.", field="checkpoint_dir"
+                f"the checkpoint {path} could not be read: {cause(error)}.",
+                field="checkpoint_dir",
             ) from error
         self._part.optimizer.set_states(states)
         if self._part.optimizer.shards is not None:
             self._part.optimizer.shards.publish()
         if same_layout:
-            generators.restore({name.rpartition(".")[2]: value for name, value in random.items()})
+            generators.restore(
+                {name.rpartition(".")[2]: value for name, value in random.items()}
+            )
         if self._part.scaler is not None and manifest.loss_scale is not None:
             self._part.scaler.scale = manifest.loss_scale.scale
             self._part.scaler.good_steps = manifest.loss_scale.good_steps
@@ -277,13 +335,17 @@ class Checkpoints:
     def _verify(self, path: Path, manifest: Manifest) -> None:
         """Every rank verifies its share of the files."""
         found: list[list[str]] = [[]] * self._mesh.grid.size
-        mine = damaged(path, manifest, share=self._mesh.rank, shares=self._mesh.grid.size)
+        mine = damaged(
+            path, manifest, share=self._mesh.rank, shares=self._mesh.grid.size
+        )
         if DCP_METADATA not in manifest.files:  # every writer tells it
             mine = [MANIFEST]
         dist.all_gather_object(found, mine, group=self._group)
         refuse_damaged(path, [name for names in found for name in names])
 
-    def _room_for_states(self, stored: dict[str, TensorStorageMetadata]) -> dict[str, State]:
+    def _room_for_states(
+        self, stored: dict[str, TensorStorageMetadata]
+    ) -> dict[str, State]:
         """Tensors to read the optimizer's states into: it makes them at its first step, which has not come yet."""
         keys: dict[str, list[str]] = {}
         for name in stored:
@@ -293,10 +355,14 @@ class Checkpoints:
         is_piece = optimizer.shards is not None
         return {
             name: {
-                key: optimizer.room_for_state(name, key, facts.properties.dtype, None if is_whole else facts.size)
+                key: optimizer.room_for_state(
+                    name, key, facts.properties.dtype, None if is_whole else facts.size
+                )
                 for key in keys.get(group, ())
                 for facts in (stored[f"{group}.{key}"],)
-                for is_whole in ((is_piece and key != COUNTER) or facts.size == tensor.shape,)
+                for is_whole in (
+                    (is_piece and key != COUNTER) or facts.size == tensor.shape,
+                )
             }
             for name, tensor in optimizer.trained.items()
             for group in (f"optimizer.{self._name(name)}",)
@@ -311,7 +377,11 @@ def _as_boxes(value: torch.Tensor) -> torch.Tensor | StoredPiece:
     """A tensor as DCP can store it: it takes DTensors whose parts are one box each, and begin their storages, for torch
     cannot copy others (ZeRO makes parameters views of one tensor)."""
     is_inside = isinstance(value, DTensor) and value.storage_offset() > 0
-    return StoredPiece.of_rank(value, local(value)) if is_inside or is_sectioned(value) else value
+    return (
+        StoredPiece.of_rank(value, local(value))
+        if is_inside or is_sectioned(value)
+        else value
+    )
 
 
 def cause(error: BaseException) -> str:
@@ -341,20 +411,36 @@ class _Writer(FileSystemWriter):
         self._manifest = manifest
         self._keep = keep
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+    def write_data(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> torch.futures.Future[list[WriteResult]]:
         """Write this rank's files; their facts go to the coordinator among the results."""
         results = super().write_data(plan, planner).wait()
         names = sorted({result.storage_data.relative_path for result in results})
         facts = ((name, facts_of(Path(self.path) / name)) for name in names)
         done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
-        done.set_result(results + [WriteResult(MetadataIndex(name), each.bytes, each) for name, each in facts])
+        done.set_result(
+            results
+            + [
+                WriteResult(MetadataIndex(name), each.bytes, each)
+                for name, each in facts
+            ]
+        )
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, when all ranks have written."""
-        rows = [[row for row in rank if not isinstance(row.storage_data, FileFacts)] for rank in results]
+        rows = [
+            [row for row in rank if not isinstance(row.storage_data, FileFacts)]
+            for rank in results
+        ]
         super().finish(metadata, rows)
-        facts = [row for rank in results for row in rank if isinstance(row.storage_data, FileFacts)]
+        facts = [
+            row
+            for rank in results
+            for row in rank
+            if isinstance(row.storage_data, FileFacts)
+        ]
         files = {row.index.fqn: row.storage_data for row in facts}
         files[DCP_METADATA] = facts_of(Path(self.path) / DCP_METADATA)
         manifest = self._manifest.model_copy(update={"files": files})

@@ -99,11 +99,20 @@ def layout_digest(plan: Plan) -> str:
     for name in _LATER:
         if layout[name] == Layout.model_fields[name].default:
             del layout[name]
-    rows = {name: [row.model_dump(mode="json") for row in getattr(plan, name)] for name in ("stages", "placement")}
+    rows = {
+        name: [row.model_dump(mode="json") for row in getattr(plan, name)]
+        for name in ("stages", "placement")
+    }
     return digest({"layout": layout, **rows})
 
 
-_LATER = ("rank_order", "micro_batch_shares", "zero_shard_degree", "activation_offload", "optimizer_offload")
+_LATER = (
+    "rank_order",
+    "micro_batch_shares",
+    "zero_shard_degree",
+    "activation_offload",
+    "optimizer_offload",
+)
 """Fields that layouts did not always have: unused, they do not count, so that the layouts of old checkpoints hold."""
 
 
@@ -121,7 +130,11 @@ def complete(folder: Path) -> list[Path]:
     """The complete checkpoints, oldest first."""
     if not folder.is_dir():
         return []
-    return sorted(path for path in folder.iterdir() if COMPLETE.fullmatch(path.name) and (path / MANIFEST).is_file())
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if COMPLETE.fullmatch(path.name) and (path / MANIFEST).is_file()
+    )
 
 
 def find(path: Path) -> Path:
@@ -132,7 +145,11 @@ def find(path: Path) -> Path:
     """
     if not path.is_dir():
         wrong = "is no folder" if path.exists() else "there is no such folder"
-        raise DocumentError(f"{wrong}.", field=str(path), mend="give the --checkpoint-dir of a run, or one in it.")
+        raise DocumentError(
+            f"{wrong}.",
+            field=str(path),
+            mend="give the --checkpoint-dir of a run, or one in it.",
+        )
     if (path / MANIFEST).is_file():
         return path
     found = complete(path)
@@ -164,13 +181,21 @@ def check_policy(policy: CheckpointPolicy) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise _bad_folder(folder, f"cannot be made: {reason}.", "choose a folder that you may write to.") from None
+        raise _bad_folder(
+            folder,
+            f"cannot be made: {reason}.",
+            "choose a folder that you may write to.",
+        ) from None
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise _bad_folder(folder, "cannot be written.", "choose a folder that you may write to.")
+        raise _bad_folder(
+            folder, "cannot be written.", "choose a folder that you may write to."
+        )
     found = complete(folder)
     if found and not policy.resume:
         raise _bad_folder(
-            folder, f"already holds {found[-1].name}.", "resume from it, or keep this run's checkpoints elsewhere."
+            folder,
+            f"already holds {found[-1].name}.",
+            "resume from it, or keep this run's checkpoints elsewhere.",
         )
     _refuse_half_removed(folder, found)
 
@@ -180,7 +205,11 @@ def _refuse_half_removed(folder: Path, found: list[Path]) -> None:
     run would silently go on from an older one."""
     last = found[-1].name if found else ""
     for path in sorted(folder.iterdir()):
-        if COMPLETE.fullmatch(path.name) and path.name > last and not (path / MANIFEST).is_file():
+        if (
+            COMPLETE.fullmatch(path.name)
+            and path.name > last
+            and not (path / MANIFEST).is_file()
+        ):
             raise _bad_folder(
                 folder,
                 f"holds {path.name}, which has no {MANIFEST} any more.",
@@ -203,7 +232,9 @@ def used_alone(folder: Path) -> Iterator[None]:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise _bad_folder(
-                    folder, "is used by another run.", "wait for its end, or keep this run's checkpoints elsewhere."
+                    folder,
+                    "is used by another run.",
+                    "wait for its end, or keep this run's checkpoints elsewhere.",
                 ) from None
         yield
     finally:
@@ -227,7 +258,9 @@ def publish(folder: Path, step: int, manifest: Manifest, keep: int) -> None:
     os.replace(path, final_path(folder, step))
     _sync_folder(folder)
     for old in complete(folder)[:-keep]:
-        removed = folder / f".{old.name}.partial"  # from now on ignored: it is not removed at once
+        removed = (
+            folder / f".{old.name}.partial"
+        )  # from now on ignored: it is not removed at once
         os.replace(old, removed)
         _remove(removed)
 
@@ -265,10 +298,16 @@ def facts_of(path: Path) -> FileFacts:
     return FileFacts(bytes=size, sha256=hashed.hexdigest())
 
 
-def damaged(path: Path, manifest: Manifest, *, share: int = 0, shares: int = 1) -> list[str]:
+def damaged(
+    path: Path, manifest: Manifest, *, share: int = 0, shares: int = 1
+) -> list[str]:
     """Names of the files that are not as they were written, among every `shares`-th file from `share` on."""
     names = sorted(manifest.files)[share::shares]
-    return [name for name in names if not (path / name).is_file() or facts_of(path / name) != manifest.files[name]]
+    return [
+        name
+        for name in names
+        if not (path / name).is_file() or facts_of(path / name) != manifest.files[name]
+    ]
 
 
 def refuse_damaged(path: Path, names: list[str]) -> None:
@@ -307,7 +346,11 @@ def read_manifest(path: Path) -> Manifest:
             )
         return parse(Manifest, data, where=str(file))
     except DocumentError as error:
-        found = replace(error.problems[0], mend="", field=error.problems[0].field.removeprefix(f"{path}/"))
+        found = replace(
+            error.problems[0],
+            mend="",
+            field=error.problems[0].field.removeprefix(f"{path}/"),
+        )
         raise _damaged(path, str(found).rstrip(".")) from error
 
 
@@ -323,7 +366,9 @@ def check_steps_left(folder: Path, trained: int, steps: int) -> None:
         DocumentError: more than all are.
     """
     if trained == steps:
-        raise FinishedError(f"nothing is left to train: step {trained} of {steps} is kept in {folder}.")
+        raise FinishedError(
+            f"nothing is left to train: step {trained} of {steps} is kept in {folder}."
+        )
     if trained > steps:
         raise DocumentError(
             f"are {steps}, and the checkpoint has {trained} trained.",
@@ -332,7 +377,9 @@ def check_steps_left(folder: Path, trained: int, steps: int) -> None:
         )
 
 
-def refuse_finished(policy: CheckpointPolicy | None, steps: int, trained: Trained) -> None:
+def refuse_finished(
+    policy: CheckpointPolicy | None, steps: int, trained: Trained
+) -> None:
     """The same, before any process starts.
 
     Args:

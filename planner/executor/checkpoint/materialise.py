@@ -40,7 +40,13 @@ class Materialise(Protocol):
     """Builds what `prepare` leaves of a model."""
 
     def __call__(
-        self, source: ModelSource, prepare: Prepare, *, device: torch.device, seed: int, narrow: Narrow
+        self,
+        source: ModelSource,
+        prepare: Prepare,
+        *,
+        device: torch.device,
+        seed: int,
+        narrow: Narrow,
     ) -> nn.Module:
         """The part of the model on the device."""
 
@@ -50,7 +56,12 @@ def keep_all(name: str, module: nn.Module) -> None:
 
 
 def without_values(
-    source: ModelSource, prepare: Prepare, *, device: torch.device, seed: int, narrow: Narrow = keep_all
+    source: ModelSource,
+    prepare: Prepare,
+    *,
+    device: torch.device,
+    seed: int,
+    narrow: Narrow = keep_all,
 ) -> nn.Module:
     """What `prepare` leaves of the model, with shapes but without storage: for dry runs, on the device ``meta``."""
     part = prepare(source.build_on_meta()).to(device)
@@ -60,7 +71,12 @@ def without_values(
 
 
 def materialise(
-    source: ModelSource, prepare: Prepare, *, device: torch.device, seed: int, narrow: Narrow = keep_all
+    source: ModelSource,
+    prepare: Prepare,
+    *,
+    device: torch.device,
+    seed: int,
+    narrow: Narrow = keep_all,
 ) -> nn.Module:
     """Build what `prepare` leaves of the model on the device, with the initial values of this seed.
 
@@ -78,7 +94,9 @@ def materialise(
         model = source.build()
     owners = _owners(model, source.cut().shared_parameters)
     part = prepare(model)
-    _initialise(part, device, seed, before=partial(_allocate_own, {}, device), after=narrow)
+    _initialise(
+        part, device, seed, before=partial(_allocate_own, {}, device), after=narrow
+    )
     for owner in owners:
         _settle_shared(part, owner, part, device, seed)
     _refuse_missing_values(part)
@@ -86,10 +104,16 @@ def materialise(
 
 
 def _as_parameter(parameter: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
-    return parameter if parameter.is_meta and data.is_meta else nn.Parameter(data, parameter.requires_grad)
+    return (
+        parameter
+        if parameter.is_meta and data.is_meta
+        else nn.Parameter(data, parameter.requires_grad)
+    )
 
 
-def _allocate_own(made: dict[nn.Parameter, nn.Parameter], device: torch.device, module: nn.Module) -> None:
+def _allocate_own(
+    made: dict[nn.Parameter, nn.Parameter], device: torch.device, module: nn.Module
+) -> None:
     """Storage for every parameter of the module itself, filled with NaN so that a forgotten one is noticed.
 
     Args:
@@ -99,7 +123,9 @@ def _allocate_own(made: dict[nn.Parameter, nn.Parameter], device: torch.device, 
         if parameter is None:
             continue
         if parameter not in made:
-            empty = torch.full(parameter.shape, torch.nan, dtype=parameter.dtype, device=device)
+            empty = torch.full(
+                parameter.shape, torch.nan, dtype=parameter.dtype, device=device
+            )
             made[parameter] = _as_parameter(parameter, empty)
         module._parameters[name] = made[parameter]
     for name, buffer in module._buffers.items():
@@ -130,7 +156,9 @@ def _initialise(
     rules = module if hasattr(module, "_init_weights") else rules
     for child_name, child in module.named_children():
         below = f"{name}.{child_name}" if name else child_name
-        _initialise(child, device, seed, name=below, rules=rules, before=before, after=after)
+        _initialise(
+            child, device, seed, name=below, rules=rules, before=before, after=after
+        )
     before(module)
     with _stream(seed, name, device), torch.no_grad():
         rules._init_weights(module)
@@ -144,10 +172,14 @@ def _stream(seed: int, name: str, device: torch.device) -> Iterator[None]:
     devices = [device] if device.type == "cuda" else []
     drawn = host_random.states()
     with torch.random.fork_rng(devices=devices):
-        torch.default_generator.manual_seed(number)  # torch.manual_seed formats the stack for every absent accelerator
+        torch.default_generator.manual_seed(
+            number
+        )  # torch.manual_seed formats the stack for every absent accelerator
         if devices:
             torch.cuda.manual_seed_all(number)
-        host_random.seed(number)  # constructors may draw from Python and NumPy, on every rank the same
+        host_random.seed(
+            number
+        )  # constructors may draw from Python and NumPy, on every rank the same
         try:
             yield
         finally:
@@ -169,11 +201,20 @@ def _owners(model: nn.Module, shared: tuple[SharedParameters, ...]) -> list[_Own
     owners = []
     for group in shared:
         module_name, _, attribute = group.names[0].rpartition(".")
-        owners.append(_Owner(module_name, attribute, model.get_submodule(module_name), group.names[1:]))
+        owners.append(
+            _Owner(
+                module_name,
+                attribute,
+                model.get_submodule(module_name),
+                group.names[1:],
+            )
+        )
     return owners
 
 
-def _settle_shared(part: nn.Module, owner: _Owner, rules: Any, device: torch.device, seed: int) -> None:
+def _settle_shared(
+    part: nn.Module, owner: _Owner, rules: Any, device: torch.device, seed: int
+) -> None:
     """All copies of a shared parameter start with the value that the owner's module draws.
 
     Where the owner and a copy are one parameter, the copy's module has drawn over it; where the owner stands in another
@@ -181,14 +222,22 @@ def _settle_shared(part: nn.Module, owner: _Owner, rules: Any, device: torch.dev
     """
     parameters = dict(part.named_parameters(remove_duplicate=False))
     if f"{owner.module_name}.{owner.attribute}" in parameters:
-        _initialise(part.get_submodule(owner.module_name), device, seed, name=owner.module_name, rules=rules)
+        _initialise(
+            part.get_submodule(owner.module_name),
+            device,
+            seed,
+            name=owner.module_name,
+            rules=rules,
+        )
         return
     held = [parameters[name] for name in owner.copies if name in parameters]
     if not held:
         return
     module = copy.deepcopy(owner.module)
     allocate = partial(_allocate_own, {}, device)
-    _initialise(module, device, seed, name=owner.module_name, rules=rules, before=allocate)
+    _initialise(
+        module, device, seed, name=owner.module_name, rules=rules, before=allocate
+    )
     with torch.no_grad():
         for parameter in held:
             parameter.copy_(module.get_parameter(owner.attribute))

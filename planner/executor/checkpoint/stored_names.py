@@ -27,7 +27,12 @@ class StoredNames:
 
     def __init__(self, model: nn.Module, stored: Iterable[str]) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
 
         loads: Any = model
         self._model = loads
@@ -36,14 +41,22 @@ class StoredNames:
         rules = get_model_conversion_mapping(loads)
         renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-        self._by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+        self._by_pattern = {
+            pattern: rule for rule in converters for pattern in rule.source_patterns
+        }
         self._parts: dict[str, list[tuple[str, str | None]]] = {}
         self._first: dict[str, str] = {}
         """Of several parameters that are made of the same parts, the one under whose name the parts stand."""
         for name in sorted(stored, key=dot_natural_key):
-            found, pattern = rename_source_key(name, renamings, converters, prefix, held)
+            found, pattern = rename_source_key(
+                name, renamings, converters, prefix, held
+            )
             self._parts.setdefault(found, []).append((name, pattern))
-            first, *others = [found] if pattern is None else self._by_pattern[pattern].target_patterns
+            first, *others = (
+                [found]
+                if pattern is None
+                else self._by_pattern[pattern].target_patterns
+            )
             self._first |= {found.replace(first, other): found for other in others}
 
     def __contains__(self, name: str) -> bool:
@@ -51,7 +64,12 @@ class StoredNames:
 
     def parts_of(self, names: Collection[str]) -> set[str]:
         """Names in the files of all that these are made of."""
-        return {stored for found, parts in self._parts.items() if found in names for stored, _ in parts}
+        return {
+            stored
+            for found, parts in self._parts.items()
+            if found in names
+            for stored, _ in parts
+        }
 
     def read(self, name: str, read: Read) -> torch.Tensor:
         """A parameter, made of its parts."""

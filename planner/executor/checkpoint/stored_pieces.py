@@ -13,9 +13,21 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -37,9 +49,14 @@ def boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
     row = prod(shape[1:])
     first, last = -(-start // row), stop // row
     if first > last:  # within one row
-        yield from _in_row(last, boxes(start - last * row, stop - last * row, shape[1:]))
+        yield from _in_row(
+            last, boxes(start - last * row, stop - last * row, shape[1:])
+        )
         return
-    yield from _in_row(first - 1, boxes(start - (first - 1) * row, row, shape[1:]) if start < first * row else ())
+    yield from _in_row(
+        first - 1,
+        boxes(start - (first - 1) * row, row, shape[1:]) if start < first * row else (),
+    )
     if first < last:
         yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
     yield from _in_row(last, boxes(0, stop - last * row, shape[1:]))
@@ -82,7 +99,9 @@ class StoredPiece:
         for offsets, sizes in boxes(self.start, self.start + flat.numel(), self.shape):
             end = begin + prod(sizes)
             for place, part in self._by_section(offsets, flat[begin:end].view(sizes)):
-                at = torch.Size(mine + box for mine, box in zip(self.offsets, place, strict=True))
+                at = torch.Size(
+                    mine + box for mine, box in zip(self.offsets, place, strict=True)
+                )
                 yield ChunkStorageMetadata(at, part.shape), part
             begin = end
 
@@ -94,28 +113,49 @@ class StoredPiece:
         if self.sections == 1:
             yield offsets, box
             return
-        held, apart = (shape[self.dimension] // self.sections for shape in (self.shape, self.whole))
-        start, stop = offsets[self.dimension], offsets[self.dimension] + box.shape[self.dimension]
+        held, apart = (
+            shape[self.dimension] // self.sections for shape in (self.shape, self.whole)
+        )
+        start, stop = (
+            offsets[self.dimension],
+            offsets[self.dimension] + box.shape[self.dimension],
+        )
         for section in range(start // held, -(-stop // held)):
             first, last = max(start, section * held), min(stop, (section + 1) * held)
-            place = (*offsets[: self.dimension], first + section * (apart - held), *offsets[self.dimension + 1 :])
+            place = (
+                *offsets[: self.dimension],
+                first + section * (apart - held),
+                *offsets[self.dimension + 1 :],
+            )
             yield place, box.narrow(self.dimension, first - start, last - first)
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
-        properties, size = TensorProperties.create_from_tensor(self.values), torch.Size(self.whole)
+        properties, size = (
+            TensorProperties.create_from_tensor(self.values),
+            torch.Size(self.whole),
+        )
         facts = (TensorWriteData(chunk, properties, size) for chunk, _ in self._parts())
         return [
-            WriteItem(MetadataIndex(name, each.chunk.offsets), WriteItemType.SHARD, tensor_data=each) for each in facts
+            WriteItem(
+                MetadataIndex(name, each.chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=each,
+            )
+            for each in facts
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [chunk for chunk, _ in self._parts()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        return next(part for chunk, part in self._parts() if chunk.offsets == index.offset)
+        return next(
+            part for chunk, part in self._parts() if chunk.offsets == index.offset
+        )
 
 
-def _place_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], _Offsets, tuple[int, ...], int, int]:
+def _place_of(
+    tensor: torch.Tensor,
+) -> tuple[tuple[int, ...], _Offsets, tuple[int, ...], int, int]:
     """Shape of this rank's part, its offsets in the whole tensor, the shape of that, and of which dimension the part is
     one of each of how many sections."""
     shape, whole = tuple(tensor.shape), tuple(tensor.shape)
@@ -123,16 +163,30 @@ def _place_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], _Offsets, tuple[in
         return shape, (0,) * tensor.dim(), whole, 0, 1
     placement = tensor.placements[0]
     if not isinstance(placement, _StridedShard):
-        shape, offsets = compute_local_shape_and_global_offset(whole, tensor.device_mesh, tensor.placements)
+        shape, offsets = compute_local_shape_and_global_offset(
+            whole, tensor.device_mesh, tensor.placements
+        )
         return shape, offsets, whole, 0, 1
-    shape, dimension, sections = tuple(tensor.to_local().shape), placement.dim, int(placement.split_factor)
+    shape, dimension, sections = (
+        tuple(tensor.to_local().shape),
+        placement.dim,
+        int(placement.split_factor),
+    )
     first = tensor.device_mesh.get_local_rank() * (shape[dimension] // sections)
-    return shape, tuple(first if each == dimension else 0 for each in range(len(shape))), whole, dimension, sections
+    return (
+        shape,
+        tuple(first if each == dimension else 0 for each in range(len(shape))),
+        whole,
+        dimension,
+        sections,
+    )
 
 
 def is_sectioned(tensor: torch.Tensor) -> bool:
     """Is it a DTensor of which every rank has a part of each of several sections?"""
-    return isinstance(tensor, DTensor) and isinstance(tensor.placements[0], _StridedShard)
+    return isinstance(tensor, DTensor) and isinstance(
+        tensor.placements[0], _StridedShard
+    )
 
 
 class WritePieces(DefaultSavePlanner):
@@ -141,17 +195,28 @@ class WritePieces(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         """The box that is to be written."""
         found = self.state_dict[index.fqn]
-        return found.__get_tensor_shard__(index) if isinstance(found, StoredPiece) else super().lookup_object(index)
+        return (
+            found.__get_tensor_shard__(index)
+            if isinstance(found, StoredPiece)
+            else super().lookup_object(index)
+        )
 
 
 class ReadPieces(DefaultLoadPlanner):
     """Likewise."""
 
     def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
     ) -> None:
         """Take the state to read into; torch's would replace what is no tensor by None."""
-        pieces = {name: each for name, each in state_dict.items() if isinstance(each, StoredPiece)}
+        pieces = {
+            name: each
+            for name, each in state_dict.items()
+            if isinstance(each, StoredPiece)
+        }
         others = {name: each for name, each in state_dict.items() if name not in pieces}
         super().set_up_planner(others, metadata, is_coordinator)
         self.state_dict |= pieces
@@ -159,4 +224,8 @@ class ReadPieces(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """The box that is to be read into."""
         found = self.state_dict[index.fqn]
-        return found.__get_tensor_shard__(index) if isinstance(found, StoredPiece) else super().lookup_tensor(index)
+        return (
+            found.__get_tensor_shard__(index)
+            if isinstance(found, StoredPiece)
+            else super().lookup_tensor(index)
+        )

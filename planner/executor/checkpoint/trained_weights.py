@@ -35,7 +35,14 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from planner.errors import DocumentError, RunError
 from planner.executor.checkpoint.checkpoints import DCP_METADATA, cause
-from planner.executor.checkpoint.folder import MANIFEST, Manifest, damaged, find, read_manifest, refuse_damaged
+from planner.executor.checkpoint.folder import (
+    MANIFEST,
+    Manifest,
+    damaged,
+    find,
+    read_manifest,
+    refuse_damaged,
+)
 from planner.executor.train.optimizer import MASTER
 
 NAME = "model.safetensors"
@@ -58,7 +65,9 @@ class Written:
     """Bytes of every file, by its name."""
 
 
-def write_weights(checkpoint: Path, folder: Path, *, max_shard_bytes: int, overwrite: bool = False) -> Written:
+def write_weights(
+    checkpoint: Path, folder: Path, *, max_shard_bytes: int, overwrite: bool = False
+) -> Written:
     """Write the weights of a checkpoint into a folder.
 
     Args:
@@ -76,12 +85,17 @@ def write_weights(checkpoint: Path, folder: Path, *, max_shard_bytes: int, overw
     with _readable(path):
         manifest, stored = _verified(path), _stored(path)
     sources = _sources(stored)
-    shards = _split({name: _bytes(stored[source]) for name, source in sources.items()}, max_shard_bytes)
+    shards = _split(
+        {name: _bytes(stored[source]) for name, source in sources.items()},
+        max_shard_bytes,
+    )
     with _drafts(folder) as drafts:
         for file, names in shards.items():
             with _readable(path):
                 tensors = _read(path, {name: sources[name] for name in names}, stored)
-            save_file(tensors, drafts / file, metadata={"format": "pt"})  # transformers reads no file without it
+            save_file(
+                tensors, drafts / file, metadata={"format": "pt"}
+            )  # transformers reads no file without it
             del tensors  # before room is made for the next
         if len(shards) > 1:
             total = sum(_bytes(stored[source]) for source in sources.values())
@@ -92,10 +106,22 @@ def write_weights(checkpoint: Path, folder: Path, *, max_shard_bytes: int, overw
 
 def _check_folder(folder: Path, overwrite: bool) -> None:
     if folder.exists() and not folder.is_dir():
-        raise DocumentError("is no folder.", field=str(folder), mend="give a folder, which may be a new one.")
+        raise DocumentError(
+            "is no folder.",
+            field=str(folder),
+            mend="give a folder, which may be a new one.",
+        )
     if folder.exists() and not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-        raise DocumentError("cannot be written.", field=str(folder), mend="choose a folder that you may write to.")
-    held = sorted(path.name for path in folder.iterdir() if path.name != DRAFTS) if folder.is_dir() else []
+        raise DocumentError(
+            "cannot be written.",
+            field=str(folder),
+            mend="choose a folder that you may write to.",
+        )
+    held = (
+        sorted(path.name for path in folder.iterdir() if path.name != DRAFTS)
+        if folder.is_dir()
+        else []
+    )
     if held and not overwrite:
         raise DocumentError(
             f"is not empty: it holds {held[0]}.",
@@ -108,7 +134,10 @@ def _verified(path: Path) -> Manifest:
     """The manifest, of which every file is as it was written."""
     try:
         manifest = read_manifest(path)
-        refuse_damaged(path, damaged(path, manifest) if DCP_METADATA in manifest.files else [MANIFEST])
+        refuse_damaged(
+            path,
+            damaged(path, manifest) if DCP_METADATA in manifest.files else [MANIFEST],
+        )
     except RunError as error:
         mend = "give another checkpoint of the run."
         raise RunError(error.problems[0].message, field=str(path), mend=mend) from None
@@ -130,7 +159,11 @@ def _readable(path: Path) -> Iterator[None]:
 
 def _stored(path: Path) -> Stored:
     facts = FileSystemReader(path).read_metadata().state_dict_metadata
-    return {name: each for name, each in facts.items() if isinstance(each, TensorStorageMetadata)}
+    return {
+        name: each
+        for name, each in facts.items()
+        if isinstance(each, TensorStorageMetadata)
+    }
 
 
 def _sources(stored: Stored) -> dict[str, str]:
@@ -164,23 +197,34 @@ def _split(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
         held += size
     if len(shards) == 1:
         return {NAME: shards[0]}
-    return {f"model-{place:05d}-of-{len(shards):05d}.safetensors": names for place, names in enumerate(shards, 1)}
+    return {
+        f"model-{place:05d}-of-{len(shards):05d}.safetensors": names
+        for place, names in enumerate(shards, 1)
+    }
 
 
-def _read(path: Path, sources: Mapping[str, str], stored: Stored) -> dict[str, torch.Tensor]:
+def _read(
+    path: Path, sources: Mapping[str, str], stored: Stored
+) -> dict[str, torch.Tensor]:
     """Whole tensors, by their names in the model."""
     tensors = {
-        source: torch.empty(stored[source].size, dtype=stored[source].properties.dtype) for source in sources.values()
+        source: torch.empty(stored[source].size, dtype=stored[source].properties.dtype)
+        for source in sources.values()
     }
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*a single process")  # which is what is wanted
+        warnings.filterwarnings(
+            "ignore", message=".*a single process"
+        )  # which is what is wanted
         load(dict(tensors), storage_reader=FileSystemReader(path), no_dist=True)
     return {name: tensors[source] for name, source in sources.items()}
 
 
 def _index(shards: Mapping[str, list[str]], total: int) -> str:
     files = {name: file for file, names in shards.items() for name in names}
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=2) + "\n"
+    return (
+        json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=2)
+        + "\n"
+    )
 
 
 @contextmanager
@@ -202,7 +246,9 @@ def _drafts(folder: Path) -> Iterator[Path]:
 
 def _refuse_unwritten(folder: Path, reason: str, error: Exception) -> NoReturn:
     raise RunError(
-        f"the weights could not be written: {reason}.", field=str(folder), mend="make room, or give another folder."
+        f"the weights could not be written: {reason}.",
+        field=str(folder),
+        mend="make room, or give another folder.",
     ) from error
 
 

@@ -18,7 +18,12 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from planner.errors import DocumentError, MismatchError
-from planner.executor.checkpoint.materialise import Narrow, Prepare, keep_all, materialise
+from planner.executor.checkpoint.materialise import (
+    Narrow,
+    Prepare,
+    keep_all,
+    materialise,
+)
 from planner.executor.checkpoint.stored_names import StoredNames
 from profiler.models import ModelSource
 
@@ -34,10 +39,16 @@ class Weights:
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
-        self._files = sorted(self._path.glob(f"*{SUFFIX}")) if self._path.is_dir() else [self._path]
+        self._files = (
+            sorted(self._path.glob(f"*{SUFFIX}"))
+            if self._path.is_dir()
+            else [self._path]
+        )
         if not self._files:
             raise DocumentError(
-                f"{path} holds no {SUFFIX} file.", field="weights", mend="save the model there with save_pretrained."
+                f"{path} holds no {SUFFIX} file.",
+                field="weights",
+                mend="save the model there with save_pretrained.",
             )
 
     @cached_property
@@ -54,17 +65,25 @@ class Weights:
             return safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:
             raise DocumentError(
-                f"{path} cannot be read: {error}.", field="weights", mend=f"give a {SUFFIX} file, or a folder of them."
+                f"{path} cannot be read: {error}.",
+                field="weights",
+                mend=f"give a {SUFFIX} file, or a folder of them.",
             ) from None
 
     def find(self, names: tuple[str, ...], prefix: str) -> str | None:
         """The first of a parameter's names that a file has, with or without the prefix of the base model."""
         shorter = tuple(name.removeprefix(prefix) for name in names) if prefix else ()
-        return next((name for name in (*names, *shorter) if name in self._file_of), None)
+        return next(
+            (name for name in (*names, *shorter) if name in self._file_of), None
+        )
 
     def under_other_names(self, model: nn.Module) -> StoredNames | None:
         """What the files hold by transformers' rules for this model; None: it is not one of theirs."""
-        return StoredNames(model, self._file_of) if hasattr(model, "base_model_prefix") else None
+        return (
+            StoredNames(model, self._file_of)
+            if hasattr(model, "base_model_prefix")
+            else None
+        )
 
     def unused(self, model: nn.Module) -> tuple[str, ...]:
         """What the files hold and the model does not have, by name: more layers, another head.
@@ -73,7 +92,10 @@ class Weights:
             model: whole; its parameters may have no storage.
         """
         prefix = _prefix_of(model)
-        both = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+        both = (
+            model.named_parameters(remove_duplicate=False),
+            model.named_buffers(remove_duplicate=False),
+        )
         held = {name for named in both for name, _ in named}
         known = held | {name.removeprefix(prefix) for name in held}
         left = [name for name in self._file_of if name not in known]
@@ -81,7 +103,12 @@ class Weights:
         if others is not None:
             ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
             parts = others.parts_of(held)
-            left = [name for name in left if name not in parts and not any(re.search(each, name) for each in ignored)]
+            left = [
+                name
+                for name in left
+                if name not in parts
+                and not any(re.search(each, name) for each in ignored)
+            ]
         return tuple(left)
 
     def remark(self, model: nn.Module) -> str | None:
@@ -99,7 +126,13 @@ class Weights:
             return tensor
 
     def materialise(
-        self, source: ModelSource, prepare: Prepare, *, device: torch.device, seed: int, narrow: Narrow = keep_all
+        self,
+        source: ModelSource,
+        prepare: Prepare,
+        *,
+        device: torch.device,
+        seed: int,
+        narrow: Narrow = keep_all,
     ) -> nn.Module:
         """As `planner.executor.checkpoint.materialise.materialise`, with these values instead of those of the seed.
 
@@ -114,7 +147,11 @@ class Weights:
             narrow(name, module)
 
         part = materialise(
-            source, prepare, device=device, seed=seed, narrow=keep_all if narrow is keep_all else load_and_narrow
+            source,
+            prepare,
+            device=device,
+            seed=seed,
+            narrow=keep_all if narrow is keep_all else load_and_narrow,
         )
         loading.load("", part, recurse=True)
         return part
@@ -127,7 +164,11 @@ class _Loading:
         self._weights = weights
         self._prefix = _prefix_of(source.blueprint)
         self._blueprint = source.blueprint
-        self._shared = {name: shared.names for shared in source.cut().shared_parameters for name in shared.names}
+        self._shared = {
+            name: shared.names
+            for shared in source.cut().shared_parameters
+            for name in shared.names
+        }
         self._done: set[str] = set()
 
     @cached_property
@@ -169,8 +210,16 @@ class _Loading:
         if found is not None:
             return found, self._weights.read(found)
         others = self._others
-        name = None if others is None else next((name for name in names if name in others), None)
-        return None if others is None or name is None else (name, others.read(name, self._weights.read))
+        name = (
+            None
+            if others is None
+            else next((name for name in names if name in others), None)
+        )
+        return (
+            None
+            if others is None or name is None
+            else (name, others.read(name, self._weights.read))
+        )
 
 
 def _prefix_of(model: nn.Module) -> str:
@@ -179,9 +228,13 @@ def _prefix_of(model: nn.Module) -> str:
     return f"{base}." if base else ""
 
 
-def _persistent_buffers(name: str, module: nn.Module, *, recurse: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def _persistent_buffers(
+    name: str, module: nn.Module, *, recurse: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Those that checkpoints hold: a router's correction, running statistics."""
-    for place, each in module.named_modules(prefix=name) if recurse else ((name, module),):
+    for place, each in (
+        module.named_modules(prefix=name) if recurse else ((name, module),)
+    ):
         for key, buffer in each.named_buffers(place, recurse=False):
             if key.rpartition(".")[2] not in each._non_persistent_buffers_set:
                 yield key, buffer

@@ -26,7 +26,11 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from planner.errors import PlannerError, RunError
-from planner.executor.elastic.rendezvous import BACKEND, GatedRendezvous, make_rendezvous
+from planner.executor.elastic.rendezvous import (
+    BACKEND,
+    GatedRendezvous,
+    make_rendezvous,
+)
 from planner.executor.elastic.roster import ANY_GROUP
 from planner.executor.failures.failure import STOPPED, write_failure
 from planner.executor.torchrun import interpreter
@@ -46,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0 when the run is trained to its end, else 1 with word of it in the folder ``--failures``; 143 after SIGTERM.
     """
     options = _parser().parse_args(arguments)
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # with a shared one, a node that comes later never starts
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = (
+        "1"  # with a shared one, a node that comes later never starts
+    )
     made: list[GatedRendezvous] = []
 
     def make(parameters: RendezvousParameters) -> GatedRendezvous:
@@ -55,7 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     rendezvous_handler_registry.register(BACKEND, make)
     try:
-        launch_agent(_config(options), sys.executable, [*interpreter()[1:], "-u", *options.ranks])
+        launch_agent(
+            _config(options), sys.executable, [*interpreter()[1:], "-u", *options.ranks]
+        )
     except SignalException:
         for handler in made:
             _leave(handler)
@@ -67,17 +75,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Start the ranks of one node of an elastic run.")
+    parser = argparse.ArgumentParser(
+        description="Start the ranks of one node of an elastic run."
+    )
     parser.add_argument("--nodes", required=True, help="MIN:MAX")
     parser.add_argument("--devices", type=int, required=True, help="ranks on this node")
-    parser.add_argument("--group", default=ANY_GROUP, help="node group of the plan's cluster that this node is of")
+    parser.add_argument(
+        "--group",
+        default=ANY_GROUP,
+        help="node group of the plan's cluster that this node is of",
+    )
     parser.add_argument("--rendezvous", required=True, help="HOST:PORT of the store")
     parser.add_argument("--run-id", required=True)
     parser.add_argument("--address", help="of this node, for the others")
-    parser.add_argument("--last-call", type=float, required=True, help="seconds to wait for more nodes than MIN")
-    parser.add_argument("--join", type=float, required=True, help="seconds to wait for MIN nodes")
-    parser.add_argument("--heartbeat", type=float, default=HEARTBEAT_SECONDS, help="seconds between two signs of life")
-    parser.add_argument("--failures", type=Path, required=True, help="folder for word of errors")
+    parser.add_argument(
+        "--last-call",
+        type=float,
+        required=True,
+        help="seconds to wait for more nodes than MIN",
+    )
+    parser.add_argument(
+        "--join", type=float, required=True, help="seconds to wait for MIN nodes"
+    )
+    parser.add_argument(
+        "--heartbeat",
+        type=float,
+        default=HEARTBEAT_SECONDS,
+        help="seconds between two signs of life",
+    )
+    parser.add_argument(
+        "--failures", type=Path, required=True, help="folder for word of errors"
+    )
     parser.add_argument("ranks", nargs="+", help="what every rank runs: -m MODULE ...")
     return parser
 

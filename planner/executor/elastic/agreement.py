@@ -58,18 +58,29 @@ class Agreement:
             self._tell_loss(*before, roster, kept)
         plan = self._plan_of(roster)
         if before is not None or plan.id != self._plan.id:
-            predicted, devices = plan.prediction.step_seconds, counted(len(plan.placement), "device")
+            predicted, devices = (
+                plan.prediction.step_seconds,
+                counted(len(plan.placement), "device"),
+            )
             text = (
                 f"go on from step {kept} on {devices} of {roster} by plan {plan.id[:12]}, "
                 f"predicted {predicted:.3f} s a step"
             )
-            figures = {"devices": len(plan.placement), "predicted_step_seconds": predicted}
+            figures = {
+                "devices": len(plan.placement),
+                "predicted_step_seconds": predicted,
+            }
             self._decide(decided(kept, "moved", text, figures))
         return plan
 
-    def _tell_loss(self, launch: Row, end: Row | None, roster: Roster, kept: int) -> None:
+    def _tell_loss(
+        self, launch: Row, end: Row | None, roster: Roster, kept: int
+    ) -> None:
         """What has become of the launch before."""
-        before, trained = Roster(tuple(launch["nodes"]), tuple(launch.get("groups", ()))), self._journal.trained()
+        before, trained = (
+            Roster(tuple(launch["nodes"]), tuple(launch.get("groups", ()))),
+            self._journal.trained(),
+        )
         lost = max(sum(before.devices) - sum(roster.devices), 0)
         figures = {
             "nodes_before": len(before.devices),
@@ -131,4 +142,8 @@ def why_not(found: Plan | Infeasible, roster: Roster) -> str:
         check_plan(found)
     except PlannerError as error:
         return str(error)
-    return "" if seats(found, roster) is not None else f"the plan does not fit on {roster}."
+    return (
+        ""
+        if seats(found, roster) is not None
+        else f"the plan does not fit on {roster}."
+    )

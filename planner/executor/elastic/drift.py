@@ -79,7 +79,11 @@ def look_at(steps: Sequence[Sequence[float]], predicted: Sequence[float]) -> Loo
     ]
     # Of an even number the faster: with two ranks, one is measured by the other.
     middle = sorted(ratios, key=lambda each: each.value)[(len(ratios) - 1) // 2]
-    slow = {rank for rank, ratio in enumerate(ratios) if ratio is not middle and ratio.low >= DRIFT * middle.high}
+    slow = {
+        rank
+        for rank, ratio in enumerate(ratios)
+        if ratio is not middle and ratio.low >= DRIFT * middle.high
+    }
     return Look(tuple(ratio.value / middle.value for ratio in ratios), frozenset(slow))
 
 

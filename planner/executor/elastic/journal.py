@@ -51,7 +51,11 @@ class Journal:
 
     def rows(self) -> list[Row]:
         """All of them."""
-        found = self._path.read_text(encoding="utf-8", errors="replace").splitlines() if self._path.is_file() else []
+        found = (
+            self._path.read_text(encoding="utf-8", errors="replace").splitlines()
+            if self._path.is_file()
+            else []
+        )
         return [row for row in map(_parsed, found) if row is not None]
 
     def last_launch(self) -> tuple[Row, Row | None] | None:
@@ -60,13 +64,20 @@ class Journal:
         launches = [row for row in rows if row["kind"] == "launch"]
         if not launches:
             return None
-        ends = [row for row in rows if row["kind"] == "end" and row["launch"] == launches[-1]["launch"]]
+        ends = [
+            row
+            for row in rows
+            if row["kind"] == "end" and row["launch"] == launches[-1]["launch"]
+        ]
         return launches[-1], ends[-1] if ends else None
 
     def broken(self) -> int:
         """Launches that did not tell how they ended."""
         rows = self.rows()
-        launches, ends = ({row["launch"] for row in rows if row["kind"] == kind} for kind in ("launch", "end"))
+        launches, ends = (
+            {row["launch"] for row in rows if row["kind"] == kind}
+            for kind in ("launch", "end")
+        )
         return len(launches - ends)
 
     def trained(self) -> int:
@@ -76,22 +87,41 @@ class Journal:
 
     def decisions(self) -> tuple[Decision, ...]:
         """In order."""
-        return tuple(Decision.model_validate(row["decision"]) for row in self.rows() if row["kind"] == "decision")
+        return tuple(
+            Decision.model_validate(row["decision"])
+            for row in self.rows()
+            if row["kind"] == "decision"
+        )
 
     def warnings(self) -> tuple[str, ...]:
         """In order."""
-        return tuple(row["warning"] for row in self.rows() if row["kind"] == "step" and row["warning"])
+        return tuple(
+            row["warning"]
+            for row in self.rows()
+            if row["kind"] == "step" and row["warning"]
+        )
 
     def segments(self, *, before: str) -> tuple[Segment, ...]:
         """What the launches before this one have trained."""
         rows = self.rows()
-        launches = {row["launch"]: row for row in rows if row["kind"] == "launch" and row["launch"] != before}
+        launches = {
+            row["launch"]: row
+            for row in rows
+            if row["kind"] == "launch" and row["launch"] != before
+        }
         found = []
         for name, launch in launches.items():
-            steps = [row for row in rows if row["kind"] == "step" and row["launch"] == name]
+            steps = [
+                row for row in rows if row["kind"] == "step" and row["launch"] == name
+            ]
             if steps:
-                losses, seconds = (tuple(row[field] for row in steps) for field in ("loss", "seconds"))
-                held_out, first = (row.get("validation_loss") for row in steps), steps[0]["step"]
+                losses, seconds = (
+                    tuple(row[field] for row in steps) for field in ("loss", "seconds")
+                )
+                held_out, first = (
+                    (row.get("validation_loss") for row in steps),
+                    steps[0]["step"],
+                )
                 found.append(
                     Segment(
                         plan_id=launch["plan_id"],
@@ -104,21 +134,34 @@ class Journal:
                 )
         return tuple(found)
 
-    def unfinished(self, known: KnownPlans, first: Plan, settings: RunSettings, why: str) -> MeasuredRun | None:
+    def unfinished(
+        self, known: KnownPlans, first: Plan, settings: RunSettings, why: str
+    ) -> MeasuredRun | None:
         """The report of a run that failed for good; None: it trained no step, or all.
 
         Args:
             known: the plans of its launches, beside the one that it began with.
             why: it failed, in words.
         """
-        segments, ends = self.segments(before=""), [row["how"] for row in self.rows() if row["kind"] == "end"]
+        segments, ends = (
+            self.segments(before=""),
+            [row["how"] for row in self.rows() if row["kind"] == "end"],
+        )
         if not segments or ends[-1:] == ["done"]:
             return None
         last = segments[-1]
-        plan = known.by_id(last.plan_id) or first  # one that layers have moved to has the same devices
+        plan = (
+            known.by_id(last.plan_id) or first
+        )  # one that layers have moved to has the same devices
         devices = devices_in_words(last.devices, settings.device)
-        run = unfinished_run(plan, settings.model, devices, last, why, earlier=segments[:-1])
-        told = {"plan_id": last.plan_id, "decisions": self.decisions(), "warnings": self.warnings()}
+        run = unfinished_run(
+            plan, settings.model, devices, last, why, earlier=segments[:-1]
+        )
+        told = {
+            "plan_id": last.plan_id,
+            "decisions": self.decisions(),
+            "warnings": self.warnings(),
+        }
         return run.model_copy(update=told)
 
 

@@ -47,7 +47,8 @@ from planner.spec.measured import MeasuredRun
 from planner.spec.plan import Plan
 
 LOST_OTHERS = re.compile(
-    r"gloo|nccl|connection (closed|reset|refused|was)|broken pipe|socket|timed? ?out", re.IGNORECASE
+    r"gloo|nccl|connection (closed|reset|refused|was)|broken pipe|socket|timed? ?out",
+    re.IGNORECASE,
 )
 """What torch says of a peer that is gone, where it raises a plain RuntimeError."""
 FOREVER = timedelta(days=365)
@@ -85,7 +86,11 @@ class Place:
             "round": ROUND,
         }
         numbers = {field: int(os.environ[name]) for field, name in names.items()}
-        return cls(**numbers, began_seconds=float(os.environ[BEGAN]), run=os.environ["TORCHELASTIC_RUN_ID"])
+        return cls(
+            **numbers,
+            began_seconds=float(os.environ[BEGAN]),
+            run=os.environ["TORCHELASTIC_RUN_ID"],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,14 +112,30 @@ class RankOptions:
         """Teach a parser what `planner.executor.elastic.nodes` gives."""
         parser.add_argument("plan", help="plan.json")
         RunSettings.add_arguments(parser)
-        parser.add_argument("--rendezvous", required=True, help="HOST:PORT of the nodes' store")
-        parser.add_argument("--restarts", type=int, required=True, help="after lost nodes or ranks")
         parser.add_argument(
-            "--last-call", dest="last_call_seconds", type=float, required=True, help="that the rendezvous waits"
+            "--rendezvous", required=True, help="HOST:PORT of the nodes' store"
         )
-        parser.add_argument("--failures", type=Path, required=True, help="folder for word of errors")
-        parser.add_argument("--group", default=ANY_GROUP, help="node group of the plan's cluster that this node is of")
-        parser.add_argument("--metrics", type=Path, help="where rank 0 writes one JSON line per step")
+        parser.add_argument(
+            "--restarts", type=int, required=True, help="after lost nodes or ranks"
+        )
+        parser.add_argument(
+            "--last-call",
+            dest="last_call_seconds",
+            type=float,
+            required=True,
+            help="that the rendezvous waits",
+        )
+        parser.add_argument(
+            "--failures", type=Path, required=True, help="folder for word of errors"
+        )
+        parser.add_argument(
+            "--group",
+            default=ANY_GROUP,
+            help="node group of the plan's cluster that this node is of",
+        )
+        parser.add_argument(
+            "--metrics", type=Path, help="where rank 0 writes one JSON line per step"
+        )
 
     @classmethod
     def from_arguments(cls, found: argparse.Namespace) -> RankOptions:
@@ -122,7 +143,9 @@ class RankOptions:
         return cls(**{field.name: getattr(found, field.name) for field in fields(cls)})
 
 
-def run_rank(plan: Plan, settings: RunSettings, options: RankOptions, planner: NodePlanner) -> int:
+def run_rank(
+    plan: Plan, settings: RunSettings, options: RankOptions, planner: NodePlanner
+) -> int:
     """Train on this rank's device until the run ends, or its nodes change.
 
     Returns:
@@ -182,7 +205,9 @@ class NodeRank:
         )
 
         # The rendezvous waits for more nodes than there are; then ranks start and meet.
-        self._meeting_seconds = options.last_call_seconds + max(time.time() - place.began_seconds, 0.0)
+        self._meeting_seconds = options.last_call_seconds + max(
+            time.time() - place.began_seconds, 0.0
+        )
 
     def run(self) -> int:
         """Launch after launch, until the run ends or the agent ends this process."""
@@ -208,8 +233,12 @@ class NodeRank:
         """Learn which nodes are there."""
         place = self._place
         if place.device == 0:
-            self._store.set(f"node/{place.node}", json.dumps((place.devices, self._options.group)))
-        return Roster.of_nodes(json.loads(self._store.get(f"node/{node}")) for node in range(place.nodes))
+            self._store.set(
+                f"node/{place.node}", json.dumps((place.devices, self._options.group))
+            )
+        return Roster.of_nodes(
+            json.loads(self._store.get(f"node/{node}")) for node in range(place.nodes)
+        )
 
     def _agree(self, roster: Roster) -> Plan:
         """The plan that the first rank chooses."""
@@ -225,26 +254,40 @@ class NodeRank:
                 restarts=self._options.restarts,
                 log=_say,
             )
-            self._store.set("plan", agreement.choose(roster).model_dump_json(by_alias=True))
+            self._store.set(
+                "plan", agreement.choose(roster).model_dump_json(by_alias=True)
+            )
         return parse(Plan, json.loads(self._store.get("plan")))
 
-    def _launch(self, number: int, plan: Plan, roster: Roster) -> tuple[How, Plan | None, bool]:
+    def _launch(
+        self, number: int, plan: Plan, roster: Roster
+    ) -> tuple[How, Plan | None, bool]:
         """Train by a plan; returns how it ended, by which plan to go on, and whether this process was told to stop."""
         placed = seats(plan, roster)
         assert placed is not None, "the planner's answers are looked at before"
-        seat, key, told = placed.get((self._place.node, self._place.device)), f"end/{number}", False
+        seat, key, told = (
+            placed.get((self._place.node, self._place.device)),
+            f"end/{number}",
+            False,
+        )
         if seat is not None:
             pilot = self._pilot(number, plan, roster) if seat == 0 else None
-            stop = leaving_in_time(self._settings.grace_seconds, self._checkpoints, self._options.failures)
+            stop = leaving_in_time(
+                self._settings.grace_seconds, self._checkpoints, self._options.failures
+            )
             with self._group(number, seat, len(plan.placement)), stop as asked:
                 measured, stopped = self._train(plan, pilot, asked)
                 told = asked()
             if pilot is not None:
-                self._store.set(key, self._end(pilot, number, measured, stopped=stopped))
+                self._store.set(
+                    key, self._end(pilot, number, measured, stopped=stopped)
+                )
         how, following = json.loads(self._store.get(key))
         return how, None if following is None else parse(Plan, following), told
 
-    def _train(self, plan: Plan, pilot: Pilot | None, asked: StopRequest) -> tuple[MeasuredRun, bool]:
+    def _train(
+        self, plan: Plan, pilot: Pilot | None, asked: StopRequest
+    ) -> tuple[MeasuredRun, bool]:
         executor = make_executor(plan, self._settings)
         measured = executor.train(
             self._settings.steps,
@@ -252,7 +295,9 @@ class NodeRank:
             on_step=None if pilot is None else _reporting(pilot),
             checkpoints=self._settings.checkpoints,
             validation=self._settings.validation,
-            asked_to_stop=lambda: asked() or (pilot is not None and pilot.wants_to_stop()),
+            asked_to_stop=lambda: (
+                asked() or (pilot is not None and pilot.wants_to_stop())
+            ),
         )
         return measured, executor.stopped
 
@@ -275,15 +320,22 @@ class NodeRank:
         pilot.begin(first)
         return pilot
 
-    def _end(self, pilot: Pilot, number: int, measured: MeasuredRun, *, stopped: bool) -> str:
+    def _end(
+        self, pilot: Pilot, number: int, measured: MeasuredRun, *, stopped: bool
+    ) -> str:
         """What rank 0 tells all ranks, and the report if this is the end."""
         how, following = pilot.end(stopped=stopped)
         if how == "done":
             of_steps = self._journal.warnings()
             told: dict[str, Any] = {
-                "segments": self._journal.segments(before=f"{self._place.round}.{number}"),
+                "segments": self._journal.segments(
+                    before=f"{self._place.round}.{number}"
+                ),
                 "decisions": self._journal.decisions(),
-                "warnings": (*(each for each in measured.warnings if each not in of_steps), *of_steps),
+                "warnings": (
+                    *(each for each in measured.warnings if each not in of_steps),
+                    *of_steps,
+                ),
             }
             text = measured.model_copy(update=told).model_dump_json(indent=1)
             partial = self._report.with_suffix(".partial")
@@ -291,14 +343,22 @@ class NodeRank:
             os.replace(partial, self._report)
         if how == "grown":
             self._board.admit(self._place.round)
-        return json.dumps((how, None if following is None or how == "grown" else following.to_json()))
+        return json.dumps(
+            (how, None if following is None or how == "grown" else following.to_json())
+        )
 
     @contextmanager
     def _group(self, number: int, rank: int, ranks: int) -> Iterator[None]:
         """Within, a process group of the ranks that the plan has."""
         device = choose_device(self._settings.device)
         store = PrefixStore(f"launch/{number}", self._store)
-        join(device, self._settings.timeout_seconds, store=store, rank=rank, world_size=ranks)
+        join(
+            device,
+            self._settings.timeout_seconds,
+            store=store,
+            rank=rank,
+            world_size=ranks,
+        )
         yield
         dist.destroy_process_group()
         gc.collect()

@@ -28,7 +28,14 @@ from planner.executor.elastic.weigh import Rebalancer
 from planner.executor.failures.failure import STOPPED, read_failure, read_late
 from planner.executor.failures.unfinished import why_of
 from planner.executor.settings import RunSettings
-from planner.executor.torchrun import Log, environment, grace, interpreter, passing_on, started
+from planner.executor.torchrun import (
+    Log,
+    environment,
+    grace,
+    interpreter,
+    passing_on,
+    started,
+)
 from planner.executor.train.metrics import Metrics
 from planner.spec.document import read
 from planner.spec.measured import MeasuredRun
@@ -80,13 +87,25 @@ class NodesPolicy:
 
     def __post_init__(self) -> None:
         checks = (
-            ("nodes", f"{self.least}:{self.most}", 1 <= self.least <= self.most, "MIN:MAX with 1 <= MIN <= MAX"),
-            ("devices", self.devices, self.devices >= 1, "a whole number of at least 1"),
+            (
+                "nodes",
+                f"{self.least}:{self.most}",
+                1 <= self.least <= self.most,
+                "MIN:MAX with 1 <= MIN <= MAX",
+            ),
+            (
+                "devices",
+                self.devices,
+                self.devices >= 1,
+                "a whole number of at least 1",
+            ),
             ("restarts", self.restarts, self.restarts >= 0, "a whole number"),
         )
         for field, value, good, wanted in checks:
             if not good:
-                raise DocumentError(f"cannot be {value}.", field=field, mend=f"give {wanted}.")
+                raise DocumentError(
+                    f"cannot be {value}.", field=field, mend=f"give {wanted}."
+                )
 
 
 def elastic_folder(settings: RunSettings, run_id: str) -> Path:
@@ -144,10 +163,14 @@ def run_node(
 
     with tempfile.TemporaryDirectory(prefix="planner-node-") as name:
         folder = Path(name)
-        (folder / "plan.json").write_text(plan.model_dump_json(by_alias=True), encoding="utf-8")
+        (folder / "plan.json").write_text(
+            plan.model_dump_json(by_alias=True), encoding="utf-8"
+        )
         command = _agent(folder, settings, policy, metrics)
         mine = Roster.of_nodes([(policy.devices, policy.group)])
-        log(f"run {policy.run_id}: {mine} takes part; the one of rank 0 tells of the steps")
+        log(
+            f"run {policy.run_id}: {mine} takes part; the one of rank 0 tells of the steps"
+        )
         variables = environment(plan, policy.devices) | grace(settings)
         with (
             started(command, variables, folder / "stderr.txt", log) as process,
@@ -167,16 +190,25 @@ def run_node(
                 mend="start the command again to come back.",
             )
         if process.returncode != 0:
-            error = read_failure(folder, (folder / "stderr.txt").read_text(encoding="utf-8", errors="replace"))
-            if unfinished is not None and journal.size != size:  # else it tells of an earlier run
-                left = journal.unfinished(KnownPlans(kept, plan), plan, settings, why_of(error))
+            error = read_failure(
+                folder,
+                (folder / "stderr.txt").read_text(encoding="utf-8", errors="replace"),
+            )
+            if (
+                unfinished is not None and journal.size != size
+            ):  # else it tells of an earlier run
+                left = journal.unfinished(
+                    KnownPlans(kept, plan), plan, settings, why_of(error)
+                )
                 if left is not None:
                     unfinished(left)
             raise error
     return read(MeasuredRun, report), bool(steps) and steps[-1] + 1 == settings.steps
 
 
-def _agent(folder: Path, settings: RunSettings, policy: NodesPolicy, metrics: str | Path | None) -> list[str]:
+def _agent(
+    folder: Path, settings: RunSettings, policy: NodesPolicy, metrics: str | Path | None
+) -> list[str]:
     """The command of this node's agent."""
     options = {
         "nodes": f"{policy.least}:{policy.most}",
@@ -190,9 +222,30 @@ def _agent(folder: Path, settings: RunSettings, policy: NodesPolicy, metrics: st
         "heartbeat": policy.heartbeat_seconds,
         "failures": folder,
     }
-    given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    given = [
+        f"--{name}={value}" for name, value in options.items() if value is not None
+    ]
     ranks = [*policy.ranks, str(folder / "plan.json"), *settings.to_arguments()]
-    ranks += ["--restarts", str(policy.restarts), "--last-call", str(policy.last_call_seconds)]
-    ranks += ["--rendezvous", policy.rendezvous, "--failures", str(folder), "--group", policy.group]
+    ranks += [
+        "--restarts",
+        str(policy.restarts),
+        "--last-call",
+        str(policy.last_call_seconds),
+    ]
+    ranks += [
+        "--rendezvous",
+        policy.rendezvous,
+        "--failures",
+        str(folder),
+        "--group",
+        policy.group,
+    ]
     ranks += [] if metrics is None else ["--metrics", str(metrics)]
-    return [*interpreter(), "-m", "planner.executor.elastic.agent", *given, "--", *ranks]
+    return [
+        *interpreter(),
+        "-m",
+        "planner.executor.elastic.agent",
+        *given,
+        "--",
+        *ranks,
+    ]

@@ -17,7 +17,15 @@ from planner.executor.elastic.agreement import why_not
 from planner.executor.elastic.journal import Journal
 from planner.executor.elastic.nodes import NodePlanner
 from planner.executor.elastic.roster import KnownPlans, Roster
-from planner.executor.elastic.weigh import Drift, Pace, Weighed, decided, look_for_drift, weigh, weigh_drift
+from planner.executor.elastic.weigh import (
+    Drift,
+    Pace,
+    Weighed,
+    decided,
+    look_for_drift,
+    weigh,
+    weigh_drift,
+)
 from planner.executor.torchrun import Log
 from planner.executor.train.metrics import Metrics
 from planner.spec.plan import Infeasible, Plan
@@ -99,8 +107,15 @@ class Pilot:
     def on_step(self, line: Metrics) -> None:
         """A step is over."""
         self._pace.record(line)
-        row = {"step": line.step, "loss": line.loss, "seconds": line.seconds, "warning": line.warning}
-        self._journal.write("step", launch=self._name, validation_loss=line.validation_loss, **row)
+        row = {
+            "step": line.step,
+            "loss": line.loss,
+            "seconds": line.seconds,
+            "warning": line.warning,
+        }
+        self._journal.write(
+            "step", launch=self._name, validation_loss=line.validation_loss, **row
+        )
         if time.monotonic() - self._looked >= LOOK_SECONDS:
             self._looked = time.monotonic()
             self._look_at_gate()
@@ -156,7 +171,10 @@ class Pilot:
         found = answer.result()
         refusal = why_not(found, grown)
         if refusal or not isinstance(found, Plan):
-            self._tell(Weighed(decided(step, "stayed", f"no plan for {grown}: {refusal}", {})), "grown")
+            self._tell(
+                Weighed(decided(step, "stayed", f"no plan for {grown}: {refusal}", {})),
+                "grown",
+            )
             return
         faster = found.prediction.step_seconds / self._pace.plan.prediction.step_seconds
         weighed = weigh(
@@ -177,7 +195,10 @@ class Pilot:
             return
         drift, self._drift = self._drift.result(), None
         if drift is not None:
-            self._tell(weigh_drift(self._pace, drift, step=step, steps=self._moments.steps), "moved")
+            self._tell(
+                weigh_drift(self._pace, drift, step=step, steps=self._moments.steps),
+                "moved",
+            )
 
     def _tell(self, weighed: Weighed, how: How) -> None:
         self._journal.decide(weighed.decision)

@@ -49,7 +49,9 @@ STORE_SECONDS = 30.0
 """That the store may take to answer."""
 LEAVE_SECONDS = 5.0
 ENDED = Problem(
-    "run_id", "a store knows no other run of this id.", "when it is mended, start with --resume and another --run-id."
+    "run_id",
+    "a store knows no other run of this id.",
+    "when it is mended, start with --resume and another --run-id.",
 )
 """What is told besides the error that a run has ended by."""
 
@@ -64,7 +66,12 @@ class Board:
     def at(cls, address: str, run: str) -> Board:
         """That of a store that is there."""
         host, port = endpoint(address)
-        return cls(TCPStore(host, port, is_master=False, timeout=timedelta(seconds=STORE_SECONDS)), run)
+        return cls(
+            TCPStore(
+                host, port, is_master=False, timeout=timedelta(seconds=STORE_SECONDS)
+            ),
+            run,
+        )
 
     def bring(self, node: object, devices: int, group: str = ANY_GROUP) -> None:
         """A node of this group brings so many devices."""
@@ -77,7 +84,11 @@ class Board:
 
     def waiting(self) -> Roster:
         """The nodes that wait."""
-        brought = json.loads(self._store.get("waiting")) if self._store.check(["waiting"]) else ()
+        brought = (
+            json.loads(self._store.get("waiting"))
+            if self._store.check(["waiting"])
+            else ()
+        )
         return Roster.of_nodes(brought)
 
     def admit(self, number: int, *, yes: bool = True) -> None:
@@ -163,7 +174,8 @@ def make_rendezvous(parameters: RendezvousParameters) -> GatedRendezvous:
     backend, store = create_backend(parameters)
     settings: dict[str, Any] = parameters.config
     timeout = RendezvousTimeout(
-        join=timedelta(seconds=settings["join_seconds"]), last_call=timedelta(seconds=settings["last_call_seconds"])
+        join=timedelta(seconds=settings["join_seconds"]),
+        last_call=timedelta(seconds=settings["last_call_seconds"]),
     )
     handler = GatedRendezvous.from_backend(
         parameters.run_id,
@@ -191,14 +203,23 @@ def endpoint(address: str) -> tuple[str, int]:
     if not colon:
         host, port = address, str(DEFAULT_PORT)
     if not host or not port.isdecimal():
-        raise DocumentError(f"{address!r} is no address.", field="rendezvous", mend="give HOST:PORT.")
+        raise DocumentError(
+            f"{address!r} is no address.", field="rendezvous", mend="give HOST:PORT."
+        )
     return host, int(port)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Hold a rendezvous' store until SIGTERM or Ctrl-C, on a machine that no node of the run is lost with."""
-    parser = argparse.ArgumentParser(description="Hold the store of elastic runs' rendezvous until it is told to stop.")
-    parser.add_argument("address", nargs="?", default=f"0.0.0.0:{DEFAULT_PORT}", help="HOST:PORT to listen on")
+    parser = argparse.ArgumentParser(
+        description="Hold the store of elastic runs' rendezvous until it is told to stop."
+    )
+    parser.add_argument(
+        "address",
+        nargs="?",
+        default=f"0.0.0.0:{DEFAULT_PORT}",
+        help="HOST:PORT to listen on",
+    )
     try:
         host, port = endpoint(parser.parse_args(arguments).address)
     except PlannerError as error:

@@ -47,7 +47,9 @@ class Roster:
         """Of (devices, node group) of every node."""
         brought = list(nodes)
         groups = tuple(group for _, group in brought)
-        return cls(tuple(devices for devices, _ in brought), groups if any(groups) else ())
+        return cls(
+            tuple(devices for devices, _ in brought), groups if any(groups) else ()
+        )
 
     def __add__(self, other: Roster) -> Roster:
         """These nodes, then those."""
@@ -64,20 +66,29 @@ class Roster:
 
     def devices_of(self, group: str) -> tuple[int, ...]:
         """Devices of every node of a group, the most first."""
-        found = (count for count, name in zip(self.devices, self.by_group, strict=True) if name == group)
+        found = (
+            count
+            for count, name in zip(self.devices, self.by_group, strict=True)
+            if name == group
+        )
         return tuple(sorted(found, reverse=True))
 
     @property
     def key(self) -> str:
         """The same for nodes in another order: ``4-4-2``, or ``a100.4-h100.8-h100.8``; fit for the name of a file."""
         return "-".join(
-            f"{quote(group, safe='').replace('-', '%2D')}.{count}" if group else str(count)
+            f"{quote(group, safe='').replace('-', '%2D')}.{count}"
+            if group
+            else str(count)
             for group in sorted(set(self.by_group))
             for count in self.devices_of(group)
         )
 
     def __str__(self) -> str:
-        return " and ".join(_in_words(self.devices_of(group), group) for group in sorted(set(self.by_group)))
+        return " and ".join(
+            _in_words(self.devices_of(group), group)
+            for group in sorted(set(self.by_group))
+        )
 
 
 def _in_words(devices: tuple[int, ...], group: str) -> str:
@@ -93,7 +104,9 @@ def kinds(cluster: Cluster) -> tuple[NodeGroup, ...]:
     one."""
     found: dict[str, NodeGroup] = {}
     for group in cluster.node_groups:
-        alike = group.model_copy(update={"name": "any", "nodes": 1, "devices_per_node": 1})
+        alike = group.model_copy(
+            update={"name": "any", "nodes": 1, "devices_per_node": 1}
+        )
         found.setdefault(alike.model_dump_json(), group)
     return tuple(found.values())
 
@@ -130,7 +143,11 @@ def group_of_node(cluster: Cluster, told: str | None, device: str | None) -> str
     names = list(dict.fromkeys(group.name for group in cluster.node_groups))
     listed = " or ".join(names)
     if told is not None and told not in names:
-        raise MismatchError(f"the plan's cluster has no node group {told!r}.", field="group", mend=f"give {listed}.")
+        raise MismatchError(
+            f"the plan's cluster has no node group {told!r}.",
+            field="group",
+            mend=f"give {listed}.",
+        )
     if len(kinds(cluster)) == 1:
         return ANY_GROUP
     if told is not None:
@@ -138,7 +155,9 @@ def group_of_node(cluster: Cluster, told: str | None, device: str | None) -> str
     fitting = {
         group.name
         for group in cluster.node_groups
-        if device is not None and device == (group.device if isinstance(group.device, str) else group.device.id)
+        if device is not None
+        and device
+        == (group.device if isinstance(group.device, str) else group.device.id)
     }
     if len(fitting) == 1:
         return fitting.pop()
@@ -154,11 +173,18 @@ def seats(plan: Plan, roster: Roster) -> Mapping[Seat, int] | None:
     needed: dict[int, int] = {}
     for row in plan.placement:
         needed[row.node] = max(needed.get(row.node, 0), row.device + 1)
-    names = [group.name for group in plan.request.cluster.node_groups for _ in range(group.nodes)]
+    names = [
+        group.name
+        for group in plan.request.cluster.node_groups
+        for _ in range(group.nodes)
+    ]
     group_of = {node: names[node] if roster.groups else ANY_GROUP for node in needed}
     pairs: dict[int, int] = {}
     for group in set(group_of.values()):
-        planned = sorted((node for node in needed if group_of[node] == group), key=lambda node: (-needed[node], node))
+        planned = sorted(
+            (node for node in needed if group_of[node] == group),
+            key=lambda node: (-needed[node], node),
+        )
         there = [node for node, name in enumerate(roster.by_group) if name == group]
         there.sort(key=lambda node: (-roster.devices[node], node))
         if len(planned) > len(there):
@@ -196,11 +222,15 @@ class KnownPlans:
     def by_id(self, plan_id: str) -> Plan | None:
         """The plan of this id; None: it is not among them."""
         plans = map(self._read, sorted(self._folder.glob("plan-*.json")))
-        return next((plan for plan in plans if plan is not None and plan.id == plan_id), None)
+        return next(
+            (plan for plan in plans if plan is not None and plan.id == plan_id), None
+        )
 
     def _read(self, path: Path) -> Plan | None:
         plan = read(Plan, path)
-        ours, theirs = ((each.profile_id, each.job) for each in (self._request, plan.request))
+        ours, theirs = (
+            (each.profile_id, each.job) for each in (self._request, plan.request)
+        )
         return plan if ours == theirs else None
 
     def _path(self, roster: Roster) -> Path:

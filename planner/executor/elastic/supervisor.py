@@ -19,7 +19,15 @@ from typing import Protocol
 
 from planner.errors import DocumentError, PlannerError, RunError, UnsupportedError
 from planner.executor.checkpoint.folder import newest_step
-from planner.executor.elastic.weigh import Pace, Rebalancer, Weighed, decided, look_for_drift, weigh, weigh_drift
+from planner.executor.elastic.weigh import (
+    Pace,
+    Rebalancer,
+    Weighed,
+    decided,
+    look_for_drift,
+    weigh,
+    weigh_drift,
+)
 from planner.executor.failures.unfinished import unfinished_run
 from planner.executor.settings import RunSettings
 from planner.executor.support import check_plan
@@ -61,15 +69,25 @@ class ElasticPolicy:
 
     def __post_init__(self) -> None:
         if self.restarts < 0:
-            raise DocumentError(f"cannot be {self.restarts}.", field="restarts", mend="give a whole number.")
+            raise DocumentError(
+                f"cannot be {self.restarts}.",
+                field="restarts",
+                mend="give a whole number.",
+            )
         if not self.cooldown_seconds >= 0:
-            raise DocumentError(f"cannot be {self.cooldown_seconds}.", field="cooldown", mend="give seconds.")
+            raise DocumentError(
+                f"cannot be {self.cooldown_seconds}.",
+                field="cooldown",
+                mend="give seconds.",
+            )
 
 
 class Devices:
     """The devices of this node, and which of them may be used now."""
 
-    def __init__(self, count: int, policy: ElasticPolicy, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self, count: int, policy: ElasticPolicy, clock: Clock = time.monotonic
+    ) -> None:
         self._count = count
         self._policy = policy
         self._clock = clock
@@ -77,14 +95,28 @@ class Devices:
 
     def lose(self, devices: Sequence[int]) -> None:
         """Their ranks were killed."""
-        self._back_at |= dict.fromkeys(devices, self._clock() + self._policy.cooldown_seconds)
+        self._back_at |= dict.fromkeys(
+            devices, self._clock() + self._policy.cooldown_seconds
+        )
 
     def usable(self) -> tuple[int, ...]:
         """Their indices, in order."""
         if self._policy.discover is not None:
-            return tuple(sorted({index for index in self._policy.discover() if 0 <= index < self._count}))
+            return tuple(
+                sorted(
+                    {
+                        index
+                        for index in self._policy.discover()
+                        if 0 <= index < self._count
+                    }
+                )
+            )
         now = self._clock()
-        return tuple(index for index in range(self._count) if self._back_at.get(index, now) <= now)
+        return tuple(
+            index
+            for index in range(self._count)
+            if self._back_at.get(index, now) <= now
+        )
 
 
 class Elastic:
@@ -119,7 +151,9 @@ class Elastic:
         self._policy = policy
         self._metrics = metrics
         self._log = log
-        self._devices = Devices(max(plan.request.cluster.devices, len(plan.placement)), policy)
+        self._devices = Devices(
+            max(plan.request.cluster.devices, len(plan.placement)), policy
+        )
         self._considered: tuple[int, ...] = ()
         self._launches = 0
         self._restarts = 0
@@ -157,14 +191,28 @@ class Elastic:
         launch, segments = self._launch, list(self._segments)
         if launch is None:
             return None
-        if launch.pace.losses and launch.pace.segment() not in segments:  # it was interrupted
+        if (
+            launch.pace.losses and launch.pace.segment() not in segments
+        ):  # it was interrupted
             segments.append(launch.pace.segment())
         if not segments:
             return None
         devices = devices_in_words(segments[-1].devices, self._settings.device)
         plan = launch.pace.plan
-        run = unfinished_run(plan, self._settings.model, devices, segments[-1], why, earlier=segments[:-1])
-        return run.model_copy(update={"decisions": tuple(self._decisions), "warnings": tuple(self._warnings)})
+        run = unfinished_run(
+            plan,
+            self._settings.model,
+            devices,
+            segments[-1],
+            why,
+            earlier=segments[:-1],
+        )
+        return run.model_copy(
+            update={
+                "decisions": tuple(self._decisions),
+                "warnings": tuple(self._warnings),
+            }
+        )
 
     def _run_once(self) -> Ended:
         """One launch, on as many of the usable devices as the plan has ranks."""
@@ -183,8 +231,17 @@ class Elastic:
         path = folder / "plan.json"
         path.write_text(self._plan.model_dump_json(by_alias=True), encoding="utf-8")
         shown = None if chosen == tuple(range(len(chosen))) else chosen
-        torchrun = Torchrun(self._plan, path, self._settings, folder, metrics=self._metrics, devices=shown)
-        self._launch = launch = _Launch(torchrun, self._plan, chosen, newest_step(self._checkpoints))
+        torchrun = Torchrun(
+            self._plan,
+            path,
+            self._settings,
+            folder,
+            metrics=self._metrics,
+            devices=shown,
+        )
+        self._launch = launch = _Launch(
+            torchrun, self._plan, chosen, newest_step(self._checkpoints)
+        )
         ended = torchrun.run(self._on_step, self._log)
         if ended.measured is None and launch.pace.losses:
             self._segments.append(launch.pace.segment())
@@ -209,22 +266,45 @@ class Elastic:
         try:
             usable = self._devices.usable()
         except PlannerError as error:
-            self._decide(step, "stayed", f"it is not known which devices are usable: {error}", {})
+            self._decide(
+                step, "stayed", f"it is not known which devices are usable: {error}", {}
+            )
             return
-        if len(usable) <= len(launch.devices) or usable == self._considered or step >= self._settings.steps:
+        if (
+            len(usable) <= len(launch.devices)
+            or usable == self._considered
+            or step >= self._settings.steps
+        ):
             return
         self._considered = usable
         found = self._ask(len(usable), step)
         if found is not None:
-            faster = found.prediction.step_seconds / launch.pace.plan.prediction.step_seconds
+            faster = (
+                found.prediction.step_seconds / launch.pace.plan.prediction.step_seconds
+            )
             reason = f"there are {counted(len(found.placement), 'device')} again"
-            self._move(weigh(launch.pace, found, faster, step=step, steps=self._settings.steps, reason=reason))
+            self._move(
+                weigh(
+                    launch.pace,
+                    found,
+                    faster,
+                    step=step,
+                    steps=self._settings.steps,
+                    reason=reason,
+                )
+            )
 
     def _watch_drift(self, launch: _Launch, step: int) -> None:
         """Look whether pipeline ranks have become slower than others, and whether it pays to move layers."""
-        drift = look_for_drift(launch.pace, self._policy.planner) if step < self._settings.steps else None
+        drift = (
+            look_for_drift(launch.pace, self._policy.planner)
+            if step < self._settings.steps
+            else None
+        )
         if drift is not None:
-            self._move(weigh_drift(launch.pace, drift, step=step, steps=self._settings.steps))
+            self._move(
+                weigh_drift(launch.pace, drift, step=step, steps=self._settings.steps)
+            )
 
     def _move(self, weighed: Weighed) -> None:
         """Tell what was decided, and begin a move."""
@@ -246,7 +326,12 @@ class Elastic:
         trained = launch.pace.trained
         self._restarts += 1
         names = ", ".join(map(str, ended.killed))
-        figures = {"ranks_lost": len(lost), "devices_left": len(usable), "steps_trained": trained, "steps_kept": kept}
+        figures = {
+            "ranks_lost": len(lost),
+            "devices_left": len(usable),
+            "steps_trained": trained,
+            "steps_kept": kept,
+        }
         rank = "rank" if len(lost) == 1 else "ranks"
         left = f"{counted(len(usable), 'device')} left, {counted(kept, 'step')} kept"
         why = ended.error.problems[0].message.splitlines()[0].rstrip(":.")
@@ -265,7 +350,10 @@ class Elastic:
             "moved",
             f"go on from step {kept} on {counted(len(self._plan.placement), 'device')} by plan {self._plan.id[:12]}, "
             f"predicted {self._plan.prediction.step_seconds:.3f} s a step",
-            {"devices": len(self._plan.placement), "predicted_step_seconds": self._plan.prediction.step_seconds},
+            {
+                "devices": len(self._plan.placement),
+                "predicted_step_seconds": self._plan.prediction.step_seconds,
+            },
         )
 
     def _plan_for(self, devices: int, step: int) -> Plan:
@@ -285,17 +373,31 @@ class Elastic:
             found = self._policy.planner.for_devices(devices)
             if isinstance(found, Plan):
                 check_plan(found)
-                if len(found.placement) > devices or any(row.node for row in found.placement):
-                    raise UnsupportedError(f"the plan needs more than {counted(devices, 'device')} of one node.")
+                if len(found.placement) > devices or any(
+                    row.node for row in found.placement
+                ):
+                    raise UnsupportedError(
+                        f"the plan needs more than {counted(devices, 'device')} of one node."
+                    )
                 return found
             reason = "; ".join(found.reasons)
         except PlannerError as error:
             reason = str(error)
-        figures = {"devices": float(devices), "planning_seconds": time.monotonic() - begun}
-        self._decide(step, "stayed", f"no plan for {counted(devices, 'device')}: {reason}", figures)
+        figures = {
+            "devices": float(devices),
+            "planning_seconds": time.monotonic() - begun,
+        }
+        self._decide(
+            step,
+            "stayed",
+            f"no plan for {counted(devices, 'device')}: {reason}",
+            figures,
+        )
         return None
 
-    def _decide(self, step: int, kind: str, text: str, figures: Mapping[str, float]) -> None:
+    def _decide(
+        self, step: int, kind: str, text: str, figures: Mapping[str, float]
+    ) -> None:
         self._tell(decided(step, kind, text, figures))
 
     def _tell(self, decision: Decision) -> None:
@@ -303,15 +405,22 @@ class Elastic:
         self._log(f"elastic: {decision.text}")
 
     def _whole(self, measured: MeasuredRun) -> MeasuredRun:
-        of_run = (each for each in measured.warnings if each not in self._warnings)  # those of no step
-        told = {"decisions": tuple(self._decisions), "warnings": (*of_run, *self._warnings)}
+        of_run = (
+            each for each in measured.warnings if each not in self._warnings
+        )  # those of no step
+        told = {
+            "decisions": tuple(self._decisions),
+            "warnings": (*of_run, *self._warnings),
+        }
         return measured.model_copy(update={"segments": tuple(self._segments), **told})
 
 
 class _Launch:
     """What is known of the launch at hand."""
 
-    def __init__(self, torchrun: Torchrun, plan: Plan, devices: Sequence[int], kept: int) -> None:
+    def __init__(
+        self, torchrun: Torchrun, plan: Plan, devices: Sequence[int], kept: int
+    ) -> None:
         self.torchrun = torchrun
         self.devices = tuple(devices)
         self.kept = kept

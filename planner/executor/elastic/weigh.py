@@ -87,7 +87,9 @@ class Pace:
     def record(self, line: Metrics) -> None:
         """A step is over."""
         if not self.losses:
-            self.startup_seconds = max(time.monotonic() - self._begun - line.seconds, 0.0)
+            self.startup_seconds = max(
+                time.monotonic() - self._begun - line.seconds, 0.0
+            )
         self.losses[line.step], self.seconds[line.step] = line.loss, line.seconds
         self.validation_losses[line.step] = line.validation_loss
         self.drift.record(line.busy_seconds)
@@ -102,7 +104,9 @@ class Pace:
     def step_seconds(self) -> float:
         """Median of this launch's newest steps, the first ones apart."""
         seconds = list(self.seconds.values())
-        return statistics.median(seconds[min(WARM_UP_STEPS, len(seconds) - 1) :][-RECENT_STEPS:])
+        return statistics.median(
+            seconds[min(WARM_UP_STEPS, len(seconds) - 1) :][-RECENT_STEPS:]
+        )
 
     def segment(self) -> Segment:
         """What it trained."""
@@ -128,7 +132,9 @@ class Weighed:
 
 def decided(step: int, kind: str, text: str, figures: Mapping[str, float]) -> Decision:
     """A decision, `step` steps being trained."""
-    return Decision.model_validate({"step": step, "kind": kind, "text": text, "figures": dict(figures)})
+    return Decision.model_validate(
+        {"step": step, "kind": kind, "text": text, "figures": dict(figures)}
+    )
 
 
 def weigh(
@@ -165,12 +171,12 @@ def weigh(
         "move_seconds": move,
         **more,
     }
-    text = (
-        f"{reason}: {left} steps of {then:.3f} s instead of {now:.3f} s gain {gain:.1f} s, the move takes {move:.1f} s"
-    )
+    text = f"{reason}: {left} steps of {then:.3f} s instead of {now:.3f} s gain {gain:.1f} s, the move takes {move:.1f} s"
     if gain <= move:
         return Weighed(decided(step, "stayed", f"{text}: stay", figures))
-    return Weighed(decided(step, "moved", f"{text}: move to plan {found.id[:12]}", figures), found)
+    return Weighed(
+        decided(step, "moved", f"{text}: move to plan {found.id[:12]}", figures), found
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +195,11 @@ class Drift:
     @property
     def faster(self) -> float:
         """Predicted seconds of a step then / now."""
-        return 1.0 if self.found is None else self.found.seconds_then / self.found.seconds_now
+        return (
+            1.0
+            if self.found is None
+            else self.found.seconds_then / self.found.seconds_now
+        )
 
 
 def look_for_drift(pace: Pace, planner: Rebalancer) -> Drift | None:
@@ -199,10 +209,20 @@ def look_for_drift(pace: Pace, planner: Rebalancer) -> Drift | None:
         return None
     drifts = []
     try:
-        if pace.drift.is_due and (ratios := pace.drift.look(planner.busy_seconds(pace.plan))):
-            drifts.append(_answer("pipeline", ratios, lambda: planner.rebalance(pace.plan, ratios)))
-        if pace.replica_drift.is_due and (shares := pace.replica_drift.look(planner.replica_seconds(pace.plan))):
-            drifts.append(_answer("data", shares, lambda: planner.reshare(pace.plan, shares)))
+        if pace.drift.is_due and (
+            ratios := pace.drift.look(planner.busy_seconds(pace.plan))
+        ):
+            drifts.append(
+                _answer(
+                    "pipeline", ratios, lambda: planner.rebalance(pace.plan, ratios)
+                )
+            )
+        if pace.replica_drift.is_due and (
+            shares := pace.replica_drift.look(planner.replica_seconds(pace.plan))
+        ):
+            drifts.append(
+                _answer("data", shares, lambda: planner.reshare(pace.plan, shares))
+            )
     except PlannerError as error:
         pace.told_error = True
         return Drift(error=str(error))
@@ -210,7 +230,9 @@ def look_for_drift(pace: Pace, planner: Rebalancer) -> Drift | None:
 
 
 def _answer(
-    ranks: Literal["pipeline", "data"], ratios: tuple[float, ...], ask: Callable[[], Rebalanced | None]
+    ranks: Literal["pipeline", "data"],
+    ratios: tuple[float, ...],
+    ask: Callable[[], Rebalanced | None],
 ) -> Drift:
     try:
         return Drift(ranks, ratios, ask())
@@ -220,13 +242,24 @@ def _answer(
 
 def weigh_drift(pace: Pace, drift: Drift, *, step: int, steps: int) -> Weighed:
     """Move layers away from slow ranks, or micro-batches from slow replicas, where it pays."""
-    figures = {f"drift_of_{drift.ranks}_rank_{rank}": ratio for rank, ratio in enumerate(drift.ratios)}
+    figures = {
+        f"drift_of_{drift.ranks}_rank_{rank}": ratio
+        for rank, ratio in enumerate(drift.ratios)
+    }
     if drift.error:
-        return Weighed(decided(step, "stayed", f"drift cannot be weighed: {drift.error}", figures))
+        return Weighed(
+            decided(step, "stayed", f"drift cannot be weighed: {drift.error}", figures)
+        )
     slow = max(range(len(drift.ratios)), key=lambda rank: drift.ratios[rank])
     text = f"{drift.ranks} rank {slow} takes {drift.ratios[slow]:.2f} x as long as the others, against the plan"
     if drift.found is None:
-        others = "no other partition is" if drift.ranks == "pipeline" else "no other shares of the batch are"
+        others = (
+            "no other partition is"
+            if drift.ranks == "pipeline"
+            else "no other shares of the batch are"
+        )
         return Weighed(decided(step, "stayed", f"{text}: {others} faster", figures))
     found = drift.found.plan
-    return weigh(pace, found, drift.faster, step=step, steps=steps, reason=text, more=figures)
+    return weigh(
+        pace, found, drift.faster, step=step, steps=steps, reason=text, more=figures
+    )

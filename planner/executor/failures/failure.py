@@ -43,7 +43,11 @@ LATE_NOTE = "late.txt"
 
 def failure_report(rank: int, error: Exception) -> dict[str, Any]:
     """The error as plain data."""
-    problems = [asdict(problem) for problem in error.problems] if isinstance(error, PlannerError) else []
+    problems = (
+        [asdict(problem) for problem in error.problems]
+        if isinstance(error, PlannerError)
+        else []
+    )
     return {
         "rank": rank,
         "seconds": time.time(),
@@ -60,7 +64,11 @@ def error_of(report: Mapping[str, Any]) -> PlannerError:
     if report["problems"]:
         kind = getattr(planner.errors, report["kind"], RunError)
         problems = [Problem(**problem) for problem in report["problems"]]
-        if kind is RunError and while_doing and not any("rank" in problem.message for problem in problems):
+        if (
+            kind is RunError
+            and while_doing
+            and not any("rank" in problem.message for problem in problems)
+        ):
             said = f"rank {report['rank']} failed{while_doing}: {problems[0].message}"
             problems[0] = replace(problems[0], message=said)
         error: PlannerError = kind("", problems=tuple(problems))
@@ -104,7 +112,11 @@ def write_late(folder: Path | None, checkpoints: Path, grace_seconds: float) -> 
     kept = complete(checkpoints)
     text = (
         f"the step at hand and its checkpoint were not done within the grace of {grace_seconds:g} seconds, and are "
-        + (f"lost; kept is {kept[-1]}." if kept else "lost; no checkpoint was kept before.")
+        + (
+            f"lost; kept is {kept[-1]}."
+            if kept
+            else "lost; no checkpoint was kept before."
+        )
     )
     if folder is not None:
         write_whole(folder / LATE_NOTE, text)
@@ -145,14 +157,20 @@ def read_stopped(folder: Path) -> StoppedError:
 def read_failure(folder: Path, stderr: str) -> PlannerError:
     """The error that explains a failed run: one raised on purpose, before a rank that died without any report, before
     the first of the others, which mostly are neighbours that lost their peer; without any rank, what torchrun said."""
-    reports = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("rank-*.json"))]
+    reports = [
+        json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(folder.glob("rank-*.json"))
+    ]
     if not any(report["problems"] for report in reports):
         if killed := killed_ranks(stderr):
             return _killed(folder, killed, stderr)
         if gone := _gone(stderr, {report["rank"] for report in reports}):
             return _left(folder, gone, stderr)
     if not reports:
-        return RunError(f"torchrun failed:\n{_tail(stderr)}", mend="correct what the last lines name.")
+        return RunError(
+            f"torchrun failed:\n{_tail(stderr)}",
+            mend="correct what the last lines name.",
+        )
     first = min(reports, key=lambda report: (not report["problems"], report["seconds"]))
     return error_of(first)
 
@@ -167,22 +185,37 @@ def killed_ranks(stderr: str) -> tuple[int, ...]:
     if not found:
         return ()
     until = min(when for when, _, _ in found) + timedelta(seconds=GRACE_SECONDS / 2)
-    ended = {rank for when, rank, code in found if code < 0 and -code != signal.SIGTERM and when < until}
+    ended = {
+        rank
+        for when, rank, code in found
+        if code < 0 and -code != signal.SIGTERM and when < until
+    }
     return tuple(sorted(ended))
 
 
 def _failures(stderr: str) -> list[tuple[datetime, int, int]]:
     """Time, rank and exit code of every failure in torchrun's summary."""
     return [
-        (datetime.fromisoformat(match["time"].replace("_", " ")), int(match["rank"]), int(match["code"]))
+        (
+            datetime.fromisoformat(match["time"].replace("_", " ")),
+            int(match["rank"]),
+            int(match["code"]),
+        )
         for match in FAILURE.finditer(stderr)
     ]
 
 
 def _gone(stderr: str, told: set[int]) -> dict[int, int]:
     """Exit codes of the ranks that left by themselves and told no error."""
-    codes = {rank: code for _, rank, code in sorted(_failures(stderr), key=lambda each: each[1])}
-    return {rank: code for rank, code in codes.items() if code > 0 and code != STOPPED and rank not in told}
+    codes = {
+        rank: code
+        for _, rank, code in sorted(_failures(stderr), key=lambda each: each[1])
+    }
+    return {
+        rank: code
+        for rank, code in codes.items()
+        if code > 0 and code != STOPPED and rank not in told
+    }
 
 
 def _told_of(folder: Path, ranks: Sequence[int]) -> str:
@@ -195,12 +228,18 @@ def _told_of(folder: Path, ranks: Sequence[int]) -> str:
 
 
 def _killed(folder: Path, ranks: tuple[int, ...], stderr: str) -> RunError:
-    names = f"rank {ranks[0]} was" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} were"
+    names = (
+        f"rank {ranks[0]} was"
+        if len(ranks) == 1
+        else f"ranks {', '.join(map(str, ranks))} were"
+    )
     numbers = sorted({-code for _, rank, code in _failures(stderr) if rank in ranks})
     signals = ", ".join(map(str, numbers))
     memory = ", as systems do when memory runs out" if signal.SIGKILL in numbers else ""
     doing_so = _told_of(folder, ranks)
-    said = f"{names} killed (signal {signals}){memory}" + (f", {doing_so}" if doing_so else "")
+    said = f"{names} killed (signal {signals}){memory}" + (
+        f", {doing_so}" if doing_so else ""
+    )
     if any(number in FAULTS for number in numbers):
         return RunError(
             f"{said}{_crash(folder, ranks)}",
@@ -217,8 +256,14 @@ def _crash(folder: Path, ranks: tuple[int, ...]) -> str:
     """Where the first of these ranks stood, outermost frames left out; a full stop when none tells it."""
     for rank in ranks:
         path = crash_path(folder, rank)
-        if path.exists() and (text := path.read_text(encoding="utf-8", errors="replace").strip()):
-            lines = [line for line in text.splitlines() if line.strip() and not line.startswith("Extension modules")]
+        if path.exists() and (
+            text := path.read_text(encoding="utf-8", errors="replace").strip()
+        ):
+            lines = [
+                line
+                for line in text.splitlines()
+                if line.strip() and not line.startswith("Extension modules")
+            ]
             return ":\n" + "\n".join(lines[:SHOWN_LINES])
     return "."
 
@@ -226,7 +271,9 @@ def _crash(folder: Path, ranks: tuple[int, ...]) -> str:
 def _left(folder: Path, codes: Mapping[int, int], stderr: str) -> RunError:
     """The error of ranks that ended and left no report: before they could, or by `os._exit`."""
     first, code = next(iter(codes.items()))
-    others = f" (so did {', '.join(map(str, list(codes)[1:]))})" if len(codes) > 1 else ""
+    others = (
+        f" (so did {', '.join(map(str, list(codes)[1:]))})" if len(codes) > 1 else ""
+    )
     doing_so = _told_of(folder, [first]) or "before it could say what it did"
     own = "\n".join(_written_by(first, stderr))
     return RunError(

@@ -58,7 +58,11 @@ def awaited(action: _Action | None, stages: int) -> str:
     kind = "".join(letter for letter in str(action) if letter.isalpha())
     if kind in BACKWARDS and action.stage_index + 1 < stages:
         return f", for the gradient of stage {action.stage_index + 1}"
-    return f", for the output of stage {action.stage_index - 1}" if kind == "F" and action.stage_index else ""
+    return (
+        f", for the output of stage {action.stage_index - 1}"
+        if kind == "F" and action.stage_index
+        else ""
+    )
 
 
 def _without_word(rank: int, ranks: int) -> list[int]:

@@ -20,7 +20,12 @@ from pathlib import Path
 
 from planner.errors import PlannerError, RunError
 from planner.executor.failures import doing
-from planner.executor.failures.failure import STOPPED, crash_path, doing_path, write_failure
+from planner.executor.failures.failure import (
+    STOPPED,
+    crash_path,
+    doing_path,
+    write_failure,
+)
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Where torchrun looks for a rank's error, to show it in its summary."""
@@ -35,7 +40,9 @@ def last_words(folder: Path | None, rank: int) -> Iterator[None]:
     """
     doing.note_in(None if folder is None else doing_path(folder, rank))
     if folder is not None:
-        faulthandler.enable(os.open(crash_path(folder, rank), os.O_WRONLY | os.O_CREAT))  # open until the very end
+        faulthandler.enable(
+            os.open(crash_path(folder, rank), os.O_WRONLY | os.O_CREAT)
+        )  # open until the very end
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -43,7 +50,9 @@ def last_words(folder: Path | None, rank: int) -> Iterator[None]:
         if said is not None and folder is not None:
             write_failure(folder, rank, said)
         elif said is not None and (path := os.environ.get(ERROR_FILE)) is not None:
-            Path(path).write_text(json.dumps(_for_torchrun(rank, said)), encoding="utf-8")
+            Path(path).write_text(
+                json.dumps(_for_torchrun(rank, said)), encoding="utf-8"
+            )
             sys.exit(1)  # without the traceback, which the summary shows
         raise
     finally:
@@ -66,6 +75,15 @@ def _error_of(error: BaseException, rank: int) -> Exception | None:
 
 def _for_torchrun(rank: int, error: Exception) -> dict[str, object]:
     """An error in the form of torch.distributed.elastic's `ErrorHandler`."""
-    text = str(error) if isinstance(error, PlannerError) else "".join(traceback.format_exception(error))
-    told = {"py_callstack": f"rank {rank} failed {doing.current()}: {text}", "timestamp": str(int(time.time()))}
-    return {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": told}}
+    text = (
+        str(error)
+        if isinstance(error, PlannerError)
+        else "".join(traceback.format_exception(error))
+    )
+    told = {
+        "py_callstack": f"rank {rank} failed {doing.current()}: {text}",
+        "timestamp": str(int(time.time())),
+    }
+    return {
+        "message": {"message": f"{type(error).__name__}: {error}", "extraInfo": told}
+    }

@@ -13,4 +13,6 @@ PR_SET_PDEATHSIG = 1
 def end_with_parent() -> None:
     """From here on this process is killed when its parent ends; on Linux, which alone can do so."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None, use_errno=True).prctl(
+            PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0
+        )

@@ -10,7 +10,12 @@ import torch
 
 from planner.errors import RunError
 from planner.executor.parallel.mesh import Mesh
-from planner.executor.train.memory import CPU_ALLOCATOR, HostMemoryError, allocator_error, peak_bytes
+from planner.executor.train.memory import (
+    CPU_ALLOCATOR,
+    HostMemoryError,
+    allocator_error,
+    peak_bytes,
+)
 from planner.spec.plan import Alternative, Plan, RankMemory
 from planner.spec.words import gibibytes
 
@@ -29,7 +34,14 @@ def asked_bytes(error: BaseException) -> int | None:
 
 
 def ran_out(
-    error: BaseException, plan: Plan, *, rank: int, pipeline: int, where: str, used_bytes: int, host_bytes: int = 0
+    error: BaseException,
+    plan: Plan,
+    *,
+    rank: int,
+    pipeline: int,
+    where: str,
+    used_bytes: int,
+    host_bytes: int = 0,
 ) -> RunError:
     """The error of a rank that ran out of memory: its device's, or its host's for what is offloaded.
 
@@ -39,9 +51,13 @@ def ran_out(
         used_bytes: at the rank's peak so far.
         host_bytes: that it has offloaded.
     """
-    row = next((row for row in plan.prediction.memory if row.pipeline_rank == pipeline), None)
+    row = next(
+        (row for row in plan.prediction.memory if row.pipeline_rank == pipeline), None
+    )
     if isinstance(error, HostMemoryError):
-        return _host_ran_out(error, plan, row, rank=rank, where=where, host_bytes=host_bytes)
+        return _host_ran_out(
+            error, plan, row, rank=rank, where=where, host_bytes=host_bytes
+        )
     asked = asked_bytes(error)
     wanted = "more memory" if asked is None else f"{gibibytes(asked)} more"
     whose = " for the replica that has the least room" if plan.replicas_differ else ""
@@ -59,7 +75,13 @@ def ran_out(
 
 
 def _host_ran_out(
-    error: HostMemoryError, plan: Plan, row: RankMemory | None, *, rank: int, where: str, host_bytes: int
+    error: HostMemoryError,
+    plan: Plan,
+    row: RankMemory | None,
+    *,
+    rank: int,
+    where: str,
+    host_bytes: int,
 ) -> RunError:
     kind = "pinned host memory" if error.is_pinned else "host memory"
     capacity = None if row is None else row.host_capacity_bytes
@@ -79,16 +101,24 @@ def _host_ran_out(
 
 def _host_mend(plan: Plan) -> str:
     found = next(
-        (each for each in plan.alternatives if not (each.layout.activation_offload or each.layout.optimizer_offload)),
+        (
+            each
+            for each in plan.alternatives
+            if not (each.layout.activation_offload or each.layout.optimizer_offload)
+        ),
         None,
     )
     if found is not None:
-        return f"the plan's next alternative that offloads nothing: {_described(found)}."
+        return (
+            f"the plan's next alternative that offloads nothing: {_described(found)}."
+        )
     return "plan again with a smaller host_memory_bytes of the node, what of it is really free, or with offloading off."
 
 
 @contextmanager
-def telling_out_of_memory(plan: Plan, mesh: Mesh, device: torch.device, where: str) -> Iterator[None]:
+def telling_out_of_memory(
+    plan: Plan, mesh: Mesh, device: torch.device, where: str
+) -> Iterator[None]:
     """Within, errors of an allocator become those of `ran_out`."""
     try:
         yield
@@ -96,14 +126,26 @@ def telling_out_of_memory(plan: Plan, mesh: Mesh, device: torch.device, where: s
         if (full := allocator_error(error)) is None:
             raise
         used = peak_bytes(device)
-        raise ran_out(full, plan, rank=mesh.rank, pipeline=mesh.pipeline, where=where, used_bytes=used) from error
+        raise ran_out(
+            full,
+            plan,
+            rank=mesh.rank,
+            pipeline=mesh.pipeline,
+            where=where,
+            used_bytes=used,
+        ) from error
 
 
-def next_that_fits(plan: Plan, needed_bytes: int, predicted_bytes: int) -> Alternative | None:
+def next_that_fits(
+    plan: Plan, needed_bytes: int, predicted_bytes: int
+) -> Alternative | None:
     """The fastest alternative that fits even if its prediction is as far below the truth as the plan's was."""
     factor = max(needed_bytes / predicted_bytes, 1.0) if predicted_bytes else 1.0
     capacity = min(row.capacity_bytes for row in plan.prediction.memory)
-    return next((each for each in plan.alternatives if each.peak_bytes * factor <= capacity), None)
+    return next(
+        (each for each in plan.alternatives if each.peak_bytes * factor <= capacity),
+        None,
+    )
 
 
 def _mend(plan: Plan, needed: int, predicted: int | None) -> str:

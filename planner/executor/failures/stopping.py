@@ -39,7 +39,9 @@ class StopRequest:
         too_late: called by another thread when the block has not been left shortly before the grace ends; None: never.
     """
 
-    def __init__(self, grace_seconds: float = 0.0, too_late: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, grace_seconds: float = 0.0, too_late: Callable[[], None] | None = None
+    ) -> None:
         self._asked = False
         self._before: Any = None
         self._too_late = too_late
@@ -61,7 +63,12 @@ class StopRequest:
                 self._count_grace()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self._let_go()
         if self._wakes is not None:
             self._wakes[1].close()  # which ends the thread
@@ -98,14 +105,26 @@ class StopRequest:
     def _count_grace(self) -> None:
         self._wakes = socket.socketpair()
         self._wakes[1].setblocking(False)
-        self._woken_before = signal.set_wakeup_fd(self._wakes[1].fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=self._watch, args=(self._wakes[0],), name="planner-grace", daemon=True).start()
+        self._woken_before = signal.set_wakeup_fd(
+            self._wakes[1].fileno(), warn_on_full_buffer=False
+        )
+        threading.Thread(
+            target=self._watch,
+            args=(self._wakes[0],),
+            name="planner-grace",
+            daemon=True,
+        ).start()
 
     def _watch(self, wakes: socket.socket) -> None:
         """Until the block is left, or the grace is nearly over."""
         until: float | None = None
         with wakes:
-            while select.select([wakes], [], [], None if until is None else max(until - time.monotonic(), 0.0))[0]:
+            while select.select(
+                [wakes],
+                [],
+                [],
+                None if until is None else max(until - time.monotonic(), 0.0),
+            )[0]:
                 signals = wakes.recv(64)
                 if not signals:
                     return
@@ -115,7 +134,9 @@ class StopRequest:
             self._too_late()
 
 
-def leaving_in_time(grace_seconds: float, directory: Path, failures: Path | None) -> StopRequest:
+def leaving_in_time(
+    grace_seconds: float, directory: Path, failures: Path | None
+) -> StopRequest:
     """A request that ends this process when its step, with the checkpoint after it, lasts longer than the grace.
 
     Args:

@@ -45,14 +45,24 @@ class StepLog:
         )
 
 
-def validation_losses(first: int, losses: Iterable[float | None]) -> tuple[ValidationLoss, ...]:
+def validation_losses(
+    first: int, losses: Iterable[float | None]
+) -> tuple[ValidationLoss, ...]:
     """Those that were taken of steps from `first` on."""
     taken = enumerate(losses, first)
-    return tuple(ValidationLoss(step=step, loss=loss) for step, loss in taken if loss is not None)
+    return tuple(
+        ValidationLoss(step=step, loss=loss) for step, loss in taken if loss is not None
+    )
 
 
 def unfinished_run(
-    plan: Plan, model: str, devices: str, trained: Segment, why: str, *, earlier: Sequence[Segment] = ()
+    plan: Plan,
+    model: str,
+    devices: str,
+    trained: Segment,
+    why: str,
+    *,
+    earlier: Sequence[Segment] = (),
 ) -> MeasuredRun:
     """The report of a run that did not come to its last step.
 

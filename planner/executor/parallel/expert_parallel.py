@@ -11,14 +11,24 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
+from torch.distributed._functional_collectives import (
+    all_to_all_single,
+    all_to_all_single_autograd,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from planner.errors import LayoutError, UnsupportedError
 from planner.executor.parallel.mesh import Mesh
 from planner.executor.parallel.sharding import local
-from profiler.expert_parallel import Alone, Routes, experts_of, local_share, refusal, share_out
+from profiler.expert_parallel import (
+    Alone,
+    Routes,
+    experts_of,
+    local_share,
+    refusal,
+    share_out,
+)
 from profiler.models import ModelSource
 from profiler.transformer_cut import TransformerChain
 
@@ -37,11 +47,17 @@ class RankGroup:
         wanted, come = wanted.view(self._ranks, -1), come.view(self._ranks, -1)
         sent, received = torch.stack((wanted.sum(1), come.sum(1))).tolist()
         here = torch.arange(come.shape[1], device=come.device).expand_as(come)
-        return Routes(sent, received, here.reshape(-1).repeat_interleave(come.reshape(-1)))
+        return Routes(
+            sent, received, here.reshape(-1).repeat_interleave(come.reshape(-1))
+        )
 
-    def exchange(self, rows: torch.Tensor, sent: list[int] | None, received: list[int] | None) -> torch.Tensor:
+    def exchange(
+        self, rows: torch.Tensor, sent: list[int] | None, received: list[int] | None
+    ) -> torch.Tensor:
         """See `profiler.expert_parallel.Group`."""
-        exchanged: torch.Tensor = all_to_all_single_autograd(rows, received, sent, self._group)
+        exchanged: torch.Tensor = all_to_all_single_autograd(
+            rows, received, sent, self._group
+        )
         return exchanged
 
 
@@ -55,7 +71,9 @@ class TensorGroup:
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """Every rank goes on with other rows, so that gradients are partial sums."""
         spread = DTensor.from_local(part, self._mesh, [Shard(0)], run_check=False)
-        return spread.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        return spread.redistribute(placements=[Replicate()]).to_local(
+            grad_placements=[Partial()]
+        )
 
     def scatter(self, whole: torch.Tensor) -> torch.Tensor:
         """See `profiler.expert_parallel.TensorRanks`."""
@@ -67,7 +85,13 @@ class TensorGroup:
         return mask.nonzero().squeeze(-1)
 
 
-def check_experts(source: ModelSource, expert: int, tensor: int = 1, *, sequence_parallel: bool = False) -> None:
+def check_experts(
+    source: ModelSource,
+    expert: int,
+    tensor: int = 1,
+    *,
+    sequence_parallel: bool = False,
+) -> None:
     """Refuse degrees that the model's experts cannot be shared out by.
 
     Args:
@@ -104,15 +128,24 @@ def check_experts(source: ModelSource, expert: int, tensor: int = 1, *, sequence
             )
 
 
-def keep_share(source: ModelSource, mesh: DeviceMesh, name: str, module: nn.Module) -> None:
+def keep_share(
+    source: ModelSource, mesh: DeviceMesh, name: str, module: nn.Module
+) -> None:
     """Of a block's experts keep this rank's, when all of the block has its values (`materialise.Narrow`)."""
     chain = source.cut().chain
-    if not isinstance(chain, TransformerChain) or name.rpartition(".")[0] != chain.blocks_name:
+    if (
+        not isinstance(chain, TransformerChain)
+        or name.rpartition(".")[0] != chain.blocks_name
+    ):
         return  # `check_experts` has refused others that have experts
     for experts in experts_of(module).values():
         for attribute, parameter in list(experts.named_parameters(recurse=False)):
-            share = local_share(parameter.detach(), mesh.get_local_rank(), mesh.size()).clone()
-            experts.register_parameter(attribute, nn.Parameter(share, parameter.requires_grad))
+            share = local_share(
+                parameter.detach(), mesh.get_local_rank(), mesh.size()
+            ).clone()
+            experts.register_parameter(
+                attribute, nn.Parameter(share, parameter.requires_grad)
+            )
 
 
 def share_experts(stage: nn.Module, source: ModelSource, mesh: Mesh) -> None:
@@ -120,15 +153,27 @@ def share_experts(stage: nn.Module, source: ModelSource, mesh: Mesh) -> None:
     spread = mesh.expert_spread
     if spread is None:
         return
-    group = Alone() if mesh.expert_mesh is None else RankGroup(mesh.expert_mesh.get_group())
-    ranks, tensors = mesh.grid.expert, TensorGroup(mesh.tensor_mesh) if mesh.grid.tensor > 1 else None
+    group = (
+        Alone() if mesh.expert_mesh is None else RankGroup(mesh.expert_mesh.get_group())
+    )
+    ranks, tensors = (
+        mesh.grid.expert,
+        TensorGroup(mesh.tensor_mesh) if mesh.grid.tensor > 1 else None,
+    )
     held = dict(stage.named_modules())
     for module in (held[name] for name in experts_of(source.blueprint) if name in held):
         for attribute, parameter in list(module.named_parameters(recurse=False)):
-            whole = DTensor.from_local(parameter.detach(), spread, [Shard(0)], run_check=False)
-            module.register_parameter(attribute, nn.Parameter(whole, parameter.requires_grad))
+            whole = DTensor.from_local(
+                parameter.detach(), spread, [Shard(0)], run_check=False
+            )
+            module.register_parameter(
+                attribute, nn.Parameter(whole, parameter.requires_grad)
+            )
         share_out(module, ranks, group, partial(_locals, module), tensors)
 
 
 def _locals(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: local(parameter) for name, parameter in module.named_parameters(recurse=False)}
+    return {
+        name: local(parameter)
+        for name, parameter in module.named_parameters(recurse=False)
+    }

@@ -22,8 +22,12 @@ from torch.distributed.tensor import DTensor
 from planner.executor.parallel.sharding import local, placed_as, with_local
 
 # Before torch 2.13 they had other names, which warn by now.
-all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather: Callable[..., Any] = getattr(
+    dist, "all_gather_single", dist.all_gather_into_tensor
+)
+reduce_scatter: Callable[..., Any] = getattr(
+    dist, "reduce_scatter_single", dist.reduce_scatter_tensor
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,9 @@ class Unit:
         for span in self.spans:
             start, stop = max(span.start, self.first), min(span.stop, last)
             if start < stop:
-                yield Piece(span, start - span.start, stop - span.start, start - self.first)
+                yield Piece(
+                    span, start - span.start, stop - span.start, start - self.first
+                )
 
     @torch.no_grad()
     def bind(self, *, own_shard: bool, own_gradient: bool) -> None:
@@ -123,13 +129,17 @@ class Unit:
         self.full_gradient = torch.zeros_like(self.full)
         self.gradient = self._mine(self.full_gradient)
         for span in self.spans:
-            span.parameter.grad = with_local(span.parameter, self._view(self.full_gradient, span))
+            span.parameter.grad = with_local(
+                span.parameter, self._view(self.full_gradient, span)
+            )
 
     def start_gather(self) -> None:
         """Begin to make all values again, from all ranks; they are not to be read before `gather`."""
         if not self.is_gathered:
             self.full.untyped_storage().resize_(self.full.nbytes)
-            self._gathering = all_gather(self.full, self.shard, group=self.group, async_op=True)
+            self._gathering = all_gather(
+                self.full, self.shard, group=self.group, async_op=True
+            )
             self.is_gathered = True
 
     def gather(self) -> None:
@@ -153,7 +163,9 @@ class Unit:
         if self._own_shard:
             self.free()
             return None
-        work: dist.Work | None = all_gather(self.full, self.shard, group=self.group, async_op=True)
+        work: dist.Work | None = all_gather(
+            self.full, self.shard, group=self.group, async_op=True
+        )
         return work
 
     @torch.no_grad()
@@ -163,7 +175,9 @@ class Unit:
         for span in self.spans:
             gradient = span.parameter.grad
             if gradient is not None:
-                self._view(taken, span).copy_(local(placed_as(span.parameter, gradient)))
+                self._view(taken, span).copy_(
+                    local(placed_as(span.parameter, gradient))
+                )
                 span.parameter.grad = None
         return taken
 
@@ -171,7 +185,9 @@ class Unit:
         """Add up this rank's part of the gradient over the groups that share it out; nothing where there is one."""
         if self._copies is None:
             return None
-        work: dist.Work = dist.all_reduce(self.gradient, group=self._copies, async_op=True)
+        work: dist.Work = dist.all_reduce(
+            self.gradient, group=self._copies, async_op=True
+        )
         return work
 
     def _mine(self, full: torch.Tensor) -> torch.Tensor:
@@ -184,7 +200,11 @@ class Unit:
 
 def put(parameter: nn.Parameter, values: torch.Tensor) -> None:
     """Give a parameter these values, and their type, in place."""
-    if isinstance(parameter, DTensor):  # assigning to .data would leave its own record of its type behind
-        torch.utils.swap_tensors(parameter, nn.Parameter(values, parameter.requires_grad))  # type: ignore[no-untyped-call]
+    if isinstance(
+        parameter, DTensor
+    ):  # assigning to .data would leave its own record of its type behind
+        torch.utils.swap_tensors(
+            parameter, nn.Parameter(values, parameter.requires_grad)
+        )  # type: ignore[no-untyped-call]
     else:  # swapping refuses what weak references lead to, as torch's recurrent layers keep them
         parameter.data = values

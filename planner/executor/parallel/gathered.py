@@ -46,7 +46,9 @@ class GatheredLayers:
         self._users: dict[int, Units] = {}
         """Who uses the storage at this address."""
 
-    def attach(self, parts: Sequence[nn.Module], needs: Units, *, recomputes: bool) -> None:
+    def attach(
+        self, parts: Sequence[nn.Module], needs: Units, *, recomputes: bool
+    ) -> None:
         """Gather before each part of a layer runs."""
         if recomputes:
             self._recomputing.add(needs)
@@ -68,7 +70,9 @@ class GatheredLayers:
         """Within, what autograd saves is gathered before it is read."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
-    def _enter(self, needs: Units, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+    def _enter(
+        self, needs: Units, module: nn.Module, arguments: tuple[Any, ...]
+    ) -> None:
         self._current = needs
         self._use(needs, self._next.get(needs))
 
@@ -76,7 +80,11 @@ class GatheredLayers:
         """Gather a layer, and begin with the one ahead, for which the one before makes room."""
         if not needs or self._used is needs:
             return
-        kept = [ahead] if ahead else [each for each in self._held if each is not needs][1 - HELD_LAYERS :]
+        kept = (
+            [ahead]
+            if ahead
+            else [each for each in self._held if each is not needs][1 - HELD_LAYERS :]
+        )
         for each in self._held:
             if each is not needs and not any(each is other for other in kept):
                 self._drop(each, (needs, *kept))
@@ -106,12 +114,18 @@ class GatheredLayers:
         if needs is not None:
             return _Saved(kept, needs, None)
         # A layer that recomputes reads what it has saved before it reads parameters.
-        return _Saved(kept, self._current if self._current in self._recomputing else (), kept._version)
+        return _Saved(
+            kept,
+            self._current if self._current in self._recomputing else (),
+            kept._version,
+        )
 
     def _unpack(self, saved: _Saved) -> torch.Tensor:
         if saved.version is not None and saved.tensor._version != saved.version:
             # autograd itself compares versions only of what no hook has packed.
-            raise RuntimeError("a tensor that the backward needs has been changed in place after it was saved.")
+            raise RuntimeError(
+                "a tensor that the backward needs has been changed in place after it was saved."
+            )
         if saved.needs:
             ahead = self._previous.get(saved.needs)
             self._read_in_backward.add(saved.needs)

@@ -51,13 +51,19 @@ def sum_shared(copies: Iterable[SharedCopy]) -> None:
         whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
         dist.all_reduce(whole, group=copy.group)
         if isinstance(gradient, DTensor):
-            gradient.copy_(distribute_tensor(whole, gradient.device_mesh, gradient.placements, src_data_rank=None))
+            gradient.copy_(
+                distribute_tensor(
+                    whole, gradient.device_mesh, gradient.placements, src_data_rank=None
+                )
+            )
 
 
 @torch.no_grad()
 def any_overflow(parameters: Iterable[torch.Tensor], mesh: Mesh) -> bool:
     """Whether any gradient on any rank is infinite or not a number; a collective call, the same answer on all ranks."""
-    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    gradients = [
+        local(parameter.grad) for parameter in parameters if parameter.grad is not None
+    ]
     # The largest magnitude: unlike a sum it is finite exactly when every gradient is.
     largest = nn.utils.get_total_norm(gradients, math.inf)
     flag = (~torch.isfinite(largest)).to(mesh.device_mesh.device_type, torch.int32)
@@ -67,7 +73,10 @@ def any_overflow(parameters: Iterable[torch.Tensor], mesh: Mesh) -> bool:
 
 @torch.no_grad()
 def total_norm(
-    parameters: Iterable[torch.Tensor], copies: Iterable[SharedCopy], mesh: Mesh, shards: ZeroShards | None = None
+    parameters: Iterable[torch.Tensor],
+    copies: Iterable[SharedCopy],
+    mesh: Mesh,
+    shards: ZeroShards | None = None,
 ) -> float:
     """2-norm of the whole model's gradient, in fp64: shards and stages add up, replicas and further copies count once.
 
@@ -77,7 +86,11 @@ def total_norm(
         shards: of which the parameters are pieces, so that the ranks that share them out add up too.
     """
     owners: Mapping[int, torch.Tensor] = {} if shards is None else shards.owners()
-    found = {id(parameter): parameter for parameter in parameters if parameter.grad is not None}
+    found = {
+        id(parameter): parameter
+        for parameter in parameters
+        if parameter.grad is not None
+    }
     again = {id(copy.parameter) for copy in copies if not copy.is_owner}
     squares = torch.zeros(3, dtype=torch.float64, device=mesh.device_mesh.device_type)
     for key, parameter in found.items():
@@ -98,4 +111,6 @@ def total_norm(
 
 def clip_factor(norm: float, maximum: float) -> float:
     """What to multiply gradients of this 2-norm with so that it is at most `maximum`."""
-    return min(1.0, maximum / (norm + 1e-6))  # the same guard as torch.nn.utils.clip_grad_norm_
+    return min(
+        1.0, maximum / (norm + 1e-6)
+    )  # the same guard as torch.nn.utils.clip_grad_norm_

@@ -62,7 +62,11 @@ class Mesh:
     def holds_experts(self, tensor: torch.Tensor) -> bool:
         """Is the tensor shared out over an expert-parallel group?"""
         has_groups = self.experts is not None
-        return has_groups and isinstance(tensor, DTensor) and tensor.device_mesh == self.expert_spread
+        return (
+            has_groups
+            and isinstance(tensor, DTensor)
+            and tensor.device_mesh == self.expert_spread
+        )
 
     @property
     def pipeline_group(self) -> dist.ProcessGroup:
@@ -92,12 +96,17 @@ class Mesh:
         """Those of them that hold the same experts."""
         if self.experts is None:
             return self.shard_group
-        return (self.experts["edp"] if self.hybrid is None else self.hybrid.expert_shard).get_group()
+        return (
+            self.experts["edp"] if self.hybrid is None else self.hybrid.expert_shard
+        ).get_group()
 
     def sharers(self, tensor: torch.Tensor) -> Sharers:
         """Who shares out the states of a parameter: of experts, fewer ranks than of all else."""
         copies = None if self.hybrid is None else self.hybrid.copies.get_group()
-        return Sharers(self.expert_shard_group if self.holds_experts(tensor) else self.shard_group, copies)
+        return Sharers(
+            self.expert_shard_group if self.holds_experts(tensor) else self.shard_group,
+            copies,
+        )
 
     @property
     def context_group(self) -> dist.ProcessGroup:
@@ -118,23 +127,49 @@ class Mesh:
 def build_mesh(grid: Grid, device_type: str) -> Mesh:
     """Build all process groups of the grid; a collective call of all ranks of the default group."""
     ranks = torch.tensor(grid.ranks, dtype=torch.int)
-    device_mesh = DeviceMesh(device_type, ranks, mesh_dim_names=("pp", "dp", "cp", "tp"))
-    summed = device_mesh["dp", "cp"]._flatten("dp_cp") if grid.context > 1 else device_mesh["dp"]
+    device_mesh = DeviceMesh(
+        device_type, ranks, mesh_dim_names=("pp", "dp", "cp", "tp")
+    )
+    summed = (
+        device_mesh["dp", "cp"]._flatten("dp_cp")
+        if grid.context > 1
+        else device_mesh["dp"]
+    )
     pipeline, data, context, tensor = device_mesh.get_coordinate() or (0, 0, 0, 0)
     experts = _expert_mesh(grid, ranks, device_type)
     hybrid = _hybrid_mesh(grid, ranks, device_type)
     spread = _expert_spread(grid, experts, device_mesh)
-    return Mesh(device_mesh, dist.get_rank(), pipeline, data, context, tensor, summed, grid, experts, hybrid, spread)
+    return Mesh(
+        device_mesh,
+        dist.get_rank(),
+        pipeline,
+        data,
+        context,
+        tensor,
+        summed,
+        grid,
+        experts,
+        hybrid,
+        spread,
+    )
 
 
-def _expert_mesh(grid: Grid, ranks: torch.Tensor, device_type: str) -> DeviceMesh | None:
+def _expert_mesh(
+    grid: Grid, ranks: torch.Tensor, device_type: str
+) -> DeviceMesh | None:
     if grid.expert == 1:
         return None
     names = ("pp", "edp", "ep", "tp")
-    return DeviceMesh(device_type, ranks.reshape(grid.pipeline, -1, grid.expert, grid.tensor), mesh_dim_names=names)
+    return DeviceMesh(
+        device_type,
+        ranks.reshape(grid.pipeline, -1, grid.expert, grid.tensor),
+        mesh_dim_names=names,
+    )
 
 
-def _expert_spread(grid: Grid, experts: DeviceMesh | None, whole: DeviceMesh) -> DeviceMesh | None:
+def _expert_spread(
+    grid: Grid, experts: DeviceMesh | None, whole: DeviceMesh
+) -> DeviceMesh | None:
     if experts is None:
         return whole["tp"] if grid.tensor > 1 else None
     return experts["ep", "tp"]._flatten("ep_tp") if grid.tensor > 1 else experts["ep"]
@@ -146,5 +181,9 @@ def _hybrid_mesh(grid: Grid, ranks: torch.Tensor, device_type: str) -> Hybrid | 
     names = ("pp", "dp_replicate", "edp_shard", "ep", "tp")
     shape = (grid.pipeline, -1, grid.shards // grid.expert, grid.expert, grid.tensor)
     mesh = DeviceMesh(device_type, ranks.reshape(shape), mesh_dim_names=names)
-    shard = mesh["edp_shard", "ep"]._flatten("dp_shard") if grid.expert > 1 else mesh["edp_shard"]
+    shard = (
+        mesh["edp_shard", "ep"]._flatten("dp_shard")
+        if grid.expert > 1
+        else mesh["edp_shard"]
+    )
     return Hybrid(mesh["dp_replicate"], shard, mesh["edp_shard"])

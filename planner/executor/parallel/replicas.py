@@ -119,10 +119,20 @@ class GradientReducer:
     def _of(self, stage: int) -> list[Bucket]:
         return [bucket for bucket in self._buckets if bucket.stage == stage]
 
-    def _bind(self, stage: int | None, group: dist.ProcessGroup, parameters: list[nn.Parameter]) -> Bucket:
+    def _bind(
+        self,
+        stage: int | None,
+        group: dist.ProcessGroup,
+        parameters: list[nn.Parameter],
+    ) -> Bucket:
         """Make every parameter's gradient a view of one new tensor."""
         shards = [local(parameter.detach()) for parameter in parameters]
-        bucket = Bucket(shards[0].new_zeros(sum(shard.numel() for shard in shards)), len(parameters), stage, group)
+        bucket = Bucket(
+            shards[0].new_zeros(sum(shard.numel() for shard in shards)),
+            len(parameters),
+            stage,
+            group,
+        )
         parts = bucket.flat.split([shard.numel() for shard in shards])  # type: ignore[no-untyped-call]
         for parameter, shard, part in zip(parameters, shards, parts, strict=True):
             parameter.grad = with_local(parameter, part.view(shard.shape))
@@ -142,11 +152,14 @@ class GradientReducer:
 
     def _launch(self, bucket: Bucket) -> None:
         if bucket.work is None:
-            bucket.work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
+            bucket.work = dist.all_reduce(
+                bucket.flat, group=bucket.group, async_op=True
+            )
 
 
 def _by_holder(
-    stages: Mapping[int, Iterable[nn.Parameter]], group_of: Callable[[nn.Parameter], dist.ProcessGroup | None]
+    stages: Mapping[int, Iterable[nn.Parameter]],
+    group_of: Callable[[nn.Parameter], dist.ProcessGroup | None],
 ) -> dict[tuple[int | None, dist.ProcessGroup], list[nn.Parameter]]:
     """Trained parameters that have replicas, by the stage that holds them (None: several do) and these replicas."""
     holders: dict[nn.Parameter, int | None] = {}
@@ -166,7 +179,9 @@ def _runs(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
         run: list[nn.Parameter] = []
         size = 0
-        for parameter in (parameter for parameter in parameters if parameter.dtype == dtype):
+        for parameter in (
+            parameter for parameter in parameters if parameter.dtype == dtype
+        ):
             run.append(parameter)
             size += local(parameter.detach()).nbytes
             if size >= BUCKET_BYTES:

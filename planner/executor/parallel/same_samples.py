@@ -47,5 +47,13 @@ def _digest(batch: Batch) -> str:
     hashed = hashlib.sha256()
     for each in (*inputs, targets):
         hashed.update(f"{each.dtype} {tuple(each.shape)}".encode())
-        hashed.update(each.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        hashed.update(
+            each.detach()
+            .cpu()
+            .contiguous()
+            .view(-1)
+            .view(torch.uint8)
+            .numpy()
+            .tobytes()
+        )
     return hashed.hexdigest()

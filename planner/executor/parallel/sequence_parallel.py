@@ -13,11 +13,19 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from planner.errors import UnsupportedError
 from profiler.models import ModelSource
-from profiler.sequence_parallel import DIMENSION, SequencePlan, enter_regions, refusal, split_borders
+from profiler.sequence_parallel import (
+    DIMENSION,
+    SequencePlan,
+    enter_regions,
+    refusal,
+    split_borders,
+)
 from profiler.transformer_cut import TransformerChain
 
 
-def sequence_plan(stage: nn.Module, source: ModelSource, styles: dict[str, str]) -> SequencePlan:
+def sequence_plan(
+    stage: nn.Module, source: ModelSource, styles: dict[str, str]
+) -> SequencePlan:
     """Where a stage of this model is entered and left.
 
     Raises:
@@ -34,7 +42,9 @@ def sequence_plan(stage: nn.Module, source: ModelSource, styles: dict[str, str])
     return SequencePlan.of(stage, chain.blocks_name, styles)
 
 
-def read_once(stage: nn.Module, source: ModelSource, styles: dict[str, str], mesh: DeviceMesh) -> None:
+def read_once(
+    stage: nn.Module, source: ModelSource, styles: dict[str, str], mesh: DeviceMesh
+) -> None:
     """Without sequence parallelism: let column-wise products that read one hidden tensor read one DTensor, in place.
 
     Its gradients, partial sums, are then added up over the group once; each product by itself would do so for its own.
@@ -47,11 +57,19 @@ def read_once(stage: nn.Module, source: ModelSource, styles: dict[str, str], mes
         return DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
 
     where = SequencePlan.of(stage, chain.blocks_name, styles)
-    if not where.is_derived:  # else they remember what they have read (`profiler.split_products.Entered`)
+    if (
+        not where.is_derived
+    ):  # else they remember what they have read (`profiler.split_products.Entered`)
         enter_regions(stage, where.entered, enter)
 
 
-def share_sequence(stage: nn.Module, source: ModelSource, layers: range, where: SequencePlan, mesh: DeviceMesh) -> None:
+def share_sequence(
+    stage: nn.Module,
+    source: ModelSource,
+    layers: range,
+    where: SequencePlan,
+    mesh: DeviceMesh,
+) -> None:
     """Let a stage of these layers work on this rank's part of the sequence between its tensor-parallel regions."""
     chain = source.cut().chain
     assert isinstance(chain, TransformerChain)  # `sequence_plan` has refused all others
@@ -66,7 +84,9 @@ def share_sequence(stage: nn.Module, source: ModelSource, layers: range, where: 
 
     def split(whole: torch.Tensor) -> torch.Tensor:
         replicated = DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
-        return replicated.redistribute(placements=[Shard(DIMENSION % whole.dim())]).to_local()
+        return replicated.redistribute(
+            placements=[Shard(DIMENSION % whole.dim())]
+        ).to_local()
 
     def gather(part: torch.Tensor) -> torch.Tensor:
         return enter(part).to_local()
@@ -77,4 +97,6 @@ def share_sequence(stage: nn.Module, source: ModelSource, layers: range, where: 
 
 
 def _shard(part: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    return DTensor.from_local(part, mesh, [Shard(DIMENSION % part.dim())], run_check=False)
+    return DTensor.from_local(
+        part, mesh, [Shard(DIMENSION % part.dim())], run_check=False
+    )

@@ -18,7 +18,12 @@ from profiler.measure_shard import local as local
 from profiler.measure_shard import with_local as with_local
 from profiler.sequence_parallel import SequencePlan
 from profiler.split_group import split_ours
-from profiler.tensor_parallel import REPLICATED, is_ours, parallel_styles, scattered_rows
+from profiler.tensor_parallel import (
+    REPLICATED,
+    is_ours,
+    parallel_styles,
+    scattered_rows,
+)
 
 PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 """Transformers' name of a replicated parameter that sees only this rank's heads, such as Qwen3's q_norm."""
@@ -49,11 +54,19 @@ def shard_tensors(
     partial: list[nn.Parameter] = []
     left = sequence.left if sequence is not None else ()
     if sequence is not None:
-        partial += [each for name in sequence.partial for each in stage.get_submodule(name).parameters(recurse=False)]
+        partial += [
+            each
+            for name in sequence.partial
+            for each in stage.get_submodule(name).parameters(recurse=False)
+        ]
     split_ours(stage, plan, mesh.tensor_mesh, sequence=sequence is not None)
     for name, style in plan.items():
         module = stage.get_submodule(name)
-        if style == REPLICATED or is_ours(style) or next(module.parameters(recurse=False), None) is None:
+        if (
+            style == REPLICATED
+            or is_ours(style)
+            or next(module.parameters(recurse=False), None) is None
+        ):
             continue  # the last stand for modules of another stage
         if style == PARTIAL_GRADIENT:
             partial += module.parameters(recurse=False)
@@ -78,7 +91,9 @@ def placed_as(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 def is_split(tensor: torch.Tensor) -> bool:
     """Does every rank of a group hold a part of its own?"""
-    return isinstance(tensor, DTensor) and not any(placement.is_replicate() for placement in tensor.placements)
+    return isinstance(tensor, DTensor) and not any(
+        placement.is_replicate() for placement in tensor.placements
+    )
 
 
 def is_split_by_rows(tensor: torch.Tensor) -> bool:

@@ -38,7 +38,10 @@ class Share:
     def actions_of(self, schedule: Schedule) -> tuple[tuple[str, ...], ...]:
         """The actions of every pipeline rank that this share leaves: equation (R2)."""
         units = self.count * schedule.sequence_chunks
-        return tuple(tuple(str(each) for each in row if each.micro_batch < units) for row in schedule.actions)
+        return tuple(
+            tuple(str(each) for each in row if each.micro_batch < units)
+            for row in schedule.actions
+        )
 
 
 def share_of(plan: Plan, data: int) -> Share:
@@ -55,7 +58,9 @@ def check_shares(plan: Plan) -> None:
         LayoutError: the shares are not those of the global batch.
     """
     shares = plan.layout.shares(plan.request.job.global_batch_size)
-    for field, value, reason, mend in _meetings(plan) if plan.layout.has_uneven_shares else ():
+    for field, value, reason, mend in (
+        _meetings(plan) if plan.layout.has_uneven_shares else ()
+    ):
         raise UnsupportedError(
             f"{field}({value}) does not go with the unequal micro_batch_shares {list(shares)}: {reason}.",
             field=f"layout.{field}",
@@ -67,14 +72,24 @@ def _meetings(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
     """Field and value that unequal shares do not go with, why, and how to mend it."""
     layout = plan.layout
     if layout.zero_stage > 1:
-        exchanged = "gradients are reduced" if layout.zero_stage == 2 else "parameters are gathered"
-        reason = (
-            f"{exchanged} over the replicas in every micro-batch, and the one with fewer would leave others waiting"
+        exchanged = (
+            "gradients are reduced"
+            if layout.zero_stage == 2
+            else "parameters are gathered"
         )
+        reason = f"{exchanged} over the replicas in every micro-batch, and the one with fewer would leave others waiting"
         yield "zero_stage", layout.zero_stage, reason, "write 0 or 1"
     if layout.expert_parallel_degree > 1:
         reason = "tokens are exchanged in every micro-batch, and the replica with fewer would leave others waiting"
         yield "expert_parallel_degree", layout.expert_parallel_degree, reason, "write 1"
-    if layout.sequence_chunks > 1 or find(layout.schedule).name not in ONE_STAGE_SCHEDULES:
+    if (
+        layout.sequence_chunks > 1
+        or find(layout.schedule).name not in ONE_STAGE_SCHEDULES
+    ):
         reason = "without the actions of its last micro-batches it is not the schedule of fewer micro-batches"
-        yield "schedule", layout.schedule, reason, f"use {' or '.join(ONE_STAGE_SCHEDULES)}"
+        yield (
+            "schedule",
+            layout.schedule,
+            reason,
+            f"use {' or '.join(ONE_STAGE_SCHEDULES)}",
+        )

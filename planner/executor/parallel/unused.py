@@ -29,16 +29,28 @@ class UsedParameters:
         copies: parameters that other stages hold too; these count as used.
     """
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer, copies: Iterable[SharedCopy], mesh: Mesh) -> None:
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        copies: Iterable[SharedCopy],
+        mesh: Mesh,
+    ) -> None:
+        trained = [
+            parameter for parameter in module.parameters() if parameter.requires_grad
+        ]
         held = _held(optimizer)
         shared = {id(copy.parameter) for copy in copies}
         self._carriers = [held.get(id(parameter)) for parameter in trained]
         """What carries the gradient for the optimizer: the parameter, or this rank's piece of it, if it has any."""
-        self._always = [carrier is not None and id(carrier) in shared for carrier in self._carriers]
+        self._always = [
+            carrier is not None and id(carrier) in shared for carrier in self._carriers
+        ]
         self._is_used = list(self._always)
         self._device = mesh.device_mesh.device_type
-        self._groups = [group for group in (mesh.data_group, mesh.tensor_group) if group.size() > 1]
+        self._groups = [
+            group for group in (mesh.data_group, mesh.tensor_group) if group.size() > 1
+        ]
         for place, parameter in enumerate(trained):
             hook = partial(self._see, place)
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -47,7 +59,11 @@ class UsedParameters:
     def alone(self) -> Iterator[None]:
         """Within, what nobody has used in the step has no gradient; afterwards the next step may begin. A collective
         call of the ranks that hold the same stages."""
-        unused = [carrier for carrier in self._unused() if carrier is not None and carrier.grad is not None]
+        unused = [
+            carrier
+            for carrier in self._unused()
+            if carrier is not None and carrier.grad is not None
+        ]
         gradients = [carrier.grad for carrier in unused]
         for carrier in unused:
             carrier.grad = None
@@ -63,9 +79,15 @@ class UsedParameters:
         votes = torch.tensor(self._is_used, dtype=torch.uint8, device=self._device)
         for group in self._groups:
             dist.all_reduce(votes, dist.ReduceOp.MAX, group=group)
-        if all(self._is_used):  # what was used here was used: the votes need not be waited for
+        if all(
+            self._is_used
+        ):  # what was used here was used: the votes need not be waited for
             return []
-        return [carrier for carrier, vote in zip(self._carriers, votes.tolist(), strict=True) if not vote]
+        return [
+            carrier
+            for carrier, vote in zip(self._carriers, votes.tolist(), strict=True)
+            if not vote
+        ]
 
 
 def _held(optimizer: Optimizer) -> dict[int, torch.Tensor]:

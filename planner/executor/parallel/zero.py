@@ -68,8 +68,15 @@ class ZeroShards:
         held = _units(layers, sharers_of, apart)
         self._level = level
         self._units = tuple(dict.fromkeys(held.values()))
-        self._pieces = {piece.span.name: piece for unit in self._units if unit.is_trained for piece in unit.pieces()}
-        self._gradients = _Scattered(self._units, [layer.stage for layer in layers], at_once=level == 1)
+        self._pieces = {
+            piece.span.name: piece
+            for unit in self._units
+            if unit.is_trained
+            for piece in unit.pieces()
+        }
+        self._gradients = _Scattered(
+            self._units, [layer.stage for layer in layers], at_once=level == 1
+        )
         self._parameters = GatheredLayers() if level == 3 else None
         if self._parameters is not None:
             _attach(self._parameters, layers, held)
@@ -80,7 +87,9 @@ class ZeroShards:
         if self._trained:
             return self._trained
         return {
-            name: local(piece.span.parameter.detach()).reshape(-1)[piece.start : piece.stop]
+            name: local(piece.span.parameter.detach()).reshape(-1)[
+                piece.start : piece.stop
+            ]
             for name, piece in self._pieces.items()
         }
 
@@ -100,12 +109,19 @@ class ZeroShards:
 
     def piece_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """This rank's piece of a trained parameter, if it holds any of it."""
-        found = (name for name, piece in self._pieces.items() if piece.span.parameter is parameter)
+        found = (
+            name
+            for name, piece in self._pieces.items()
+            if piece.span.parameter is parameter
+        )
         return next((self._trained[name] for name in found), None)
 
     def owners(self) -> dict[int, nn.Parameter]:
         """The parameter of every piece, by the piece's id."""
-        return {id(self._trained[name]): piece.span.parameter for name, piece in self._pieces.items()}
+        return {
+            id(self._trained[name]): piece.span.parameter
+            for name, piece in self._pieces.items()
+        }
 
     def stored(self, name: str, value: torch.Tensor) -> StoredPiece:
         """A parameter's piece, or a state of it, for a checkpoint."""
@@ -117,14 +133,19 @@ class ZeroShards:
             return None
         found = ((unit, piece) for unit in self._units for piece in unit.pieces())
         return {
-            piece.span.name: StoredPiece.of(piece, unit.shard[piece.place :][: piece.stop - piece.start])
+            piece.span.name: StoredPiece.of(
+                piece, unit.shard[piece.place :][: piece.stop - piece.start]
+            )
             for unit, piece in found
         }
 
     @property
     def parameters_bytes(self) -> int:
         """What is kept from step to step of the parameters."""
-        return sum((unit.shard if self._parameters is not None else unit.full).nbytes for unit in self._units)
+        return sum(
+            (unit.shard if self._parameters is not None else unit.full).nbytes
+            for unit in self._units
+        )
 
     @property
     def gradients_bytes(self) -> int:
@@ -142,7 +163,11 @@ class ZeroShards:
 
     def publish(self) -> None:
         """The pieces have been updated: let all ranks have them."""
-        works = [unit.publish() for unit in self._units if unit.is_trained or self._parameters is not None]
+        works = [
+            unit.publish()
+            for unit in self._units
+            if unit.is_trained or self._parameters is not None
+        ]
         for work in works:
             if work is not None:
                 work.wait()
@@ -153,7 +178,9 @@ class ZeroShards:
         """Before the next step."""
         for unit in self._units:
             if unit.is_trained:
-                (unit.gradient if unit.full_gradient is None else unit.full_gradient).zero_()
+                (
+                    unit.gradient if unit.full_gradient is None else unit.full_gradient
+                ).zero_()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -203,11 +230,16 @@ class _Scattered:
         self._units = trained
         self._at_once = at_once
         # The backward fills the gradients of the last layers first.
-        self._queues = {stage: [unit for unit in trained[::-1] if unit.stage == stage] for stage in stages}
+        self._queues = {
+            stage: [unit for unit in trained[::-1] if unit.stage == stage]
+            for stage in stages
+        }
         self._shared = [unit for unit in trained[::-1] if unit.stage is None]
         self._sent: dict[int, int] = dict.fromkeys(self._queues, 0)
         # The whole gradient too: it must live until the collective has read it.
-        self._pending: tuple[Unit, torch.Tensor, torch.Tensor, dist.Work, bool] | None = None
+        self._pending: (
+            tuple[Unit, torch.Tensor, torch.Tensor, dist.Work, bool] | None
+        ) = None
         self._summing: dict[Unit, dist.Work | None] = {}
         """Units whose sum over the group is whole, and is being added to those of other groups."""
         self.armed: set[int] = set()
@@ -227,7 +259,10 @@ class _Scattered:
             return
         unit.unfilled -= 1
         queue = self._queues[unit.stage]
-        while self._sent[unit.stage] < len(queue) and queue[self._sent[unit.stage]].unfilled == 0:
+        while (
+            self._sent[unit.stage] < len(queue)
+            and queue[self._sent[unit.stage]].unfilled == 0
+        ):
             self._send_next(unit.stage)
 
     def flush(self, stage: int) -> None:
@@ -274,7 +309,13 @@ class _Scattered:
         else:
             mine, whole = torch.empty_like(unit.gradient), unit.take_gradients()
         work = reduce_scatter(mine, whole, group=unit.group, async_op=True)
-        self._pending = (unit, mine, whole, work, self._at_once or unit.stage in self.armed)
+        self._pending = (
+            unit,
+            mine,
+            whole,
+            work,
+            self._at_once or unit.stage in self.armed,
+        )
 
     @torch.no_grad()
     def _settle(self) -> None:
@@ -294,11 +335,17 @@ class _Scattered:
             self._summing[unit] = unit.sum_copies()
 
 
-def _attach(parameters: GatheredLayers, layers: Iterable[LayerParameters], held: Mapping[int, Unit]) -> None:
+def _attach(
+    parameters: GatheredLayers,
+    layers: Iterable[LayerParameters],
+    held: Mapping[int, Unit],
+) -> None:
     """Have every layer gathered when it is reached, beside the one before it in its stage."""
     orders: dict[int, list[Units]] = {}
     for layer in layers:
-        needs = tuple(dict.fromkeys(held[id(parameter)] for parameter in layer.named.values()))
+        needs = tuple(
+            dict.fromkeys(held[id(parameter)] for parameter in layer.named.values())
+        )
         parameters.attach(layer.parts, needs, recomputes=layer.recomputes)
         if needs:
             orders.setdefault(layer.stage, []).append(needs)
@@ -319,22 +366,37 @@ def _units(
     found: dict[int, Unit] = {}
     for layer in layers:
         kinds: dict[object, dict[str, nn.Parameter]] = {}
-        for name, parameter in {id(each): (name, each) for name, each in layer.named.items()}.values():
+        for name, parameter in {
+            id(each): (name, each) for name, each in layer.named.items()
+        }.values():
             if id(parameter) not in found:
                 # All floating-point types are cast to one.
                 dtype = parameter.is_floating_point() or parameter.dtype
-                kind = (apart.get(id(parameter)), parameter.requires_grad, dtype, sharers_of(parameter))
+                kind = (
+                    apart.get(id(parameter)),
+                    parameter.requires_grad,
+                    dtype,
+                    sharers_of(parameter),
+                )
                 kinds.setdefault(kind, {})[name] = parameter
         for named in kinds.values():
-            holders = set().union(*(stages[id(parameter)] for parameter in named.values()))
+            holders = set().union(
+                *(stages[id(parameter)] for parameter in named.values())
+            )
             group, copies = sharers_of(next(iter(named.values())))
-            unit = Unit(named, group, holders.pop() if len(holders) == 1 else None, copies)
+            unit = Unit(
+                named, group, holders.pop() if len(holders) == 1 else None, copies
+            )
             found |= dict.fromkeys(map(id, named.values()), unit)
     return found
 
 
 def layers_of(
-    cut: LayerCut, stage: int, module: nn.Module, held: Iterable[int], recompute: Recompute
+    cut: LayerCut,
+    stage: int,
+    module: nn.Module,
+    held: Iterable[int],
+    recompute: Recompute,
 ) -> Iterator[LayerParameters]:
     """The layers of a stage.
 
@@ -346,6 +408,12 @@ def layers_of(
     for index in held:
         layer = cut.layers[index]
         below = tuple(f"{name}." if name else "" for name in layer.modules)
-        named = {name: each for name, each in parameters.items() if name in layer.parameters or name.startswith(below)}
+        named = {
+            name: each
+            for name, each in parameters.items()
+            if name in layer.parameters or name.startswith(below)
+        }
         parts = tuple(cut.parts(module, index).values())
-        yield LayerParameters(stage, parts, named, recompute.get(index, "none") != "none")
+        yield LayerParameters(
+            stage, parts, named, recompute.get(index, "none") != "none"
+        )

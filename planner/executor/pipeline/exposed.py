@@ -31,7 +31,9 @@ def exposed_seconds(plan: Plan, actions: Sequence[MeasuredAction]) -> dict[int, 
         actions: of one step, those of a rank in the order in which they started.
     """
     placed = {row.rank: row for row in plan.placement}
-    ends = {(_replica(placed[one.rank]), one.action): one.end_seconds for one in actions}
+    ends = {
+        (_replica(placed[one.rank]), one.action): one.end_seconds for one in actions
+    }
     rank_of = [stage.pipeline_rank for stage in plan.stages]
     exposed = dict.fromkeys(placed, 0.0)
     before = dict.fromkeys(placed, 0.0)
@@ -40,7 +42,9 @@ def exposed_seconds(plan: Plan, actions: Sequence[MeasuredAction]) -> dict[int, 
             exposed[one.rank] += one.end_seconds - one.start_seconds
         made = _made(one.action, rank_of, _replica(placed[one.rank]), ends)
         if made is not None:
-            exposed[one.rank] += max(one.start_seconds - max(before[one.rank], made), 0.0)
+            exposed[one.rank] += max(
+                one.start_seconds - max(before[one.rank], made), 0.0
+            )
         before[one.rank] = one.end_seconds
     return exposed
 
@@ -50,7 +54,10 @@ def _replica(row: RankPlacement) -> Replica:
 
 
 def _made(
-    action: str, rank_of: Sequence[int], replica: Replica, ends: Mapping[tuple[Replica, str], float]
+    action: str,
+    rank_of: Sequence[int],
+    replica: Replica,
+    ends: Mapping[tuple[Replica, str], float],
 ) -> float | None:
     """When another rank had made the tensor that an action needs; None: none did."""
     match = ACTION.fullmatch(action)
@@ -62,5 +69,10 @@ def _made(
         return None
     kinds = "F" if match["kind"] == "F" else "BI"
     return next(
-        (end for kind in kinds if (end := ends.get((replica, f"{source}{kind}{micro_batch}"))) is not None), None
+        (
+            end
+            for kind in kinds
+            if (end := ends.get((replica, f"{source}{kind}{micro_batch}"))) is not None
+        ),
+        None,
     )

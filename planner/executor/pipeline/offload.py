@@ -31,7 +31,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from planner.executor.parallel.sharding import local, with_local
-from planner.executor.train.memory import PINNING_ALLOCATOR, HostMemoryError, allocator_error
+from planner.executor.train.memory import (
+    PINNING_ALLOCATOR,
+    HostMemoryError,
+    allocator_error,
+)
 
 SMALLEST_BYTES = 1024
 """Of a storage that is worth its copy."""
@@ -47,7 +51,10 @@ class ActivationOffload:
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._device = device
-        self._resident = {_address(local(each.detach())) for each in (*module.parameters(), *module.buffers())}
+        self._resident = {
+            _address(local(each.detach()))
+            for each in (*module.parameters(), *module.buffers())
+        }
         self._passing: set[int] = set()
         """Storages that the stage at hand receives or puts out."""
         self._copies: dict[StorageWeakRef, _HostCopy] = {}
@@ -93,12 +100,19 @@ class ActivationOffload:
         values = _plain(kept)
         if values is None or not self._goes(values):
             return _Kept(kept, kept._version)
-        placed = (kept.device_mesh, kept.placements, kept.shape, kept.stride()) if isinstance(kept, DTensor) else None
+        placed = (
+            (kept.device_mesh, kept.placements, kept.shape, kept.stride())
+            if isinstance(kept, DTensor)
+            else None
+        )
         place = (int(values.storage_offset()), values.shape, values.stride())
         return _Gone(self._copy_of(values), values.dtype, place, placed)
 
     def _goes(self, values: torch.Tensor) -> bool:
-        if values.device != self._device or values.untyped_storage().nbytes() < SMALLEST_BYTES:
+        if (
+            values.device != self._device
+            or values.untyped_storage().nbytes() < SMALLEST_BYTES
+        ):
             return False
         address = values.untyped_storage().data_ptr()
         return address not in self._resident and address not in self._passing
@@ -127,7 +141,12 @@ class _HostCopy:
     def brought_back(self) -> torch.UntypedStorage:
         """On the device again, until the last operation that has saved it is done; the host's copy goes at once."""
         if self._host is not None:
-            self._back, self._host = self._host.to(self._device, non_blocking=True, copy=True).untyped_storage(), None
+            self._back, self._host = (
+                self._host.to(
+                    self._device, non_blocking=True, copy=True
+                ).untyped_storage(),
+                None,
+            )
         assert self._back is not None
         return self._back
 
@@ -146,11 +165,15 @@ class _Gone:
     def tensor(self) -> torch.Tensor:
         """On the device again."""
         storage = self.copy.brought_back()
-        values = torch.empty(0, dtype=self.dtype, device=storage.device).set_(storage, *self.place)
+        values = torch.empty(0, dtype=self.dtype, device=storage.device).set_(
+            storage, *self.place
+        )
         if self.placed is None:
             return values
         mesh, placements, shape, stride = self.placed
-        return DTensor.from_local(values, mesh, placements, run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(
+            values, mesh, placements, run_check=False, shape=shape, stride=stride
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +190,9 @@ def _unpack(saved: _Kept | _Gone) -> torch.Tensor:
         return saved.tensor()
     if saved.tensor._version != saved.version:
         # autograd itself compares versions only of what no hook has packed.
-        raise RuntimeError("a tensor that the backward needs has been changed in place after it was saved.")
+        raise RuntimeError(
+            "a tensor that the backward needs has been changed in place after it was saved."
+        )
     return saved.tensor
 
 
@@ -184,7 +209,9 @@ class ParkedStates:
         """Send one to the host, and free its storage on the device, which it must not share."""
         values = local(tensor.detach())
         _, host = self._hosts.get(id(tensor), (None, None))
-        host = to_host(values) if host is None else host.copy_(values, non_blocking=True)
+        host = (
+            to_host(values) if host is None else host.copy_(values, non_blocking=True)
+        )
         self._hosts[id(tensor)] = (tensor, host)
         values.untyped_storage().resize_(0)
 
@@ -207,7 +234,9 @@ class ParkedStates:
         spread = local(like.detach())
         is_like = host.shape == spread.shape
         # Fused updates walk through the memory of parameter and states alike.
-        values = torch.empty_like(spread if is_like else host, dtype=host.dtype, device=like.device)
+        values = torch.empty_like(
+            spread if is_like else host, dtype=host.dtype, device=like.device
+        )
         tensor = with_local(like, values) if is_like else values
         values.untyped_storage().resize_(0)
         self._hosts[id(tensor)] = (tensor, host)
@@ -239,11 +268,15 @@ def host_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.T
     is_accelerator = tensor.device.type not in ("cpu", "meta")
     device, dtype = "meta" if tensor.is_meta else "cpu", dtype or tensor.dtype
     try:
-        return torch.empty(tensor.shape, dtype=dtype, device=device, pin_memory=is_accelerator)
+        return torch.empty(
+            tensor.shape, dtype=dtype, device=device, pin_memory=is_accelerator
+        )
     except (RuntimeError, MemoryError) as error:
         if allocator_error(error) is None and PINNING_ALLOCATOR not in str(error):
             raise
-        raise HostMemoryError(tensor.numel() * dtype.itemsize, is_pinned=is_accelerator) from error
+        raise HostMemoryError(
+            tensor.numel() * dtype.itemsize, is_pinned=is_accelerator
+        ) from error
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -255,7 +288,11 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
     values = local(tensor)
     if isinstance(values, AsyncCollectiveTensor):
         values = values.wait()
-    if is_traceable_wrapper_subclass(values) or values.is_nested or values.layout != torch.strided:
+    if (
+        is_traceable_wrapper_subclass(values)
+        or values.is_nested
+        or values.layout != torch.strided
+    ):
         return None
     return values.resolve_conj().resolve_neg()
 

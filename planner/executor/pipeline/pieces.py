@@ -30,7 +30,9 @@ def pieces_of(plan: Plan, context_rank: int = 0) -> Pieces:
     """How a rank cuts the plan's sequences."""
     layout = plan.layout
     length = plan.request.job.sequence_length
-    return Pieces(length, layout.sequence_chunks, layout.context_parallel_degree, context_rank)
+    return Pieces(
+        length, layout.sequence_chunks, layout.context_parallel_degree, context_rank
+    )
 
 
 def split_inputs(inputs: Inputs, pieces: Pieces, micro_batches: int) -> list[Inputs]:
@@ -39,19 +41,31 @@ def split_inputs(inputs: Inputs, pieces: Pieces, micro_batches: int) -> list[Inp
     Args:
         inputs: samples along dimension 0, tokens along dimension 1.
     """
-    whole = zip(*(torch.tensor_split(each, micro_batches) for each in inputs), strict=True)
+    whole = zip(
+        *(torch.tensor_split(each, micro_batches) for each in inputs), strict=True
+    )
     if not pieces.is_split:
         return list(whole)
     ranges = _ranges(pieces)
-    return [tuple(each[:, start:stop] for each in micro_batch) for micro_batch in whole for start, stop in ranges]
+    return [
+        tuple(each[:, start:stop] for each in micro_batch)
+        for micro_batch in whole
+        for start, stop in ranges
+    ]
 
 
-def split_targets(targets: torch.Tensor, pieces: Pieces, micro_batches: int) -> list[Any]:
+def split_targets(
+    targets: torch.Tensor, pieces: Pieces, micro_batches: int
+) -> list[Any]:
     """What the loss of every unit takes."""
     whole = torch.tensor_split(targets, micro_batches)
     if not pieces.is_split:
         return list(whole)
-    return [TokenTargets(micro_batch, start) for micro_batch in whole for start, _ in _ranges(pieces)]
+    return [
+        TokenTargets(micro_batch, start)
+        for micro_batch in whole
+        for start, _ in _ranges(pieces)
+    ]
 
 
 def _ranges(pieces: Pieces) -> list[tuple[int, int]]:
@@ -64,13 +78,18 @@ class StagePieces:
 
     def __init__(self, pieces: Pieces, mesh: Mesh) -> None:
         self._pieces = pieces
-        self._gather = gather_over(mesh.context_group) if pieces.context_ranks > 1 else None
+        self._gather = (
+            gather_over(mesh.context_group) if pieces.context_ranks > 1 else None
+        )
         self._kept: dict[int, KeyValues] = {}
 
     def place(self, unit: int) -> tuple[int, str]:
         """The unit's micro-batch, and what tells this rank's piece of it from others (nothing where it is whole)."""
         micro_batch, chunk = divmod(unit, self._pieces.chunks)
-        return micro_batch, f".{self._pieces.piece(chunk).start}" if self._pieces.is_split else ""
+        return (
+            micro_batch,
+            f".{self._pieces.piece(chunk).start}" if self._pieces.is_split else "",
+        )
 
     def keywords(self, unit: int) -> dict[str, Any]:
         """What the stage's forward takes besides its input."""

@@ -40,8 +40,26 @@ def merge(parts: Sequence[nn.Module]) -> nn.Module:
                 whole.register_parameter(name, parameter)
         for name, buffer in part._buffers.items():
             if name not in whole._buffers:
-                whole.register_buffer(name, buffer, persistent=name not in part._non_persistent_buffers_set)
+                whole.register_buffer(
+                    name,
+                    buffer,
+                    persistent=name not in part._non_persistent_buffers_set,
+                )
     # Not named_children: a module that has two names in the model keeps both.
-    for name in dict.fromkeys(name for part in parts for name, child in part._modules.items() if child is not None):
-        whole.add_module(name, merge([child for part in parts if (child := part._modules.get(name)) is not None]))
+    for name in dict.fromkeys(
+        name
+        for part in parts
+        for name, child in part._modules.items()
+        if child is not None
+    ):
+        whole.add_module(
+            name,
+            merge(
+                [
+                    child
+                    for part in parts
+                    if (child := part._modules.get(name)) is not None
+                ]
+            ),
+        )
     return whole

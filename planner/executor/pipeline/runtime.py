@@ -95,10 +95,17 @@ class PipelineRuntime(_PipelineScheduleRuntime):
         """The action at hand; None between steps."""
         try:
             self._prepare_schedule_with_comms(
-                {rank: [_Action.from_str(text) for text in row] for rank, row in enumerate(actions)}
+                {
+                    rank: [_Action.from_str(text) for text in row]
+                    for rank, row in enumerate(actions)
+                }
             )
         except (AssertionError, ValueError) as error:
-            raise ScheduleError(f"torch refuses the schedule: {error}", field="actions", mend="plan again.") from None
+            raise ScheduleError(
+                f"torch refuses the schedule: {error}",
+                field="actions",
+                mend="plan again.",
+            ) from None
         self._forwards: list[_Action] | None = None
         self._recorder = recorder
         self._reducer = reducer
@@ -126,7 +133,9 @@ class PipelineRuntime(_PipelineScheduleRuntime):
         """Of this rank."""
         return tuple(self._by_index.values())
 
-    def run_step(self, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor | None) -> torch.Tensor:
+    def run_step(
+        self, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor | None
+    ) -> torch.Tensor:
         """Run one step and return this replica's share of its loss, the mean over all micro-batches of all replicas;
         zero on ranks without the last stage.
 
@@ -142,7 +151,9 @@ class PipelineRuntime(_PipelineScheduleRuntime):
         return self._loss()
 
     @torch.no_grad()
-    def run_forwards(self, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor | None) -> torch.Tensor:
+    def run_forwards(
+        self, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor | None
+    ) -> torch.Tensor:
         """Run the forwards of one step alone, in their order, and return what `run_step` would, of modules as they are.
 
         Nothing is kept for a backward: a stage holds the unit at hand, and what it sends.
@@ -150,23 +161,42 @@ class PipelineRuntime(_PipelineScheduleRuntime):
         if self._forwards is None:
             self._forwards = self._lower_forwards()
         self._take(inputs, targets)
-        alone = {_ComputationType.FORWARD: self._forward_alone, _ComputationType.SEND_F: self._send_alone}
+        alone = {
+            _ComputationType.FORWARD: self._forward_alone,
+            _ComputationType.SEND_F: self._send_alone,
+        }
         self._perform(self._forwards, self._performers | alone)
         for stage in self.stages:
             self._end_sends(stage)
         return self._loss()
 
-    def _take(self, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor | None) -> None:
+    def _take(
+        self, inputs: tuple[torch.Tensor, ...], targets: torch.Tensor | None
+    ) -> None:
         for stage in self._stages:
             stage.has_backward = True
             stage.clear_runtime_states()
-        given = split_inputs(inputs, self._pieces, self._micro_batches) if inputs else None
-        self._targets = [] if targets is None else split_targets(targets, self._pieces, self._micro_batches)
-        self._arguments, keywords = self._check_inputs(given, target_mbs=self._targets or None)
+        given = (
+            split_inputs(inputs, self._pieces, self._micro_batches) if inputs else None
+        )
+        self._targets = (
+            []
+            if targets is None
+            else split_targets(targets, self._pieces, self._micro_batches)
+        )
+        self._arguments, keywords = self._check_inputs(
+            given, target_mbs=self._targets or None
+        )
         self._losses: dict[int, torch.Tensor] = {}
-        self._initialize_stages(self._arguments[0], keywords[0], self._targets[0] if self._targets else None)
+        self._initialize_stages(
+            self._arguments[0], keywords[0], self._targets[0] if self._targets else None
+        )
 
-    def _perform(self, actions: Sequence[_Action], performers: Mapping[_ComputationType, Performer]) -> None:
+    def _perform(
+        self,
+        actions: Sequence[_Action],
+        performers: Mapping[_ComputationType, Performer],
+    ) -> None:
         for action in actions:
             self.doing = action
             stage = self._by_index[action.stage_index]
@@ -176,23 +206,36 @@ class PipelineRuntime(_PipelineScheduleRuntime):
     def _loss(self) -> torch.Tensor:
         if not self._losses:
             return torch.zeros((), device=self._stages[0].device)
-        return torch.stack([self._losses[index] for index in sorted(self._losses)]).sum()
+        return torch.stack(
+            [self._losses[index] for index in sorted(self._losses)]
+        ).sum()
 
     def _lower_forwards(self) -> list[_Action]:
         """This rank's forwards with their sends and receives, in an order in which they cannot dead-lock: each receive
         stands where its send does, so that a rank may wait for a send too."""
         rows = self.pipeline_order_with_comms.items()
         forwards = {
-            rank: [each for each in row if each.computation_type == _ComputationType.FORWARD] for rank, row in rows
+            rank: [
+                each
+                for each in row
+                if each.computation_type == _ComputationType.FORWARD
+            ]
+            for rank, row in rows
         }
-        lowered = _add_send_recv(forwards, self.stage_index_to_group_rank.__getitem__, self._num_stages)
+        lowered = _add_send_recv(
+            forwards, self.stage_index_to_group_rank.__getitem__, self._num_stages
+        )
         return lowered[self.rank]
 
     def _forward_alone(self, stage: TimedStage, micro_batch: int) -> None:
         unit = (stage.stage_index, micro_batch)
-        self._receive(f"{stage.stage_index}F{micro_batch}", self.fwd_recv_ops.pop(unit, []))
+        self._receive(
+            f"{stage.stage_index}F{micro_batch}", self.fwd_recv_ops.pop(unit, [])
+        )
         with nullcontext() if self._offload is None else self._offload.saving(unit):
-            output = stage.forward_one_chunk(micro_batch, self._arguments[micro_batch], {}, save_forward_output=False)
+            output = stage.forward_one_chunk(
+                micro_batch, self._arguments[micro_batch], {}, save_forward_output=False
+            )
         if self._offload is not None:
             self._offload.release(unit)
         stage.end_forwards(micro_batch)
@@ -200,7 +243,9 @@ class PipelineRuntime(_PipelineScheduleRuntime):
         if following is not None:
             following.set_local_fwd_input(output, micro_batch)
         if stage.is_last:
-            self._losses[micro_batch] = self._share.alone(output, self._targets[micro_batch])
+            self._losses[micro_batch] = self._share.alone(
+                output, self._targets[micro_batch]
+            )
         if stage.is_last or following is not None:
             stage.fwd_cache.pop(micro_batch)
 
@@ -215,27 +260,39 @@ class PipelineRuntime(_PipelineScheduleRuntime):
             stage.fwd_cache.pop(unit[1])
 
     def _receive_forward(self, stage: TimedStage, micro_batch: int) -> None:
-        self.fwd_recv_ops[stage.stage_index, micro_batch] = _batch_p2p(stage.get_fwd_recv_ops(micro_batch))
+        self.fwd_recv_ops[stage.stage_index, micro_batch] = _batch_p2p(
+            stage.get_fwd_recv_ops(micro_batch)
+        )
 
     def _forward(self, stage: TimedStage, micro_batch: int) -> None:
         unit = (stage.stage_index, micro_batch)
-        self._receive(f"{stage.stage_index}F{micro_batch}", self.fwd_recv_ops.pop(unit, []))
+        self._receive(
+            f"{stage.stage_index}F{micro_batch}", self.fwd_recv_ops.pop(unit, [])
+        )
         with nullcontext() if self._offload is None else self._offload.saving(unit):
             with nullcontext() if self._reducer is None else self._reducer.forward():
                 arguments = self._arguments[micro_batch]
-                output = stage.forward_one_chunk(micro_batch, arguments, {}, save_forward_output=False)
+                output = stage.forward_one_chunk(
+                    micro_batch, arguments, {}, save_forward_output=False
+                )
             if stage.is_last:
-                self._graphs[micro_batch] = self._share(output, self._targets[micro_batch])
+                self._graphs[micro_batch] = self._share(
+                    output, self._targets[micro_batch]
+                )
         self._recorder.stop()
         following = self._by_index.get(stage.stage_index + 1)
         if following is not None:
             following.set_local_fwd_input(output, micro_batch)
 
     def _send_forward(self, stage: TimedStage, micro_batch: int) -> None:
-        self._sends[stage.stage_index, micro_batch] = _batch_p2p(stage.get_fwd_send_ops(micro_batch))
+        self._sends[stage.stage_index, micro_batch] = _batch_p2p(
+            stage.get_fwd_send_ops(micro_batch)
+        )
 
     def _receive_backward(self, stage: TimedStage, micro_batch: int) -> None:
-        self.bwd_recv_ops[stage.stage_index, micro_batch] = _batch_p2p(stage.get_bwd_recv_ops(micro_batch))
+        self.bwd_recv_ops[stage.stage_index, micro_batch] = _batch_p2p(
+            stage.get_bwd_recv_ops(micro_batch)
+        )
 
     def _full_backward(self, stage: TimedStage, micro_batch: int) -> None:
         self._count_backward(stage)
@@ -257,13 +314,18 @@ class PipelineRuntime(_PipelineScheduleRuntime):
     def _count_backward(self, stage: TimedStage) -> None:
         """Gradients of parameters are whole after as many B and W as there are micro-batches."""
         self.backward_counter[stage.stage_index] += 1
-        if self._reducer is not None and self.backward_counter[stage.stage_index] == self._n_microbatches:
+        if (
+            self._reducer is not None
+            and self.backward_counter[stage.stage_index] == self._n_microbatches
+        ):
             self._reducer.arm(stage.stage_index)
 
     def _backward(self, stage: TimedStage, micro_batch: int, *, full: bool) -> None:
         unit = (stage.stage_index, micro_batch)
         kind = "B" if full else "I"
-        self._receive(f"{stage.stage_index}{kind}{micro_batch}", self.bwd_recv_ops.pop(unit, []))
+        self._receive(
+            f"{stage.stage_index}{kind}{micro_batch}", self.bwd_recv_ops.pop(unit, [])
+        )
         # The gradient has come back, so the activation has arrived: this wait never blocks, and frees the tensor.
         _wait_batch_p2p(self._sends.pop(unit, []))
         loss = self._graphs.pop(micro_batch, None) if stage.is_last else None
@@ -278,10 +340,16 @@ class PipelineRuntime(_PipelineScheduleRuntime):
             preceding.set_local_bwd_input(gradient, micro_batch)
 
     def _send_backward(self, stage: TimedStage, micro_batch: int) -> None:
-        for unit in [unit for unit, works in self._sends.items() if all(work.is_completed() for work in works)]:
+        for unit in [
+            unit
+            for unit, works in self._sends.items()
+            if all(work.is_completed() for work in works)
+        ]:
             del self._sends[unit]
         # The forward send of this unit is over (see _backward), so its key is free.
-        self._sends[stage.stage_index, micro_batch] = _batch_p2p(stage.get_bwd_send_ops(micro_batch))
+        self._sends[stage.stage_index, micro_batch] = _batch_p2p(
+            stage.get_bwd_send_ops(micro_batch)
+        )
 
     def _reduce(self, stage: TimedStage, micro_batch: int) -> None:
         """Send off what is left of a stage's gradients; the rank's other stages go on meanwhile."""
@@ -308,7 +376,9 @@ class PipelineRuntime(_PipelineScheduleRuntime):
 class _LossShare:
     """A micro-batch's part of the mean over a step's micro-batches, those of all replicas, times the loss scale."""
 
-    def __init__(self, loss: Loss, micro_batches: int, scaler: LossScaler | None) -> None:
+    def __init__(
+        self, loss: Loss, micro_batches: int, scaler: LossScaler | None
+    ) -> None:
         self._loss = loss
         self._micro_batches = micro_batches
         self._scaler = scaler
@@ -319,8 +389,16 @@ class _LossShare:
 
     def __call__(self, output: Any, targets: torch.Tensor) -> torch.Tensor:
         loss = self._loss(output, targets)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            told = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        if (
+            not isinstance(loss, torch.Tensor)
+            or loss.numel() != 1
+            or not loss.requires_grad
+        ):
+            told = (
+                f"a tensor of shape {tuple(loss.shape)}"
+                if isinstance(loss, torch.Tensor)
+                else type(loss).__name__
+            )
             raise UnsupportedError(
                 f"returned {told} {'with' if getattr(loss, 'requires_grad', False) else 'without'} gradients.",
                 field="loss",

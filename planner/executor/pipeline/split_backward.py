@@ -47,17 +47,24 @@ class WeightBackward:
         """Add this micro-batch's gradients to the parameters'."""
         # Groups may go through each other's part of the graph; the last reference to it goes with this object's.
         for group in self._groups:
-            for parameter, gradient in zip(group.parameters, self._gradients(group), strict=True):
+            for parameter, gradient in zip(
+                group.parameters, self._gradients(group), strict=True
+            ):
                 if gradient is not None:
                     _accumulate(parameter, gradient)
         self._groups, self._arrived = (), {}
 
     def _gradients(self, group: Group) -> Gradients:
         places = [place for place in group.places if place in self._arrived]
-        starts = [*group.roots, *(start for place in places for start in self._starts(place))]
+        starts = [
+            *group.roots,
+            *(start for place in places for start in self._starts(place)),
+        ]
         if not starts:
             return (None,) * len(group.parameters)
-        handles = [place.register_prehook(_always(self._arrived[place])) for place in places]
+        handles = [
+            place.register_prehook(_always(self._arrived[place])) for place in places
+        ]
         try:
             return torch.autograd.grad(
                 [edge for edge, _ in starts],
@@ -95,15 +102,23 @@ def backward_input(
     """
     ends = [
         (get_gradient_edge(output), gradient)
-        for output, gradient in zip(outputs, gradients or map(torch.ones_like, outputs), strict=True)
+        for output, gradient in zip(
+            outputs, gradients or map(torch.ones_like, outputs), strict=True
+        )
         if output.requires_grad and gradient is not None
     ]
-    wanted = [each for each in inputs if isinstance(each, torch.Tensor) and each.requires_grad]
+    wanted = [
+        each for each in inputs if isinstance(each, torch.Tensor) and each.requires_grad
+    ]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     graph = _Graph.of([edge.node for edge, _ in ends], wanted, trained)
     groups = graph.groups(ends, trained)
     arrived: dict[Node, Gradients] = {}
-    handles = [place.register_prehook(_keep(arrived, place)) for group in groups for place in group.places]
+    handles = [
+        place.register_prehook(_keep(arrived, place))
+        for group in groups
+        for place in group.places
+    ]
     ways = [(edge, gradient) for edge, gradient in ends if edge.node in graph.to_input]
     try:
         found = _input_gradients(ways, wanted)
@@ -112,12 +127,19 @@ def backward_input(
             handle.remove()
     left = iter(found)
     return (
-        tuple(next(left) if isinstance(each, torch.Tensor) and each.requires_grad else None for each in inputs),
+        tuple(
+            next(left)
+            if isinstance(each, torch.Tensor) and each.requires_grad
+            else None
+            for each in inputs
+        ),
         WeightBackward(groups, arrived),
     )
 
 
-def _input_gradients(ways: Sequence[tuple[GradientEdge, torch.Tensor]], wanted: Sequence[torch.Tensor]) -> Gradients:
+def _input_gradients(
+    ways: Sequence[tuple[GradientEdge, torch.Tensor]], wanted: Sequence[torch.Tensor]
+) -> Gradients:
     if not ways:
         return (None,) * len(wanted)
     return torch.autograd.grad(
@@ -141,15 +163,27 @@ class _Graph:
     """Nodes from which a gradient goes on to a parameter."""
 
     @classmethod
-    def of(cls, roots: Sequence[Node], inputs: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter]) -> _Graph:
+    def of(
+        cls,
+        roots: Sequence[Node],
+        inputs: Sequence[torch.Tensor],
+        parameters: Sequence[nn.Parameter],
+    ) -> _Graph:
         """The graph below the roots."""
         order = tuple(_children_first(roots))
-        ends = [{get_gradient_edge(tensor).node for tensor in tensors} for tensors in (inputs, parameters)]
-        to_input, to_parameter = (frozenset(_leading_to(order, nodes)) for nodes in ends)
+        ends = [
+            {get_gradient_edge(tensor).node for tensor in tensors}
+            for tensors in (inputs, parameters)
+        ]
+        to_input, to_parameter = (
+            frozenset(_leading_to(order, nodes)) for nodes in ends
+        )
         return cls(order, to_input, to_parameter)
 
     def groups(
-        self, ends: Sequence[tuple[GradientEdge, torch.Tensor]], parameters: Sequence[nn.Parameter]
+        self,
+        ends: Sequence[tuple[GradientEdge, torch.Tensor]],
+        parameters: Sequence[nn.Parameter],
     ) -> list[Group]:
         """Parameters by the places that their gradients come from: what touches off the ways to inputs belongs
         together.

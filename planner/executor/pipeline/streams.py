@@ -37,11 +37,15 @@ class RandomStreams:
             rank: in a group whose ranks work on other tokens of the same samples.
         """
         for name, module in parts.items():
-            module.register_forward_pre_hook(partial(self._before, f"{name}:{rank}" if rank else name))
+            module.register_forward_pre_hook(
+                partial(self._before, f"{name}:{rank}" if rank else name)
+            )
 
     def _before(self, name: str, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         text = f"{self._seed}:{name}:{self.step}:{self.micro_batch}{self.piece}"
-        self._generator.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]))
+        self._generator.manual_seed(
+            int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
+        )
 
 
 def _default_generator(device: torch.device) -> torch.Generator:

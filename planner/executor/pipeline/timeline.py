@@ -28,7 +28,11 @@ class Span:
 
 def computing_seconds(spans: Sequence[Span]) -> float:
     """In actions of the schedule, whose names end with a micro-batch; `reduce` and `optimizer` are none."""
-    return sum(span.end_seconds - span.start_seconds for span in spans if span.name[-1].isdigit())
+    return sum(
+        span.end_seconds - span.start_seconds
+        for span in spans
+        if span.name[-1].isdigit()
+    )
 
 
 class Recorder:
@@ -63,9 +67,14 @@ class Recorder:
         self.waits = self._spans(origin, self._waits)
         return self._spans(origin, self._marks)
 
-    def _spans(self, origin: object, marks: Sequence[tuple[str, object, object]]) -> tuple[Span, ...]:
+    def _spans(
+        self, origin: object, marks: Sequence[tuple[str, object, object]]
+    ) -> tuple[Span, ...]:
         since = self._clock.seconds_between
-        return tuple(Span(name, since(origin, start), since(origin, end)) for name, start, end in marks)
+        return tuple(
+            Span(name, since(origin, start), since(origin, end))
+            for name, start, end in marks
+        )
 
     def start(self, name: str) -> None:
         """An action starts now."""

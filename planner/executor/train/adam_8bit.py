@@ -64,9 +64,16 @@ def runs(elements: int, start: int, chunk: int) -> Iterator[Run]:
     """
     begin = block = 0
     while begin < elements:
-        left, to_next = elements - begin, QUANTIZED_BLOCK - (start + begin) % QUANTIZED_BLOCK
+        left, to_next = (
+            elements - begin,
+            QUANTIZED_BLOCK - (start + begin) % QUANTIZED_BLOCK,
+        )
         is_part = min(left, to_next) < QUANTIZED_BLOCK
-        size = min(left, to_next) if is_part else min(left, chunk) // QUANTIZED_BLOCK * QUANTIZED_BLOCK
+        size = (
+            min(left, to_next)
+            if is_part
+            else min(left, chunk) // QUANTIZED_BLOCK * QUANTIZED_BLOCK
+        )
         count = -(-size // QUANTIZED_BLOCK)
         yield Run(slice(begin, begin + size), slice(block, block + count))
         begin, block = begin + size, block + count
@@ -74,7 +81,9 @@ def runs(elements: int, start: int, chunk: int) -> Iterator[Run]:
 
 def blocks(elements: int, start: int) -> int:
     """How many blocks they are."""
-    return -(-(start % QUANTIZED_BLOCK + elements) // QUANTIZED_BLOCK) if elements else 0
+    return (
+        -(-(start % QUANTIZED_BLOCK + elements) // QUANTIZED_BLOCK) if elements else 0
+    )
 
 
 class Adam8bit(torch.optim.Optimizer):
@@ -89,13 +98,20 @@ class Adam8bit(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, parameters: Sequence[torch.Tensor], learning_rate: float, starts: Sequence[int] = (), **options: Any
+        self,
+        parameters: Sequence[torch.Tensor],
+        learning_rate: float,
+        starts: Sequence[int] = (),
+        **options: Any,
     ) -> None:
         rate = torch.tensor(learning_rate, dtype=torch.float32)  # as torchao has it
         usual = {"lr": rate, "betas": BETAS, "eps": 1e-8, "weight_decay": 0.0}
         super().__init__(parameters, {**usual, **options})
         first = starts or (0,) * len(parameters)
-        self._starts = {id(parameter): start for parameter, start in zip(parameters, first, strict=True)}
+        self._starts = {
+            id(parameter): start
+            for parameter, start in zip(parameters, first, strict=True)
+        }
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -105,57 +121,100 @@ class Adam8bit(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     self._update(parameter, parameter.grad, group)
 
-    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: Mapping[str, Any]) -> None:
-        values, state, start = local(parameter.detach()), self.state[parameter], self._starts[id(parameter)]
+    def _update(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, group: Mapping[str, Any]
+    ) -> None:
+        values, state, start = (
+            local(parameter.detach()),
+            self.state[parameter],
+            self._starts[id(parameter)],
+        )
         if not state:
             state |= _zeros(values, start)
         state["step"] += 1
         if values.is_meta:
             return
         # Of a parameter whose elements do not lie in order this is a copy.
-        flat, placed = values.reshape(-1), local(placed_as(parameter, gradient)).reshape(-1)
+        flat, placed = (
+            values.reshape(-1),
+            local(placed_as(parameter, gradient)).reshape(-1),
+        )
         with _updating(values) as (of_whole, chunk):
             for run in runs(flat.numel(), start, chunk):
                 update = of_whole if run.is_whole else _library().update
                 averages = (_view(state, name, run) for name in SIGNED)
                 update(
-                    *(flat[run.elements], placed[run.elements], state["step"], *averages, None),
-                    *(group["lr"], *group["betas"], group["weight_decay"], group["eps"], False, False),
+                    *(
+                        flat[run.elements],
+                        placed[run.elements],
+                        state["step"],
+                        *averages,
+                        None,
+                    ),
+                    *(
+                        group["lr"],
+                        *group["betas"],
+                        group["weight_decay"],
+                        group["eps"],
+                        False,
+                        False,
+                    ),
                 )
         if not values.is_contiguous():
             values.copy_(flat.view_as(values))
 
-    def dequantized(self, parameter: torch.Tensor, states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def dequantized(
+        self, parameter: torch.Tensor, states: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         """States that `state` has of a parameter, by equation (1) as fp32 numbers on the host, of this rank's shape."""
         start, shape = self._starts[id(parameter)], local(parameter.detach()).shape
-        found = {name: value for name, value in states.items() if name.removesuffix(SCALE) not in SIGNED}
+        found = {
+            name: value
+            for name, value in states.items()
+            if name.removesuffix(SCALE) not in SIGNED
+        }
         for name in SIGNED if SIGNED.keys() <= states.keys() else ():
             codes, scale = (states[key].to("cpu") for key in (name, name + SCALE))
-            found[name] = dequantize(codes, scale, start, signed=SIGNED[name]).view(shape)
+            found[name] = dequantize(codes, scale, start, signed=SIGNED[name]).view(
+                shape
+            )
         return found
 
-    def quantized(self, parameter: torch.Tensor, states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def quantized(
+        self, parameter: torch.Tensor, states: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         """The reverse, on the parameter's device; bit for bit, where the blocks are the same."""
         start = self._starts[id(parameter)]
         found = {name: value for name, value in states.items() if name not in SIGNED}
         for name, signed in SIGNED.items():
             if name in states:
                 values = states[name].to(parameter.device).reshape(-1)
-                found[name], found[name + SCALE] = quantize(values, start, signed=signed)
+                found[name], found[name + SCALE] = quantize(
+                    values, start, signed=signed
+                )
         return found
 
 
-def dequantize(codes: torch.Tensor, scale: torch.Tensor, start: int, *, signed: bool) -> torch.Tensor:
+def dequantize(
+    codes: torch.Tensor, scale: torch.Tensor, start: int, *, signed: bool
+) -> torch.Tensor:
     """Equation (1), in fp32."""
-    library, found = _library(), torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+    library, found = (
+        _library(),
+        torch.empty(codes.shape, dtype=torch.float32, device=codes.device),
+    )
     numbers = library.map(signed, codes.device)
     for run in runs(codes.numel(), start, CHUNK):
-        found[run.elements] = library.dequantize(codes[run.elements], numbers, scale[run.blocks])
+        found[run.elements] = library.dequantize(
+            codes[run.elements], numbers, scale[run.blocks]
+        )
     return found
 
 
 @torch.no_grad()
-def quantize(values: torch.Tensor, start: int, *, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(
+    values: torch.Tensor, start: int, *, signed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of fp32 values: those that give back every bit, where there are any, else by equation (2).
 
     The map has 1 and not -1. So a block whose largest value is negative comes back smaller from (2) by 0.7 % each time,
@@ -165,7 +224,9 @@ def quantize(values: torch.Tensor, start: int, *, signed: bool) -> tuple[torch.T
         values: of one dimension.
     """
     codes = torch.empty(values.shape, dtype=torch.uint8, device=values.device)
-    scale = torch.empty(blocks(values.numel(), start), dtype=torch.float32, device=values.device)
+    scale = torch.empty(
+        blocks(values.numel(), start), dtype=torch.float32, device=values.device
+    )
     numbers = _library().map(signed, values.device)
     for run in runs(values.numel(), start, CHUNK):
         rows = values[run.elements].view(run.blocks.stop - run.blocks.start, -1)
@@ -174,9 +235,15 @@ def quantize(values: torch.Tensor, start: int, *, signed: bool) -> tuple[torch.T
         for steps in NEIGHBOURS if signed else ():
             if not lost.any():
                 break
-            others, made, still = _coded(rows[lost], _moved(largest[lost] / -numbers[0], steps), numbers)
+            others, made, still = _coded(
+                rows[lost], _moved(largest[lost] / -numbers[0], steps), numbers
+            )
             exact = lost.nonzero()[:, 0][~still]
-            chosen[exact], scales[exact], lost[exact] = others[~still], made[~still], False
+            chosen[exact], scales[exact], lost[exact] = (
+                others[~still],
+                made[~still],
+                False,
+            )
         codes[run.elements], scale[run.blocks] = chosen.view(-1), scales
     return codes, scale
 
@@ -203,15 +270,26 @@ def _zeros(values: torch.Tensor, start: int) -> dict[str, torch.Tensor]:
     state = {"step": torch.tensor(0.0)}
     for name in SIGNED:
         state[name] = torch.zeros(elements, dtype=torch.uint8, device=device)
-        state[name + SCALE] = torch.zeros(blocks(elements, start), dtype=torch.float32, device=device)
+        state[name + SCALE] = torch.zeros(
+            blocks(elements, start), dtype=torch.float32, device=device
+        )
     return state
 
 
 def _view(state: Mapping[str, torch.Tensor], name: str, run: Run) -> torch.Tensor:
     """A state's blocks as torchao's tensor, which writes to them."""
-    codes, scale = local(state[name])[run.elements], local(state[name + SCALE])[run.blocks]
+    codes, scale = (
+        local(state[name])[run.elements],
+        local(state[name + SCALE])[run.blocks],
+    )
     library = _library()
-    return library.state(codes, scale, library.map(SIGNED[name], codes.device), SIGNED[name], torch.float32)
+    return library.state(
+        codes,
+        scale,
+        library.map(SIGNED[name], codes.device),
+        SIGNED[name],
+        torch.float32,
+    )
 
 
 @contextmanager
@@ -221,7 +299,9 @@ def _updating(values: torch.Tensor) -> Iterator[tuple[Callable[..., None], int]]
         yield _library().update, CHUNK
         return
     with torch._dynamo.utils.disable_cache_limit(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "OptimState8bit does not implement", UserWarning)  # a hash, to cache by
+        warnings.filterwarnings(
+            "ignore", "OptimState8bit does not implement", UserWarning
+        )  # a hash, to cache by
         yield _library().compiled, NO_CHUNKS
 
 
@@ -241,7 +321,11 @@ class _Library:
 def _library() -> _Library:
     torchao("optim")  # without its words about other libraries
     from torchao.optim.adam import single_param_adam
-    from torchao.optim.quant_utils import create_dynamic_map, dequant_with_qmap, quantize_8bit_with_qmap
+    from torchao.optim.quant_utils import (
+        create_dynamic_map,
+        dequant_with_qmap,
+        quantize_8bit_with_qmap,
+    )
     from torchao.optim.subclass_8bit import OptimState8bit
 
     @cache
@@ -249,4 +333,11 @@ def _library() -> _Library:
         return torch.tensor(create_dynamic_map(signed=signed), device=device)
 
     compiled = torch.compile(single_param_adam, fullgraph=True, dynamic=False)
-    return _Library(single_param_adam, compiled, OptimState8bit, quantize_8bit_with_qmap, dequant_with_qmap, numbers)
+    return _Library(
+        single_param_adam,
+        compiled,
+        OptimState8bit,
+        quantize_8bit_with_qmap,
+        dequant_with_qmap,
+        numbers,
+    )

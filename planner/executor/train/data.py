@@ -66,7 +66,11 @@ def load_dataset(name: str, spec: DataSpec, *, seed: int) -> Dataset:
         return _Synthetic(spec, seed)
     if ":" in name and not Path(name).exists():
         return _UserData(load_callable(name, field="data"), name, spec)
-    others = [kind for kind in (spec.input_kind, *(kind for kind, _, _ in spec.further)) if kind != "tokens"]
+    others = [
+        kind
+        for kind in (spec.input_kind, *(kind for kind, _, _ in spec.further))
+        if kind != "tokens"
+    ]
     if others:
         raise UnsupportedError(
             f"{name!r} is text, but the model takes {others[0]}.",
@@ -107,10 +111,14 @@ class _ByteTokens:
                 field="data",
                 mend="give more text.",
             )
-        whole = torch.frombuffer(bytearray(text[: windows * longest]), dtype=torch.uint8)
+        whole = torch.frombuffer(
+            bytearray(text[: windows * longest]), dtype=torch.uint8
+        )
         self._windows = whole.view(windows, longest)
         self._target = _target(spec)
-        self._order = torch.randperm(windows, generator=torch.Generator().manual_seed(seed))
+        self._order = torch.randperm(
+            windows, generator=torch.Generator().manual_seed(seed)
+        )
 
     def __call__(self, start: int, stop: int) -> Batch:
         chosen = self._order[torch.arange(start, stop) % len(self._order)]
@@ -129,25 +137,49 @@ class _Synthetic:
     def __call__(self, start: int, stop: int) -> Batch:
         samples = [self._sample(index) for index in range(start, stop)]
         inputs = zip(*(inputs for inputs, _ in samples), strict=True)
-        return tuple(map(torch.stack, map(list, inputs))), torch.stack([targets for _, targets in samples])
+        return tuple(map(torch.stack, map(list, inputs))), torch.stack(
+            [targets for _, targets in samples]
+        )
 
     def _sample(self, index: int) -> Batch:
-        generator = torch.Generator().manual_seed(hash((self._seed, index)) & 0x7FFFFFFFFFFFFFFF)
+        generator = torch.Generator().manual_seed(
+            hash((self._seed, index)) & 0x7FFFFFFFFFFFFFFF
+        )
         spec = self._spec
-        first = _draw(spec.input_kind, spec.sample_shape, spec.vocabulary_size, spec.sequence_length, generator)
-        further = [_draw(*each, spec.sequence_length, generator) for each in spec.further]
+        first = _draw(
+            spec.input_kind,
+            spec.sample_shape,
+            spec.vocabulary_size,
+            spec.sequence_length,
+            generator,
+        )
+        further = [
+            _draw(*each, spec.sequence_length, generator) for each in spec.further
+        ]
         is_text = spec.input_kind == "tokens"
         inputs = (first, *further)
-        targets = inputs[_target(spec)] if is_text else torch.randint(spec.classes, (), generator=generator)
+        targets = (
+            inputs[_target(spec)]
+            if is_text
+            else torch.randint(spec.classes, (), generator=generator)
+        )
         return inputs, targets
 
 
 def _draw(
-    kind: str, shape: tuple[int, ...], limit: int, sequence_length: int, generator: torch.Generator
+    kind: str,
+    shape: tuple[int, ...],
+    limit: int,
+    sequence_length: int,
+    generator: torch.Generator,
 ) -> torch.Tensor:
     """One random sample of an input."""
     if kind in ("tokens", "indices"):
-        return torch.randint(max(limit, 1), sample_size(kind, shape, sequence_length), generator=generator)
+        return torch.randint(
+            max(limit, 1),
+            sample_size(kind, shape, sequence_length),
+            generator=generator,
+        )
     return torch.randn(shape, generator=generator)
 
 
@@ -161,7 +193,10 @@ class _UserData:
         first = (spec.input_kind, spec.sample_shape)
         self._samples = [
             (kind, sample_size(kind, shape, spec.sequence_length))
-            for kind, shape in (first, *((kind, shape) for kind, shape, _ in spec.further))
+            for kind, shape in (
+                first,
+                *((kind, shape) for kind, shape, _ in spec.further),
+            )
         ]
 
     def __call__(self, start: int, stop: int) -> Batch:
@@ -177,7 +212,10 @@ class _UserData:
                 mend="return (inputs, targets) of the samples start..stop-1.",
             ) from error
         inputs, targets = self._parts(answer, call)
-        for role, value in (*(("inputs", each) for each in inputs), ("targets", targets)):
+        for role, value in (
+            *(("inputs", each) for each in inputs),
+            ("targets", targets),
+        ):
             if not _is_batch(value, stop - start):
                 raise DocumentError(
                     f"{call} returned {role} that are not a tensor of {stop - start} samples, but {_told(value)}.",
@@ -188,7 +226,9 @@ class _UserData:
         for value, (kind, shape) in zip(inputs, self._samples, strict=True):
             self._check_sample(value, kind, shape, call)
         # Embeddings take no smaller whole numbers than int32, losses none than int64.
-        return tuple(each.long() if _is_whole(each) else each for each in inputs), targets
+        return tuple(
+            each.long() if _is_whole(each) else each for each in inputs
+        ), targets
 
     def _parts(self, answer: Any, call: str) -> tuple[tuple[Any, ...], Any]:
         """What the user's callable returned, as inputs and targets."""
@@ -209,10 +249,18 @@ class _UserData:
         return found, targets
 
     @staticmethod
-    def _check_sample(value: torch.Tensor, kind: str, shape: tuple[int, ...], call: str) -> None:
+    def _check_sample(
+        value: torch.Tensor, kind: str, shape: tuple[int, ...], call: str
+    ) -> None:
         """Stages send tensors of the sizes that were planned."""
-        if tuple(value.shape[1:]) != shape or _is_whole(value) != (kind in ("tokens", "indices")):
-            wanted = "whole numbers" if kind in ("tokens", "indices") else "floating-point numbers"
+        if tuple(value.shape[1:]) != shape or _is_whole(value) != (
+            kind in ("tokens", "indices")
+        ):
+            wanted = (
+                "whole numbers"
+                if kind in ("tokens", "indices")
+                else "floating-point numbers"
+            )
             raise DocumentError(
                 f"{call} returned samples of shape {tuple(value.shape[1:])} and type {value.dtype}, not {wanted} of "
                 f"shape {shape}.",
@@ -223,7 +271,10 @@ class _UserData:
 
 def _lengths(spec: DataSpec) -> tuple[int, ...]:
     """Tokens of one sample of every input, all of which are tokens."""
-    further = (sample_size(kind, shape, spec.sequence_length)[0] for kind, shape, _ in spec.further)
+    further = (
+        sample_size(kind, shape, spec.sequence_length)[0]
+        for kind, shape, _ in spec.further
+    )
     return spec.sequence_length, *further
 
 
@@ -231,7 +282,10 @@ def _target(spec: DataSpec) -> int:
     """The input that the output stands for, token by token: the first one of as many."""
     sizes = [
         (spec.sequence_length,),
-        *(sample_size(kind, shape, spec.sequence_length) for kind, shape, _ in spec.further),
+        *(
+            sample_size(kind, shape, spec.sequence_length)
+            for kind, shape, _ in spec.further
+        ),
     ]
     fits = (place for place, size in enumerate(sizes) if size == (spec.target_length,))
     return next(fits, 0)

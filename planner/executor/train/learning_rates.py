@@ -46,7 +46,11 @@ class LearningRates:
         if self.schedule == CONSTANT:
             return self.peak
         progress = min(1.0, (step - self.warmup_steps) / (self.end - self.warmup_steps))
-        left = 1 - progress if self.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+        left = (
+            1 - progress
+            if self.schedule == "linear"
+            else (1 + math.cos(math.pi * progress)) / 2
+        )
         return self.least * (1 - left) + self.peak * left  # both ends come out exactly
 
 

@@ -40,13 +40,18 @@ def next_token(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """
     # Shifting the targets rather than the logits saves a copy of the largest tensor of the model.
     targets = functional.pad(tokens[:, 1:].long(), (0, 1), value=IGNORED)
-    return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
+    return functional.cross_entropy(
+        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED
+    )
 
 
 def classification(logits: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
     """Cross entropy of classes (samples,), or of their probabilities (samples, classes), given logits
     (samples, classes)."""
-    return functional.cross_entropy(logits.float(), classes.float() if classes.is_floating_point() else classes.long())
+    return functional.cross_entropy(
+        logits.float(),
+        classes.float() if classes.is_floating_point() else classes.long(),
+    )
 
 
 class CountedTokens:
@@ -63,12 +68,16 @@ class CountedTokens:
         self.mean_targets = 1.0
         """Of the micro-batches of the step at hand; to be set before it."""
 
-    def __call__(self, logits: torch.Tensor, targets: torch.Tensor | TokenTargets) -> torch.Tensor:
+    def __call__(
+        self, logits: torch.Tensor, targets: torch.Tensor | TokenTargets
+    ) -> torch.Tensor:
         """Of a micro-batch, or of a piece of it."""
         if isinstance(targets, TokenTargets):
             total = _total(logits, _following(targets, logits.shape[1]))
         else:
-            total = _total(logits, functional.pad(targets[:, 1:].long(), (0, 1), value=IGNORED))
+            total = _total(
+                logits, functional.pad(targets[:, 1:].long(), (0, 1), value=IGNORED)
+            )
         return total / self.mean_targets
 
     @staticmethod
@@ -101,7 +110,10 @@ def next_token_of_piece(logits: torch.Tensor, targets: TokenTargets) -> torch.Te
         logits: (samples, tokens of the piece, vocabulary).
         targets: where the piece stands.
     """
-    return _total(logits, _following(targets, logits.shape[1])) / targets.tokens[:, 1:].numel()
+    return (
+        _total(logits, _following(targets, logits.shape[1]))
+        / targets.tokens[:, 1:].numel()
+    )
 
 
 def _following(targets: TokenTargets, length: int) -> torch.Tensor:
@@ -113,5 +125,8 @@ def _following(targets: TokenTargets, length: int) -> torch.Tensor:
 
 def _total(logits: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(
-        logits.flatten(0, 1).float(), following.flatten(), ignore_index=IGNORED, reduction="sum"
+        logits.flatten(0, 1).float(),
+        following.flatten(),
+        ignore_index=IGNORED,
+        reduction="sum",
     )

@@ -34,7 +34,10 @@ def allocator_error(error: BaseException | None) -> BaseException | None:
     while error is not None:
         if isinstance(error, MemoryError | torch.OutOfMemoryError):
             return error
-        if isinstance(error, RuntimeError) and CPU_ALLOCATOR.search(str(error)) is not None:
+        if (
+            isinstance(error, RuntimeError)
+            and CPU_ALLOCATOR.search(str(error)) is not None
+        ):
             return error
         error = error.__cause__
     return None

@@ -49,7 +49,11 @@ class Metrics:
 
     def __str__(self) -> str:
         scale = "" if self.loss_scale is None else f"  loss scale {self.loss_scale:g}"
-        held_out = "" if self.validation_loss is None else f"  validation loss {self.validation_loss:.4f}"
+        held_out = (
+            ""
+            if self.validation_loss is None
+            else f"  validation loss {self.validation_loss:.4f}"
+        )
         warning = "" if self.warning is None else f"\n  {self.warning}"
         return (
             f"step {self.step:4d}  loss {self.loss:8.4f}  {self.seconds:8.3f} s  "

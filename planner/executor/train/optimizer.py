@@ -50,7 +50,9 @@ class Together(torch.optim.Optimizer):
     """Several optimizers as one, each with its own parameters."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        super().__init__([group for one in optimizers for group in one.param_groups], {})
+        super().__init__(
+            [group for one in optimizers for group in one.param_groups], {}
+        )
         self._optimizers = optimizers
         for one in optimizers:
             one.state = self.state
@@ -94,7 +96,11 @@ def make_optimizer(
         made: list[torch.optim.Optimizer] = []
         if muon:
             given = options.keywords("weight_decay", "momentum")
-            made.append(torch.optim.Muon(muon, lr=learning_rate, adjust_lr_fn="match_rms_adamw", **given))
+            made.append(
+                torch.optim.Muon(
+                    muon, lr=learning_rate, adjust_lr_fn="match_rms_adamw", **given
+                )
+            )
         if rest:
             made.append(make_optimizer("adamw", rest, learning_rate, options=options))
         return Together(made)
@@ -102,21 +108,36 @@ def make_optimizer(
         return Adam8bit(parameters, learning_rate, starts, **options.keywords(*ADAM))
     kinds: dict[DeviceMesh | None, list[torch.Tensor]] = {None: []}
     for each in parameters:
-        kinds.setdefault(each.device_mesh if isinstance(each, DTensor) else None, []).append(each)
+        kinds.setdefault(
+            each.device_mesh if isinstance(each, DTensor) else None, []
+        ).append(each)
     groups = [{"params": kind} for kind in kinds.values() if kind]
     foreach = False if options.weight_decay else None
     if name == "sgd":
-        return torch.optim.SGD(groups, lr=learning_rate, foreach=foreach, **options.keywords("weight_decay"))
+        return torch.optim.SGD(
+            groups,
+            lr=learning_rate,
+            foreach=foreach,
+            **options.keywords("weight_decay"),
+        )
     if name == "momentum":
         given = {"momentum": MOMENTUM, **options.keywords("weight_decay", "momentum")}
         return torch.optim.SGD(groups, lr=learning_rate, foreach=foreach, **given)
-    fused = not any(parameter.is_meta for parameter in parameters)  # torch fuses only what has storage
+    fused = not any(
+        parameter.is_meta for parameter in parameters
+    )  # torch fuses only what has storage
     if name == "adam":
-        return torch.optim.Adam(groups, lr=learning_rate, fused=fused, **options.keywords(*ADAM))
+        return torch.optim.Adam(
+            groups, lr=learning_rate, fused=fused, **options.keywords(*ADAM)
+        )
     if name == "adamw":
-        return torch.optim.AdamW(groups, lr=learning_rate, fused=fused, **options.keywords(*ADAM))
+        return torch.optim.AdamW(
+            groups, lr=learning_rate, fused=fused, **options.keywords(*ADAM)
+        )
     if name == "adafactor":
-        return torch.optim.Adafactor(groups, lr=learning_rate, foreach=False, **options.keywords("weight_decay"))
+        return torch.optim.Adafactor(
+            groups, lr=learning_rate, foreach=False, **options.keywords("weight_decay")
+        )
     raise UnsupportedError(
         f"no optimizer {name!r}.",
         field="request.job.optimizer",
@@ -159,7 +180,10 @@ class Part:
     """
 
     def __init__(
-        self, stepped: Sequence[Stepped], optimizer: torch.optim.Optimizer, parked: ParkedStates | None
+        self,
+        stepped: Sequence[Stepped],
+        optimizer: torch.optim.Optimizer,
+        parked: ParkedStates | None,
     ) -> None:
         self.stepped = stepped
         self.parked = parked
@@ -175,7 +199,9 @@ class Part:
             for each in self.stepped:
                 if each.master is not None:
                     gradient = each.parameter.grad
-                    each.master.grad = None if gradient is None else gradient.to(each.master.dtype)
+                    each.master.grad = (
+                        None if gradient is None else gradient.to(each.master.dtype)
+                    )
             if factor != 1.0:
                 _scale_gradients((each.tensor for each in self.stepped), factor)
             self._optimizer.step()
@@ -199,12 +225,16 @@ class Part:
         for each in self.stepped:
             if each.master is not None:
                 yield each.master
-            yield from (value for key, value in self._states(each).items() if key != COUNTER)
+            yield from (
+                value for key, value in self._states(each).items() if key != COUNTER
+            )
 
     def _states(self, one: Stepped) -> dict[str, torch.Tensor]:
         """Tensors that torch's optimizer keeps of a parameter, by its names for them."""
         held = self._optimizer.state.get(one.tensor, {})
-        return {key: value for key, value in held.items() if isinstance(value, torch.Tensor)}
+        return {
+            key: value for key, value in held.items() if isinstance(value, torch.Tensor)
+        }
 
     def named_states(self, one: Stepped) -> dict[str, torch.Tensor]:
         """Likewise with the master copy; what is offloaded as it lies on the host: this rank's values. So are states
@@ -214,26 +244,42 @@ class Part:
         if one.master is not None:
             states[MASTER] = one.master.detach() if parked is None else one.master
         if parked is not None:
-            states = {key: value if key == COUNTER else parked.host(value) for key, value in states.items()}
-        return self._optimizer.dequantized(one.tensor, states) if isinstance(self._optimizer, Adam8bit) else states
+            states = {
+                key: value if key == COUNTER else parked.host(value)
+                for key, value in states.items()
+            }
+        return (
+            self._optimizer.dequantized(one.tensor, states)
+            if isinstance(self._optimizer, Adam8bit)
+            else states
+        )
 
     def names_on_host(self, key: str) -> bool:
         """Does `named_states` give this state as a tensor of the host?"""
-        return key != COUNTER and (self.parked is not None or (isinstance(self._optimizer, Adam8bit) and key in SIGNED))
+        return key != COUNTER and (
+            self.parked is not None
+            or (isinstance(self._optimizer, Adam8bit) and key in SIGNED)
+        )
 
     def set_states(self, one: Stepped, given: Mapping[str, torch.Tensor]) -> None:
         """Go on with states that `named_states` gave, those of another run too."""
         states, parked = dict(given), self.parked
         master = states.pop(MASTER, None)
         if master is not None and one.master is not None:
-            (one.master.detach() if parked is None else parked.host(one.master)).copy_(master)
+            (one.master.detach() if parked is None else parked.host(one.master)).copy_(
+                master
+            )
         if isinstance(self._optimizer, Adam8bit):
             states = self._optimizer.quantized(one.tensor, states)
             if parked is not None:
-                states = {key: value if key == COUNTER else to_host(value) for key, value in states.items()}
+                states = {
+                    key: value if key == COUNTER else to_host(value)
+                    for key, value in states.items()
+                }
         if parked is not None:
             states = {
-                key: value if key == COUNTER else parked.adopt(one.tensor, value) for key, value in states.items()
+                key: value if key == COUNTER else parked.adopt(one.tensor, value)
+                for key, value in states.items()
             }
         if states:
             self._optimizer.state[one.tensor] = states
@@ -243,7 +289,11 @@ class Part:
         """On the device, between two steps."""
         states = [state for one in self.stepped for state in self._states(one).items()]
         held = [value for key, value in states if self.parked is None or key == COUNTER]
-        masters = [one.master for one in self.stepped if one.master is not None and self.parked is None]
+        masters = [
+            one.master
+            for one in self.stepped
+            if one.master is not None and self.parked is None
+        ]
         return sum(local(tensor).nbytes for tensor in (*held, *masters))
 
 
@@ -294,21 +344,35 @@ class Optimizer:
             named = shards.pieces()
         starts = {} if shards is None else shards.starts()
         self._stepped = {
-            each: Stepped(each, tensor, masters.get(each), starts.get(each, 0)) for each, tensor in named.items()
+            each: Stepped(each, tensor, masters.get(each), starts.get(each, 0))
+            for each, tensor in named.items()
         }
-        matrices = hidden_of(module, list(self.trained.values()), hidden) if shards is None else ()
+        matrices = (
+            hidden_of(module, list(self.trained.values()), hidden)
+            if shards is None
+            else ()
+        )
         self._parts = []
         for layer, parked in zip(layers, hosts, strict=True):
             mine = [self._stepped[each] for each in layer]
             if mine:
-                tensors, firsts = [one.tensor for one in mine], [one.start for one in mine]
-                made = make_optimizer(name, tensors, learning_rate, matrices, firsts, options)
+                tensors, firsts = (
+                    [one.tensor for one in mine],
+                    [one.start for one in mine],
+                )
+                made = make_optimizer(
+                    name, tensors, learning_rate, matrices, firsts, options
+                )
                 self._parts.append(Part(mine, made, parked))
 
     def _named(self, module: nn.Module) -> dict[str, torch.Tensor]:
         if self.shards is not None:
             return self.shards.pieces()
-        return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        return {
+            name: parameter
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
 
     def step(self, factor: float = 1.0) -> None:
         """Apply the gradients, times a factor: of the loss scale and of clipping. Where there is a master copy the
@@ -350,7 +414,11 @@ class Optimizer:
         """Every state by the parameter's name and its own; a master copy is the state `master`. Of a DTensor that is
         offloaded, this rank's part.
         """
-        found = {one.name: part.named_states(one) for part in self._parts for one in part.stepped}
+        found = {
+            one.name: part.named_states(one)
+            for part in self._parts
+            for one in part.stepped
+        }
         return {name: found[name] for name in self._stepped}
 
     def set_states(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
@@ -359,7 +427,9 @@ class Optimizer:
             for one in part.stepped:
                 part.set_states(one, states.get(one.name, {}))
 
-    def room_for_state(self, name: str, key: str, dtype: torch.dtype, shape: torch.Size | None) -> torch.Tensor:
+    def room_for_state(
+        self, name: str, key: str, dtype: torch.dtype, shape: torch.Size | None
+    ) -> torch.Tensor:
         """An empty tensor for a state that `set_states` will take.
 
         Args:
@@ -368,8 +438,14 @@ class Optimizer:
         tensor = self._stepped[name].tensor
         is_on_host = any(part.names_on_host(key) for part in self._parts)
         if shape is not None:
-            return torch.empty(shape, dtype=dtype, device="cpu" if is_on_host else tensor.device)
-        return host_like(local(tensor.detach()), dtype) if is_on_host else torch.empty_like(tensor, dtype=dtype)
+            return torch.empty(
+                shape, dtype=dtype, device="cpu" if is_on_host else tensor.device
+            )
+        return (
+            host_like(local(tensor.detach()), dtype)
+            if is_on_host
+            else torch.empty_like(tensor, dtype=dtype)
+        )
 
     @property
     def bytes(self) -> int:
@@ -379,22 +455,37 @@ class Optimizer:
     @property
     def host_bytes(self) -> int:
         """Of those on the host."""
-        return sum(part.parked.nbytes for part in self._parts if part.parked is not None)
+        return sum(
+            part.parked.nbytes for part in self._parts if part.parked is not None
+        )
 
 
-def _by_layer(names: Iterable[str], layers: Sequence[Collection[str]]) -> list[list[str]]:
+def _by_layer(
+    names: Iterable[str], layers: Sequence[Collection[str]]
+) -> list[list[str]]:
     """Each name in the first layer that has it, those of no layer in a last one."""
     sets = [set(layer) for layer in layers]
     found: list[list[str]] = [[] for _ in range(len(layers) + 1)]
     for name in names:
-        found[next((index for index, layer in enumerate(sets) if name in layer), len(layers))].append(name)
+        found[
+            next(
+                (index for index, layer in enumerate(sets) if name in layer),
+                len(layers),
+            )
+        ].append(name)
     return found
 
 
-def hidden_of(module: nn.Module, trained: Sequence[torch.Tensor], hidden: Collection[str]) -> list[torch.Tensor]:
+def hidden_of(
+    module: nn.Module, trained: Sequence[torch.Tensor], hidden: Collection[str]
+) -> list[torch.Tensor]:
     """Those of the trained tensors that stand for the named parameters; one per parameter that requires gradients."""
-    names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-    return [tensor for name, tensor in zip(names, trained, strict=True) if name in hidden]
+    names = [
+        name for name, parameter in module.named_parameters() if parameter.requires_grad
+    ]
+    return [
+        tensor for name, tensor in zip(names, trained, strict=True) if name in hidden
+    ]
 
 
 @torch.no_grad()

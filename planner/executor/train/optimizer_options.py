@@ -24,7 +24,9 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 """By the job's optimizer."""
 
 
-def _check(name: str, value: float | None, wanted: str, is_good: Callable[[float], bool]) -> None:
+def _check(
+    name: str, value: float | None, wanted: str, is_good: Callable[[float], bool]
+) -> None:
     if value is not None and not (math.isfinite(value) and is_good(value)):
         raise DocumentError(f"cannot be {value}.", field=name, mend=f"give {wanted}.")
 
@@ -47,11 +49,26 @@ class OptimizerOptions:
     """Above 0: without it there would be no state to keep, and the plan has room for one."""
 
     def __post_init__(self) -> None:
-        _check("weight_decay", self.weight_decay, "a number of at least 0", lambda value: value >= 0)
+        _check(
+            "weight_decay",
+            self.weight_decay,
+            "a number of at least 0",
+            lambda value: value >= 0,
+        )
         for name in ("beta1", "beta2"):
-            _check(name, getattr(self, name), "a number from 0 to below 1", lambda value: 0 <= value < 1)
+            _check(
+                name,
+                getattr(self, name),
+                "a number from 0 to below 1",
+                lambda value: 0 <= value < 1,
+            )
         _check("epsilon", self.epsilon, "a number above 0", lambda value: value > 0)
-        _check("momentum", self.momentum, "a number above 0 and below 1", lambda value: 0 < value < 1)
+        _check(
+            "momentum",
+            self.momentum,
+            "a number above 0 and below 1",
+            lambda value: 0 < value < 1,
+        )
 
     def check(self, optimizer: str) -> None:
         """Refuse what the job's optimizer does not have.
@@ -59,10 +76,14 @@ class OptimizerOptions:
         Raises:
             DocumentError: naming the first that it has not.
         """
-        known = OPTIONS.get(optimizer, tuple(asdict(self)))  # an unknown optimizer is refused where it is made
+        known = OPTIONS.get(
+            optimizer, tuple(asdict(self))
+        )  # an unknown optimizer is refused where it is made
         for name, value in asdict(self).items():
             if value is not None and name not in known:
-                others = ", ".join(each for each, options in OPTIONS.items() if name in options)
+                others = ", ".join(
+                    each for each, options in OPTIONS.items() if name in options
+                )
                 raise DocumentError(
                     f"cannot be {value}: the job's optimizer is {optimizer}, which has no {name} to choose.",
                     field=name,
@@ -76,8 +97,15 @@ class OptimizerOptions:
             names: what torch's optimizer takes, of weight_decay, betas, eps and momentum.
         """
         chosen = (self.beta1, self.beta2)
-        betas = tuple(usual if beta is None else beta for beta, usual in zip(chosen, BETAS, strict=True))
-        given: dict[str, Any] = {"weight_decay": self.weight_decay, "eps": self.epsilon, "momentum": self.momentum}
+        betas = tuple(
+            usual if beta is None else beta
+            for beta, usual in zip(chosen, BETAS, strict=True)
+        )
+        given: dict[str, Any] = {
+            "weight_decay": self.weight_decay,
+            "eps": self.epsilon,
+            "momentum": self.momentum,
+        }
         given |= {"betas": None if chosen == (None, None) else betas}
         return {name: given[name] for name in names if given[name] is not None}
 

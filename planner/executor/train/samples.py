@@ -13,7 +13,13 @@ from planner.executor.build import RankPart
 from planner.executor.parallel.mesh import Mesh
 from planner.executor.parallel.same_samples import refuse_unlike
 from planner.executor.parallel.shares import share_of
-from planner.executor.train.data import Batch, Dataset, Inputs, has_own_targets, local_part
+from planner.executor.train.data import (
+    Batch,
+    Dataset,
+    Inputs,
+    has_own_targets,
+    local_part,
+)
 from planner.executor.train.optimizer import COMPUTE_DTYPE
 from planner.spec.plan import Plan
 
@@ -29,7 +35,14 @@ class Samples:
     """
 
     def __init__(
-        self, plan: Plan, part: RankPart, mesh: Mesh, dataset: Dataset, device: torch.device, *, option: str = DATA
+        self,
+        plan: Plan,
+        part: RankPart,
+        mesh: Mesh,
+        dataset: Dataset,
+        device: torch.device,
+        *,
+        option: str = DATA,
     ) -> None:
         self._option = option
         self._part = part
@@ -72,7 +85,9 @@ class Samples:
         return local_part(number, self._share, self._micro_batch_size)
 
     def _to_device(self, inputs: torch.Tensor) -> torch.Tensor:
-        return inputs.to(self._device, self._dtype if inputs.is_floating_point() else None)
+        return inputs.to(
+            self._device, self._dtype if inputs.is_floating_point() else None
+        )
 
 
 @contextmanager
@@ -84,7 +99,9 @@ def told_as(option: str) -> Iterator[None]:
         if option == DATA:
             raise
         named = (
-            replace(each, field=option + each.field.removeprefix(DATA)) if each.field.startswith(DATA) else each
+            replace(each, field=option + each.field.removeprefix(DATA))
+            if each.field.startswith(DATA)
+            else each
             for each in error.problems
         )
         raise type(error)("", problems=tuple(named)) from error

@@ -30,5 +30,7 @@ def speed_of(plan: Plan, seconds: Sequence[float]) -> Speed:
     return Speed(
         median_step_seconds=median,
         tokens_per_second=job.global_batch_size * (job.sequence_length or 1) / median,
-        mfu=None if predicted.mfu is None else predicted.mfu * predicted.step_seconds / median,
+        mfu=None
+        if predicted.mfu is None
+        else predicted.mfu * predicted.step_seconds / median,
     )

@@ -110,24 +110,36 @@ class Trainer:
         for step in range(first, steps):
             now(f"in step {step}")
             records.append(self._in_time(f"in step {step}", partial(self._step, step)))
-            if validation is not None and validation.is_due(step + 1, steps) and not self.stopped:
-                found = self._validate(validation.samples, validation.batches, f"after step {step}")
+            if (
+                validation is not None
+                and validation.is_due(step + 1, steps)
+                and not self.stopped
+            ):
+                found = self._validate(
+                    validation.samples, validation.batches, f"after step {step}"
+                )
                 records[-1] = replace(records[-1], validation_loss=found)
                 now(f"in step {step}")
             if len(records) > RECORDED_STEPS:
                 old = records[-1 - RECORDED_STEPS]
                 records[-1 - RECORDED_STEPS] = replace(old, spans=(), waits=())
             job = self._plan.request.job
-            rate = job.global_batch_size * (job.sequence_length or 1) / records[-1].seconds
+            rate = (
+                job.global_batch_size * (job.sequence_length or 1) / records[-1].seconds
+            )
             scale = self._part.scaler.scale if self._part.scaler is not None else None
             warning = self._spikes.look(step, records[-1].loss)
             self.warnings += () if warning is None else (warning,)
             busy = (*self._busy_seconds,), (*self._replica_seconds,)
             told = (records[-1].loss, records[-1].seconds, rate, scale, warning, *busy)
-            on_step(Metrics(step, *told, self._rate_of(step), records[-1].validation_loss))
+            on_step(
+                Metrics(step, *told, self._rate_of(step), records[-1].validation_loss)
+            )
             if keeper is not None:
                 keeper.after_step(step + 1, last=self.stopped or step + 1 == steps)
-            self.stopped = self.stopped and step + 1 < steps  # in the last step: it is trained to the end all the same
+            self.stopped = (
+                self.stopped and step + 1 < steps
+            )  # in the last step: it is trained to the end all the same
             if self.stopped:
                 break
         return records
@@ -166,7 +178,9 @@ class Trainer:
         loss = self._part.runtime.run_forwards(inputs, targets)
         self._phase = "in the sum of the loss"
         share = self._share_of(loss)
-        total = torch.cat([share.reshape(1), share.new_tensor([float(self._asked_to_stop())])])
+        total = torch.cat(
+            [share.reshape(1), share.new_tensor([float(self._asked_to_stop())])]
+        )
         dist.all_reduce(total)
         self.stopped = float(total[1]) > 0
         if not math.isfinite(float(total[0])):
@@ -185,13 +199,23 @@ class Trainer:
                 raise
             if recorded is None:
                 place += awaited(action, len(self._plan.stages))
-            raise waited_in_vain(self._mesh.rank, self._mesh.grid.size, when, place) from error
+            raise waited_in_vain(
+                self._mesh.rank, self._mesh.grid.size, when, place
+            ) from error
 
     def _ran_out(self, error: BaseException, place: str) -> RunError:
         mesh, used, offload = self._mesh, peak_bytes(self._device), self._part.offload
-        host = self._part.optimizer.host_bytes + (0 if offload is None else offload.bytes)
+        host = self._part.optimizer.host_bytes + (
+            0 if offload is None else offload.bytes
+        )
         return ran_out(
-            error, self._plan, rank=mesh.rank, pipeline=mesh.pipeline, where=place, used_bytes=used, host_bytes=host
+            error,
+            self._plan,
+            rank=mesh.rank,
+            pipeline=mesh.pipeline,
+            where=place,
+            used_bytes=used,
+            host_bytes=host,
         )
 
     def _step(self, step: int) -> StepRecord:
@@ -217,9 +241,16 @@ class Trainer:
         spans = self._part.recorder.end_step()
         self._phase = "in the sum of the loss"
         waits = self._part.recorder.waits
-        return StepRecord(self._global_loss(loss, step, computing_seconds(spans)), seconds, spans, waits)
+        return StepRecord(
+            self._global_loss(loss, step, computing_seconds(spans)),
+            seconds,
+            spans,
+            waits,
+        )
 
-    def _read(self, samples: Samples, number: int) -> tuple[Inputs, torch.Tensor | None]:
+    def _read(
+        self, samples: Samples, number: int
+    ) -> tuple[Inputs, torch.Tensor | None]:
         """This replica's samples of a global batch, which the loss is told the targets of."""
         self._phase = "while it read its samples"
         batch = samples.read(number)
@@ -234,7 +265,9 @@ class Trainer:
 
     def _mean_targets(self, tokens: torch.Tensor | None) -> float:
         """Targets of a micro-batch, the mean over the step's: each replica's last stage counts its own once."""
-        counts = tokens is not None and self._mesh.tensor == 0 and self._mesh.context == 0
+        counts = (
+            tokens is not None and self._mesh.tensor == 0 and self._mesh.context == 0
+        )
         own = CountedTokens.targets(tokens) if counts and tokens is not None else 0
         total = torch.tensor(float(own), dtype=torch.float64, device=self._device)
         dist.all_reduce(total)
@@ -263,9 +296,17 @@ class Trainer:
         if self._clip is None:
             return 1.0 / scale
         optimizer = part.optimizer
-        norm = gradients.total_norm(optimizer.parameters, part.copies, self._mesh, optimizer.shards) / scale
+        norm = (
+            gradients.total_norm(
+                optimizer.parameters, part.copies, self._mesh, optimizer.shards
+            )
+            / scale
+        )
         if not math.isfinite(norm):  # the same on all ranks
-            raise _broken(f"the norm of the gradients of step {self._part.streams.step} is {norm}.", "gradients")
+            raise _broken(
+                f"the norm of the gradients of step {self._part.streams.step} is {norm}.",
+                "gradients",
+            )
         return gradients.clip_factor(norm, self._clip) / scale
 
     def _global_loss(self, loss: torch.Tensor, step: int, busy_seconds: float) -> float:
@@ -277,10 +318,15 @@ class Trainer:
         busy = [0.0] * (grid.pipeline + grid.data)
         busy[mesh.pipeline] = busy_seconds * grid.pipeline / grid.size
         busy[grid.pipeline + mesh.data] = busy_seconds * grid.data / grid.size
-        total = torch.cat([share.reshape(1), share.new_tensor([float(self._asked_to_stop()), *busy])])
+        total = torch.cat(
+            [share.reshape(1), share.new_tensor([float(self._asked_to_stop()), *busy])]
+        )
         dist.all_reduce(total)
         value, votes, *busy = map(float, total)
-        self._busy_seconds, self._replica_seconds = busy[: grid.pipeline], busy[grid.pipeline :]
+        self._busy_seconds, self._replica_seconds = (
+            busy[: grid.pipeline],
+            busy[grid.pipeline :],
+        )
         self.stopped = votes > 0
         # In fp16 a loss may be infinite: its gradients overflow, the scale falls, and the step is skipped.
         if math.isnan(value) or (math.isinf(value) and self._part.scaler is None):
@@ -297,8 +343,15 @@ class Trainer:
         shares = [0.0] * self._mesh.grid.size
         dist.all_gather_object(shares, share)
         culprits = [rank for rank, each in enumerate(shares) if not math.isfinite(each)]
-        kind = "infinite" if all(math.isinf(shares[rank]) for rank in culprits) else "not a number"
-        raise _broken(f"the loss of {what} is {kind} on rank {', '.join(map(str, culprits))}.", "loss")
+        kind = (
+            "infinite"
+            if all(math.isinf(shares[rank]) for rank in culprits)
+            else "not a number"
+        )
+        raise _broken(
+            f"the loss of {what} is {kind} on rank {', '.join(map(str, culprits))}.",
+            "loss",
+        )
 
 
 def _broken(message: str, field: str) -> RunError:

@@ -19,4 +19,6 @@ class Validation:
 
     def is_due(self, trained: int, steps: int) -> bool:
         """After so many steps, the last of them included."""
-        return trained == steps or (self.every is not None and trained % self.every == 0)
+        return trained == steps or (
+            self.every is not None and trained % self.every == 0
+        )

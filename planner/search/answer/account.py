@@ -161,13 +161,23 @@ def account(
     work = workload(profile, cluster, job, framework=framework, constants=constants)
     costs = layout_costs(work, forecast.layout)
     order = {layer.name: index for index, layer in enumerate(profile.layers)}
-    stage_map = [[(order[layer.name], layer.recompute) for layer in stage.layers] for stage in forecast.stages]
-    return _account(last_column(costs, order_of(costs, forecast.actions), choose(costs, stage_map)))
+    stage_map = [
+        [(order[layer.name], layer.recompute) for layer in stage.layers]
+        for stage in forecast.stages
+    ]
+    return _account(
+        last_column(costs, order_of(costs, forecast.actions), choose(costs, stage_map))
+    )
 
 
 def _account(played: Played) -> Account:
     """Where replicas differ, of those that end last."""
-    costs, schedule, stages, step = played.costs, played.schedule, played.stages, played.step
+    costs, schedule, stages, step = (
+        played.costs,
+        played.schedule,
+        played.stages,
+        played.step,
+    )
     spent, held = durations(costs, stages), held_units(costs, stages, schedule)
     tails = tail_ticks(costs, by_rank(schedule, stages))
     ends = [int(end) for end in step.simulation.end_seconds]
@@ -181,14 +191,28 @@ def _account(played: Played) -> Account:
             for stage, rank in enumerate(schedule.stage_ranks)
         ),
         ranks=tuple(
-            _rank(costs, stages, schedule, spent, memory, held[rank], ends[rank], tails[rank])
+            _rank(
+                costs,
+                stages,
+                schedule,
+                spent,
+                memory,
+                held[rank],
+                ends[rank],
+                tails[rank],
+            )
             for rank, memory in enumerate(stage_memory(costs, stages, schedule))
         ),
     )
 
 
 def _stage(
-    costs: LayoutCosts, layers: StageLayers, spent: Durations, stage: int, rank: int, in_flight: int
+    costs: LayoutCosts,
+    layers: StageLayers,
+    spent: Durations,
+    stage: int,
+    rank: int,
+    in_flight: int,
 ) -> StageAccount:
     mine = [cost for _, cost in layers]
     is_last = stage == len(spent.forward) - 1
@@ -204,7 +228,9 @@ def _stage(
         offload_seconds=_sum(mine, "offload_ticks"),
         gathers_seconds=_sum(mine, "gather_ticks"),
         exchange_seconds=(_worked(spent, stage) - worked) * TICK_SECONDS,
-        transfer_seconds=0.0 if is_last else spent.transfer_forward[stage] * TICK_SECONDS,
+        transfer_seconds=0.0
+        if is_last
+        else spent.transfer_forward[stage] * TICK_SECONDS,
         in_flight=in_flight,
     )
 
@@ -223,10 +249,19 @@ def _rank(
     held = schedule.stages_of(rank)
     layers = [cost for stage in held for _, cost in stages[stage]]
     work = costs.micro_batches * int(sum(_worked(spent, stage) for stage in held))
-    reduction = _reduction_ticks(costs.on_rank(rank), layers, {layer for stage in held for layer, _ in stages[stage]})
+    reduction = _reduction_ticks(
+        costs.on_rank(rank),
+        layers,
+        {layer for stage in held for layer, _ in stages[stage]},
+    )
     shared = _shared_ticks(costs, by_rank(schedule, stages), rank)
-    states_on_host = host_states_bytes(costs.on_rank(rank), [layer for stage in held for layer in stages[stage]])
-    saved = sum(count * sum(cost.activation_bytes for _, cost in stages[stage]) for stage, count in units.items())
+    states_on_host = host_states_bytes(
+        costs.on_rank(rank), [layer for stage in held for layer in stages[stage]]
+    )
+    saved = sum(
+        count * sum(cost.activation_bytes for _, cost in stages[stage])
+        for stage, count in units.items()
+    )
     return RankAccount(
         pipeline_rank=rank,
         work_seconds=work * TICK_SECONDS,
@@ -253,16 +288,30 @@ def _rank(
     )
 
 
-def _reduction_ticks(costs: LayoutCosts, layers: Sequence[LayerCost], held: set[int]) -> int:
+def _reduction_ticks(
+    costs: LayoutCosts, layers: Sequence[LayerCost], held: set[int]
+) -> int:
     """Of the rank's gradients, those that several of its layers share once: equation (S3)."""
-    spared = sum(max(0, len(held & set(shared.layers)) - 1) * shared.reduction_ticks for shared in costs.shared)
-    return costs.reduction_latency_ticks + sum(cost.reduction_ticks for cost in layers) - spared
+    spared = sum(
+        max(0, len(held & set(shared.layers)) - 1) * shared.reduction_ticks
+        for shared in costs.shared
+    )
+    return (
+        costs.reduction_latency_ticks
+        + sum(cost.reduction_ticks for cost in layers)
+        - spared
+    )
 
 
 def _worked(spent: Durations, stage: int) -> float:
     """Ticks of one micro-batch."""
     again = spent.recompute[stage] if spent.recompute else 0
-    return spent.forward[stage] + spent.backward_input[stage] + spent.backward_weight[stage] + again
+    return (
+        spent.forward[stage]
+        + spent.backward_input[stage]
+        + spent.backward_weight[stage]
+        + again
+    )
 
 
 def _shared_ticks(costs: LayoutCosts, ranks: Sequence[StageLayers], rank: int) -> int:
@@ -271,7 +320,8 @@ def _shared_ticks(costs: LayoutCosts, ranks: Sequence[StageLayers], rank: int) -
     return sum(
         shared.exchange_ticks
         for shared in costs.on_rank(rank).shared
-        if holders[rank] & set(shared.layers) and sum(bool(held & set(shared.layers)) for held in holders) > 1
+        if holders[rank] & set(shared.layers)
+        and sum(bool(held & set(shared.layers)) for held in holders) > 1
     )
 
 

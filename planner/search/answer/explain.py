@@ -6,14 +6,27 @@ from collections.abc import Sequence
 
 from planner.cost import LayoutCosts, choose, predict_step
 from planner.search.answer.nearest import least_need
-from planner.search.answer.words import changes_text, constraint_text, degrees_text, seconds_text
+from planner.search.answer.words import (
+    changes_text,
+    constraint_text,
+    degrees_text,
+    seconds_text,
+)
 from planner.search.bounds.layout import BOUNDED
 from planner.search.layouts.orders import recompute_wish
 from planner.search.result import Candidate, Found
 from planner.search.stage_maps.synthesized import order_gap
 from planner.spec.job import DIVISION, Job
 from planner.spec.layout import Layout
-from planner.spec.plan import Alternative, Miss, Overtaking, Prediction, Relaxation, SearchReport, Sensitivity
+from planner.spec.plan import (
+    Alternative,
+    Miss,
+    Overtaking,
+    Prediction,
+    Relaxation,
+    SearchReport,
+    Sensitivity,
+)
 from planner.spec.words import counted, gibibytes
 
 _PARTS = {
@@ -40,7 +53,10 @@ _LEAST_GAP = 5e-5
 
 def predictions(candidates: Sequence[Candidate]) -> tuple[Prediction, ...]:
     """Time and memory of each solved layout."""
-    return tuple(predict_step(one.costs, one.schedule, choose(one.costs, one.stage_map)) for one in candidates)
+    return tuple(
+        predict_step(one.costs, one.schedule, choose(one.costs, one.stage_map))
+        for one in candidates
+    )
 
 
 def with_recompute(candidate: Candidate) -> Layout:
@@ -50,9 +66,13 @@ def with_recompute(candidate: Candidate) -> Layout:
     if layout.recompute != "per-layer" or layout.schedule not in BOUNDED:
         return layout
     pairs = [pair for stage in candidate.stage_map for pair in stage]
-    able = [(layer, mode) for layer, mode in pairs if len(candidate.costs.layers[layer]) > 1]
+    able = [
+        (layer, mode) for layer, mode in pairs if len(candidate.costs.layers[layer]) > 1
+    ]
     modes = {mode for _, mode in able} or {mode for _, mode in pairs}
-    return layout.model_copy(update={"recompute": modes.pop() if len(modes) == 1 else "per-layer"})
+    return layout.model_copy(
+        update={"recompute": modes.pop() if len(modes) == 1 else "per-layer"}
+    )
 
 
 def alternatives(found: Found, priced: Sequence[Prediction]) -> tuple[Alternative, ...]:
@@ -73,18 +93,29 @@ def alternatives(found: Found, priced: Sequence[Prediction]) -> tuple[Alternativ
     )
 
 
-def difference(winner: Layout, rival: Layout, ours: Prediction, theirs: Prediction) -> str:
+def difference(
+    winner: Layout, rival: Layout, ours: Prediction, theirs: Prediction
+) -> str:
     """Where a rival loses, e.g. "tensor 8 instead of 4: +12.0 % step time; it loses 0.4 s in computation"."""
     slower = theirs.step_seconds / ours.step_seconds - 1
-    losses = {part: getattr(theirs.breakdown, part) - getattr(ours.breakdown, part) for part in _PARTS}
+    losses = {
+        part: getattr(theirs.breakdown, part) - getattr(ours.breakdown, part)
+        for part in _PARTS
+    }
     lost, won = max(losses, key=losses.__getitem__), min(losses, key=losses.__getitem__)
     text = f"{changes_text(rival, winner)}: {100 * slower:+.1f} % step time"
     if losses[lost] > 0:
         text += f"; it loses {seconds_text(losses[lost])} in {_PARTS[lost]}"
-        text += f" and gains {seconds_text(-losses[won])} in {_PARTS[won]}" if losses[won] < 0 else ""
+        text += (
+            f" and gains {seconds_text(-losses[won])} in {_PARTS[won]}"
+            if losses[won] < 0
+            else ""
+        )
     more = _fullest_bytes(theirs) - _fullest_bytes(ours)
     memory = (
-        f"{gibibytes(abs(more))} {'more' if more > 0 else 'less'} than the plan's" if more else "as much as the plan's"
+        f"{gibibytes(abs(more))} {'more' if more > 0 else 'less'} than the plan's"
+        if more
+        else "as much as the plan's"
     )
     return f"{text}; its fullest device holds {gibibytes(_fullest_bytes(theirs))}, {memory}"
 
@@ -93,7 +124,9 @@ def _fullest_bytes(prediction: Prediction) -> int:
     return max(row.peak_bytes for row in prediction.memory)
 
 
-def explanation(best: Candidate, prediction: Prediction, found: Found) -> tuple[str, ...]:
+def explanation(
+    best: Candidate, prediction: Prediction, found: Found
+) -> tuple[str, ...]:
     """Why this plan, in sentences with numbers."""
     layout, report = with_recompute(best), found.report
     shares = sorted(_PARTS, key=lambda part: -getattr(prediction.breakdown, part))[:3]
@@ -102,7 +135,9 @@ def explanation(best: Candidate, prediction: Prediction, found: Found) -> tuple[
         for part in shares
         if getattr(prediction.breakdown, part) >= 0.005 * prediction.step_seconds
     )
-    fullest = max(prediction.memory, key=lambda row: row.peak_bytes / row.capacity_bytes)
+    fullest = max(
+        prediction.memory, key=lambda row: row.peak_bytes / row.capacity_bytes
+    )
     return (
         f"{degrees_text(layout)}, {counted(best.costs.micro_batches, 'micro-batch')} of {layout.micro_batch_size} "
         f"under {layout.schedule}: {seconds_text(prediction.step_seconds)} per step.",
@@ -121,7 +156,9 @@ def _host_text(prediction: Prediction) -> tuple[str, ...]:
     fullest = max(prediction.memory, key=lambda row: row.host_bytes)
     if not fullest.host_bytes:
         return ()
-    kept, part = (size / 2**30 for size in (fullest.host_bytes, fullest.host_capacity_bytes or 0))
+    kept, part = (
+        size / 2**30 for size in (fullest.host_bytes, fullest.host_capacity_bytes or 0)
+    )
     return (
         f"A device of pipeline rank {fullest.pipeline_rank} keeps most in its node's memory: {kept:.2f} of the "
         f"{part:.2f} GiB that are its part.",
@@ -136,7 +173,9 @@ def _objective_text(job: Job, found: Found) -> tuple[str, ...]:
         case "cost":
             train = "trains" if devices == 1 else "train"
             among = "" if found.report.optimal else " of the plans found"
-            return (f"Of {counted(parts, 'part')} of the cluster, {used} {train} a token at the least price{among}.",)
+            return (
+                f"Of {counted(parts, 'part')} of the cluster, {used} {train} a token at the least price{among}.",
+            )
         case "devices":
             fewest = f"{'is' if devices == 1 else 'are'} the fewest{'' if found.report.optimal else ' found'}"
             return (
@@ -153,13 +192,17 @@ def _order_text(best: Candidate) -> tuple[str, ...]:
         return ()
     if gap < _LEAST_GAP:
         return ("No order of the micro-batches on these stages is faster.",)
-    return (f"No order of the micro-batches on these stages saves more than {100 * gap:.2g} % of the step.",)
+    return (
+        f"No order of the micro-batches on these stages saves more than {100 * gap:.2g} % of the step.",
+    )
 
 
 def _proof_text(report: SearchReport, job: Job) -> str:
-    best = {"step_time": "faster", "cost": "cheaper", "devices": "on fewer devices, or faster on as many"}[
-        job.objective
-    ]
+    best = {
+        "step_time": "faster",
+        "cost": "cheaper",
+        "devices": "on fewer devices, or faster on as many",
+    }[job.objective]
     proof = f"proven: no plan of the space is {best} under the cost model"
     if not report.optimal:
         bound = f"the bound is {seconds_text(report.lower_bound_seconds)}, {100 * report.gap:.2g} % below"
@@ -178,10 +221,16 @@ def sensitivity_text(
     """Whether the choice stands within the error bars, and what overturns it."""
     if not found:
         return ()
-    bars = ", ".join(f"{_QUANTITIES[one.quantity]} {100 * one.uncertainty:.2g} %" for one in found)
-    stands = (f"No alternative overtakes the plan within the errors to expect: {bars}.",)
+    bars = ", ".join(
+        f"{_QUANTITIES[one.quantity]} {100 * one.uncertainty:.2g} %" for one in found
+    )
+    stands = (
+        f"No alternative overtakes the plan within the errors to expect: {bars}.",
+    )
     sways = tuple(
-        _overtaking_text(one, each, changes_text(others[each.alternative].layout, layout))
+        _overtaking_text(
+            one, each, changes_text(others[each.alternative].layout, layout)
+        )
         for one in found
         for each in one.overtakes[:1]
     )
@@ -189,7 +238,9 @@ def sensitivity_text(
 
 
 def _overtaking_text(one: Sensitivity, nearest: Overtaking, rival: str) -> str:
-    change = f"{100 * abs(nearest.change):.0f} % {'more' if nearest.change > 0 else 'less'}"
+    change = (
+        f"{100 * abs(nearest.change):.0f} % {'more' if nearest.change > 0 else 'less'}"
+    )
     text = f"With {change} {_QUANTITIES[one.quantity]}, {rival} wins"
     if abs(nearest.change) > one.uncertainty:
         return f"{text}."
@@ -199,7 +250,9 @@ def _overtaking_text(one: Sensitivity, nearest: Overtaking, rival: str) -> str:
 def relaxations_text(found: tuple[Relaxation, ...]) -> tuple[str, ...]:
     """What each limit costs."""
     if not found:
-        return ("Neither more memory per device nor the job without any one of its constraints was found to gain.",)
+        return (
+            "Neither more memory per device nor the job without any one of its constraints was found to gain.",
+        )
     return tuple(
         f"{one.change[0].upper()}{one.change[1:]}: {-100 * (one.gain or 0):+.1f} % time per sample, "
         f"with {degrees_text(one.layout)}{'' if one.optimal else ' or better'}."
@@ -212,7 +265,9 @@ def division_text(job: Job, saved: float | None) -> tuple[str, ...]:
     if saved is None:
         return ()
     asked = constraint_text(job.constraints[DIVISION], DIVISION)
-    return (f"Without {DIVISION} = {asked} the same layout takes {100 * saved:.2g} % less time.",)
+    return (
+        f"Without {DIVISION} = {asked} the same layout takes {100 * saved:.2g} % less time.",
+    )
 
 
 def remedy_text(one: Relaxation) -> str:

@@ -31,7 +31,9 @@ SHARES = (1.0, 0.75, 0.5, 0.25)
 """Of the memory that the job may use."""
 
 
-def front(profile: ModelProfile, cluster: Cluster, job: Job, limits: Limits) -> tuple[tuple[ParetoPoint, ...], bool]:
+def front(
+    profile: ModelProfile, cluster: Cluster, job: Job, limits: Limits
+) -> tuple[tuple[ParetoPoint, ...], bool]:
     """The points that no other beats, most devices first; and whether all were looked at.
 
     Args:
@@ -65,7 +67,9 @@ def _parts(cluster: Cluster) -> tuple[tuple[Part, ...], ...]:
         and (len(part.nodes) > 1 or per_node % part.devices == 0)
         and not (several and part.nodes not in _inside_first(cluster))
     ]
-    return tuple(sorted([*first, *map(tuple, orders.values())], key=lambda same: same[0].devices))
+    return tuple(
+        sorted([*first, *map(tuple, orders.values())], key=lambda same: same[0].devices)
+    )
 
 
 def _inside_first(cluster: Cluster) -> set[tuple[int, ...]]:
@@ -78,7 +82,11 @@ def _divisors(number: int) -> list[int]:
 
 
 def _of_part(
-    profile: ModelProfile, orders: tuple[Part, ...], job: Job, known: tuple[ParetoPoint, ...], limits: Limits
+    profile: ModelProfile,
+    orders: tuple[Part, ...],
+    job: Job,
+    known: tuple[ParetoPoint, ...],
+    limits: Limits,
 ) -> Iterator[ParetoPoint | None]:
     """Points of one part, most memory first: (O3); None and no more once the search was stopped."""
     peak, part = math.inf, orders[0]
@@ -87,7 +95,10 @@ def _of_part(
         capacity = workload(profile, part.cluster, lean).capacity_bytes
         if peak <= capacity:
             continue
-        ceiling = min((one.step_seconds for one in known if one.peak_bytes <= capacity), default=None)
+        ceiling = min(
+            (one.step_seconds for one in known if one.peak_bytes <= capacity),
+            default=None,
+        )
         found, is_proven = _fastest(profile, orders, lean, ceiling, limits)
         if not is_proven:
             yield None
@@ -106,19 +117,36 @@ def _with_share(profile: ModelProfile, part: Part, job: Job, share: float) -> Jo
     kept = float(work.device.memory_bytes - int(share * work.capacity_bytes))
     if work.groups:  # a fraction means the same on every kind of device; bytes are held to the smallest
         least = min(group.device.memory_bytes for group in work.groups)
-        headroom = job.memory_headroom if job.memory_headroom < 1 else job.memory_headroom / least
+        headroom = (
+            job.memory_headroom
+            if job.memory_headroom < 1
+            else job.memory_headroom / least
+        )
         kept = 1 - share * (1 - headroom)
     return job.model_copy(update={"memory_headroom": kept}) if share < 1 else job
 
 
 def _fastest(
-    profile: ModelProfile, orders: tuple[Part, ...], job: Job, ceiling_seconds: float | None, limits: Limits
+    profile: ModelProfile,
+    orders: tuple[Part, ...],
+    job: Job,
+    ceiling_seconds: float | None,
+    limits: Limits,
 ) -> tuple[Candidate | None, bool]:
     """The fastest plan of a part below a ceiling, in any order of its node groups, and whether that is proven."""
-    best, ceiling = None, NO_LIMIT if ceiling_seconds is None else round(ceiling_seconds / TICK_SECONDS)
+    best, ceiling = (
+        None,
+        NO_LIMIT if ceiling_seconds is None else round(ceiling_seconds / TICK_SECONDS),
+    )
     for part in orders:
         work = workload(profile, part.cluster, job)
-        state = begin(work, space_of(work), Options(), Callbacks(should_stop=limits.should_stop), ceiling)
+        state = begin(
+            work,
+            space_of(work),
+            Options(),
+            Callbacks(should_stop=limits.should_stop),
+            ceiling,
+        )
         state.deadline = limits.deadline
         while state.is_open and state.seconds_left() > 0:
             advance(state)
@@ -129,7 +157,9 @@ def _fastest(
 
 
 def _point(found: Candidate, part: Part, job: Job) -> ParetoPoint:
-    memory = rank_memory(found.costs, found.schedule, choose(found.costs, found.stage_map))
+    memory = rank_memory(
+        found.costs, found.schedule, choose(found.costs, found.stage_map)
+    )
     seconds = found.ticks * TICK_SECONDS
     return ParetoPoint(
         devices=part.devices,
@@ -156,4 +186,7 @@ def _figures(point: ParetoPoint) -> tuple[int, float, int]:
 
 
 def _beats(one: ParetoPoint, other: ParetoPoint) -> bool:
-    return all(here <= there for here, there in zip(_figures(one), _figures(other), strict=True))
+    return all(
+        here <= there
+        for here, there in zip(_figures(one), _figures(other), strict=True)
+    )

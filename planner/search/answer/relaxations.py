@@ -84,11 +84,15 @@ def relaxations(best: Candidate, limits: Limits) -> tuple[Relaxation, ...]:
     ):
         if limits.should_stop():
             break
-        state = _searched(work.profile, change, limits, int(per_sample * change.job.global_batch_size))
+        state = _searched(
+            work.profile, change, limits, int(per_sample * change.job.global_batch_size)
+        )
         if state is not None and state.best is not None:
             gain = 1 - state.best.ticks / change.job.global_batch_size / per_sample
             is_memory = change.constraint == "memory"
-            if gain > (by_memory if is_memory else 0.0) + _LEAST_GAIN:  # still more memory may gain no more
+            if (
+                gain > (by_memory if is_memory else 0.0) + _LEAST_GAIN
+            ):  # still more memory may gain no more
                 by_memory = gain if is_memory else by_memory
                 found.append(_row(change, state, gain))
     return tuple(found)
@@ -114,14 +118,18 @@ def freely_divided(best: Candidate, limits: Limits) -> float | None:
 
 def _undivided(work: Workload) -> Workload:
     """Without the job's constraint on the division; the same, where it has none."""
-    others = {name: value for name, value in work.job.constraints.items() if name != DIVISION}
+    others = {
+        name: value for name, value in work.job.constraints.items() if name != DIVISION
+    }
     if len(others) == len(work.job.constraints):
         return work
     job = work.job.model_copy(update={"constraints": others})
     return replace(work, job=job, groups=tuple(map(_undivided, work.groups)))
 
 
-def remedies(work: Workload, nearest: tuple[Miss, ...], limits: Limits) -> tuple[Relaxation, ...]:
+def remedies(
+    work: Workload, nearest: tuple[Miss, ...], limits: Limits
+) -> tuple[Relaxation, ...]:
     """Changes with which something fits, where nothing does: (X3).
 
     Args:
@@ -129,7 +137,11 @@ def remedies(work: Workload, nearest: tuple[Miss, ...], limits: Limits) -> tuple
         nearest: what would fit with more memory; nothing: there is no layout at all, whatever the memory.
         limits: of the work.
     """
-    memory = (*_missing_memory(work, nearest), *_headroom(work)) if nearest else tuple(_batches(work))
+    memory = (
+        (*_missing_memory(work, nearest), *_headroom(work))
+        if nearest
+        else tuple(_batches(work))
+    )
     several = (*memory, *_without_constraints(work))
     found = [_remedy(work.profile, change, limits) for change in several]
     if len(work.job.constraints) > 1 and not any(found):
@@ -138,7 +150,9 @@ def remedies(work: Workload, nearest: tuple[Miss, ...], limits: Limits) -> tuple
     return tuple(one for one in found if one is not None)
 
 
-def _remedy(profile: ModelProfile, change: _Change, limits: Limits) -> Relaxation | None:
+def _remedy(
+    profile: ModelProfile, change: _Change, limits: Limits
+) -> Relaxation | None:
     """The best plan of the first layout that fits with a change, of those that need least: (X3)."""
     if limits.should_stop():
         return None
@@ -150,11 +164,21 @@ def _remedy(profile: ModelProfile, change: _Change, limits: Limits) -> Relaxatio
         fits = (one for one, need in least if need.needed_bytes <= need.capacity_bytes)
         costs = next(fits, None)
         if costs is not None:
-            given = {name: costs.layout.constrained(name) for name in CONSTRAINABLE if name != "recompute"}
+            given = {
+                name: costs.layout.constrained(name)
+                for name in CONSTRAINABLE
+                if name != "recompute"
+            }
             fixed = {**change.job.constraints, **given}
-            alone = replace(change, job=change.job.model_copy(update={"constraints": fixed}))
+            alone = replace(
+                change, job=change.job.model_copy(update={"constraints": fixed})
+            )
             state = _searched(profile, alone, limits, NO_LIMIT)
-            return _row(change, state, None) if state is not None and state.best is not None else None
+            return (
+                _row(change, state, None)
+                if state is not None and state.best is not None
+                else None
+            )
     return None
 
 
@@ -170,11 +194,19 @@ def _row(change: _Change, state: State, gain: float | None) -> Relaxation:
     )
 
 
-def _searched(profile: ModelProfile, change: _Change, limits: Limits, ceiling: int) -> State | None:
+def _searched(
+    profile: ModelProfile, change: _Change, limits: Limits, ceiling: int
+) -> State | None:
     """The relaxed problem, searched below a ceiling: (X2); None where the documents no longer go together."""
     with suppress(SpecError):
         work = workload(profile, change.cluster, change.job)
-        state = begin(work, space_of(work), Options(), Callbacks(should_stop=_Counted(limits)), ceiling)
+        state = begin(
+            work,
+            space_of(work),
+            Options(),
+            Callbacks(should_stop=_Counted(limits)),
+            ceiling,
+        )
         state.deadline = limits.deadline
         while state.is_open and state.seconds_left() > 0:
             advance(state)
@@ -198,37 +230,65 @@ def _with_memory(work: Workload, extra_bytes: int) -> _Change:
         words += ", headroom apart"
     for group in work.cluster.node_groups:
         device = find_device(group.device)
-        larger = device.model_copy(update={"memory_bytes": device.memory_bytes + raised})
+        larger = device.model_copy(
+            update={"memory_bytes": device.memory_bytes + raised}
+        )
         groups.append(group.model_copy(update={"device": larger}))
-    return _Change("memory", words, work.cluster.model_copy(update={"node_groups": tuple(groups)}), work.job)
+    return _Change(
+        "memory",
+        words,
+        work.cluster.model_copy(update={"node_groups": tuple(groups)}),
+        work.job,
+    )
 
 
 def _with_host_memory(work: Workload, extra_bytes: int) -> _Change:
     """Nodes of the only node group with so much more memory."""
     (group,) = work.cluster.node_groups
-    larger = group.model_copy(update={"host_memory_bytes": (group.host_memory_bytes or 0) + extra_bytes})
+    larger = group.model_copy(
+        update={"host_memory_bytes": (group.host_memory_bytes or 0) + extra_bytes}
+    )
     words = f"{gibibytes(extra_bytes)} more of the host's memory per node"
-    return _Change("host_memory", words, work.cluster.model_copy(update={"node_groups": (larger,)}), work.job)
+    return _Change(
+        "host_memory",
+        words,
+        work.cluster.model_copy(update={"node_groups": (larger,)}),
+        work.job,
+    )
 
 
 def _host_memory_changes(work: Workload) -> Iterator[_Change]:
     """Twice the hosts' memory, where something may be offloaded."""
     if is_offloading_known(work):
-        yield _with_host_memory(work, work.cluster.node_groups[0].host_memory_bytes or 0)
+        yield _with_host_memory(
+            work, work.cluster.node_groups[0].host_memory_bytes or 0
+        )
 
 
 def _without_constraints(work: Workload) -> Iterator[_Change]:
     """The job without each of its constraints."""
     for name, constraint in work.job.constraints.items():
-        others = {key: value for key, value in work.job.constraints.items() if key != name}
+        others = {
+            key: value for key, value in work.job.constraints.items() if key != name
+        }
         words = f"without {name} = {constraint_text(constraint, name)}"
-        yield _Change(f"constraints.{name}", words, work.cluster, work.job.model_copy(update={"constraints": others}))
+        yield _Change(
+            f"constraints.{name}",
+            words,
+            work.cluster,
+            work.job.model_copy(update={"constraints": others}),
+        )
 
 
 def _unconstrained(work: Workload) -> _Change:
     """The job without all of its constraints, where to leave out one is not enough."""
     fields = ", ".join(work.job.constraints)
-    return _Change("constraints", f"without {fields}", work.cluster, work.job.model_copy(update={"constraints": {}}))
+    return _Change(
+        "constraints",
+        f"without {fields}",
+        work.cluster,
+        work.job.model_copy(update={"constraints": {}}),
+    )
 
 
 def _batches(work: Workload) -> Iterator[_Change]:
@@ -238,12 +298,17 @@ def _batches(work: Workload) -> Iterator[_Change]:
         for other in (batch // devices * devices, -(-batch // devices) * devices):
             if other:
                 job = work.job.model_copy(update={"global_batch_size": other})
-                yield _Change("global_batch_size", f"a global batch of {other}", work.cluster, job)
+                yield _Change(
+                    "global_batch_size", f"a global batch of {other}", work.cluster, job
+                )
 
 
 def _missing_memory(work: Workload, nearest: tuple[Miss, ...]) -> Iterator[_Change]:
     """What the nearest miss lacks of the devices' memory, and what the nearest lacks of the hosts'."""
-    of_devices, of_hosts = ([miss for miss in nearest if miss.memory == whose] for whose in ("device", "host"))
+    of_devices, of_hosts = (
+        [miss for miss in nearest if miss.memory == whose]
+        for whose in ("device", "host")
+    )
     for miss in of_devices[:1]:
         yield _with_memory(work, miss.missing_bytes)
     for miss in of_hosts[:1]:
@@ -262,12 +327,17 @@ def _more_nodes(work: Workload, limits: Limits) -> Relaxation | None:
     most = (_MOST_TIMES - 1) * work.cluster.node_groups[0].nodes
     too_few, more = 0, 1
     found: Relaxation | None = None
-    while more <= most and (found := _remedy(work.profile, _grown(work, more), limits)) is None:
+    while (
+        more <= most
+        and (found := _remedy(work.profile, _grown(work, more), limits)) is None
+    ):
         too_few, more = more, max(more + 1, more * 3 // 2)
     while found is not None and more - too_few > 1:
         middle = (too_few + more) // 2
         row = _remedy(work.profile, _grown(work, middle), limits)
-        too_few, more, found = (middle, more, found) if row is None else (too_few, middle, row)
+        too_few, more, found = (
+            (middle, more, found) if row is None else (too_few, middle, row)
+        )
     return found
 
 
@@ -275,6 +345,13 @@ def _grown(work: Workload, more: int) -> _Change:
     """More nodes of the first group."""
     group = work.cluster.node_groups[0]
     nodes = group.model_copy(update={"nodes": group.nodes + more})
-    cluster = work.cluster.model_copy(update={"node_groups": (nodes, *work.cluster.node_groups[1:])})
+    cluster = work.cluster.model_copy(
+        update={"node_groups": (nodes, *work.cluster.node_groups[1:])}
+    )
     where = f" in node group {group.name}" if work.groups and group.name else ""
-    return _Change("devices", f"{counted(more * group.devices_per_node, 'device')} more{where}", cluster, work.job)
+    return _Change(
+        "devices",
+        f"{counted(more * group.devices_per_node, 'device')} more{where}",
+        cluster,
+        work.job,
+    )

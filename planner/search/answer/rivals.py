@@ -32,7 +32,15 @@ from planner.search.result import Candidate, Limits, degrees_of
 from planner.search.solve import dealt_candidate, per_layer_candidate, take_up
 from planner.search.stage_maps.inside import NO_LIMIT, first_plan
 from planner.search.stage_maps.synthesized import Unordered, synthesized
-from planner.search.state import Alike, Dealt, DealtPerLayer, Group, Open, Searched, State
+from planner.search.state import (
+    Alike,
+    Dealt,
+    DealtPerLayer,
+    Group,
+    Open,
+    Searched,
+    State,
+)
 
 _TAKEN_UP = 1000
 """Parts of the space looked at, for each alternative wanted: most are only bounded."""
@@ -66,7 +74,11 @@ def rivals(state: State, top: int, limits: Limits) -> tuple[Candidate, ...]:
     found = list(_looked_at(state, best, _TAKEN_UP * top, top, limits))
     if limits.should_stop():
         looked_at = {one.costs.layout for one in found}
-        found += [one for one in state.met.values() if one is not best and one.costs.layout not in looked_at]
+        found += [
+            one
+            for one in state.met.values()
+            if one is not best and one.costs.layout not in looked_at
+        ]
     found.sort(key=lambda one: one.ticks)
     chosen: dict[tuple[int, ...], Candidate] = {}
     for one in found:
@@ -74,14 +86,24 @@ def rivals(state: State, top: int, limits: Limits) -> tuple[Candidate, ...]:
             chosen.setdefault(one.degrees, one)
     first = list(chosen.values())[:top]
     others = [one for one in found if not any(one is each for each in first)]
-    return tuple(sorted([*first, *others[: top - len(first)]], key=lambda one: one.ticks))
+    return tuple(
+        sorted([*first, *others[: top - len(first)]], key=lambda one: one.ticks)
+    )
 
 
-def _looked_at(state: State, best: Candidate, budget: int, top: int, limits: Limits) -> Iterator[Candidate]:
+def _looked_at(
+    state: State, best: Candidate, budget: int, top: int, limits: Limits
+) -> Iterator[Candidate]:
     """Plans of other layouts, by (A1), (A3) and (A4)."""
     # Everything is looked at as if there were no incumbent; the search's own state stays as it is.
     ceilings = iter([*(int(factor * best.ticks) for factor in _CEILINGS), NO_LIMIT])
-    free = State(state.work, state.considered, limits.deadline, limits.callbacks, ceiling=next(ceilings))
+    free = State(
+        state.work,
+        state.considered,
+        limits.deadline,
+        limits.callbacks,
+        ceiling=next(ceilings),
+    )
     free.nearest |= state.nearest
     heap, later = list(_nearest(free, state.bounds.values())), list[Open]()
     heapq.heapify(heap)
@@ -92,20 +114,28 @@ def _looked_at(state: State, best: Candidate, budget: int, top: int, limits: Lim
     while budget > 0 and seen.total() < _MOST_PLANS * top and not limits.should_stop():
         if not heap and not is_later:
             heap, is_later = later, True
-        if not heap or _is_enough(fastest, top, heap[0].bound_ticks if actions > 0 else NO_LIMIT):
+        if not heap or _is_enough(
+            fastest, top, heap[0].bound_ticks if actions > 0 else NO_LIMIT
+        ):
             return
         one = heapq.heappop(heap)
         here = _degrees(one)
         if seen[here] >= _PER_DEGREES or _is_the_plan(one, best):
             continue
-        if not is_later and (here == best.degrees or one.bound_ticks >= fastest.get(here, NO_LIMIT)):
+        if not is_later and (
+            here == best.degrees or one.bound_ticks >= fastest.get(here, NO_LIMIT)
+        ):
             later.append(one)
             continue
         while free.ceiling <= one.bound_ticks < NO_LIMIT:
             free.ceiling = next(ceilings)
         budget -= 1
         if not _is_ready(one):
-            parts = _again(free, one, told) or list(take_up(free, one)) or _above(one, free.ceiling)
+            parts = (
+                _again(free, one, told)
+                or list(take_up(free, one))
+                or _above(one, free.ceiling)
+            )
             _push_all(heap, _nearest(free, parts))
             continue
         candidate = _candidate(one, free.ceiling, limits)
@@ -144,14 +174,22 @@ def _above(one: Open, ceiling: int) -> list[Open]:
     return [replace(one, bound_ticks=ceiling)] if is_held else []
 
 
-def _is_enough(fastest: Mapping[tuple[int, ...], int], top: int, least_ticks: int) -> bool:
+def _is_enough(
+    fastest: Mapping[tuple[int, ...], int], top: int, least_ticks: int
+) -> bool:
     """So many degrees have plans that nothing of so many ticks is much faster than any of them: equation (A3)."""
-    return len(fastest) >= top and sorted(fastest.values())[top - 1] <= _MUCH * least_ticks
+    return (
+        len(fastest) >= top and sorted(fastest.values())[top - 1] <= _MUCH * least_ticks
+    )
 
 
 def _nearest(state: State, parts: Iterable[Open]) -> Iterator[Open]:
     """Without those of other groups of ranks: equation (A4)."""
-    return (part for part in parts if isinstance(part.item, Family) or part.order[:2] in state.nearest)
+    return (
+        part
+        for part in parts
+        if isinstance(part.item, Family) or part.order[:2] in state.nearest
+    )
 
 
 def _push_all(heap: list[Open], parts: Iterable[Open]) -> None:
@@ -175,7 +213,9 @@ def _actions(one: Open) -> int:
     """Forwards and backwards of a single layout's step."""
     assert isinstance(one.item, Searched | Dealt | DealtPerLayer | Unordered)
     costs = one.item.costs
-    stages = costs.layout.pipeline_parallel_degree * costs.layout.virtual_stages_per_rank
+    stages = (
+        costs.layout.pipeline_parallel_degree * costs.layout.virtual_stages_per_rank
+    )
     return 2 * stages * costs.micro_batches * costs.layout.sequence_chunks
 
 
@@ -187,10 +227,19 @@ def _candidate(one: Open, ceiling: int, limits: Limits) -> Candidate | None:
         case DealtPerLayer() as dealt:
             return per_layer_candidate(dealt)
         case Unordered() as unordered:
-            return synthesized(unordered, limit_ticks=NO_LIMIT, each=_SYNTHESIS_WORK).candidate
+            return synthesized(
+                unordered, limit_ticks=NO_LIMIT, each=_SYNTHESIS_WORK
+            ).candidate
         case Searched(costs=costs, modes=modes):
             stop = limits.should_stop
-            found = first_plan(costs, modes, one.bound_ticks, limit_ticks=ceiling, rounds=_ROUNDS, should_stop=stop)
+            found = first_plan(
+                costs,
+                modes,
+                one.bound_ticks,
+                limit_ticks=ceiling,
+                rounds=_ROUNDS,
+                should_stop=stop,
+            )
             return Candidate(costs, schedule_of(costs), *found) if found else None
     return None
 
@@ -208,5 +257,10 @@ def _degrees(one: Open) -> tuple[int, ...]:
             return family.degrees
         case Group() | Alike() as several:
             return several.family.degrees
-        case Searched(costs=costs) | Dealt(costs=costs) | DealtPerLayer(costs=costs) | Unordered(costs=costs):
+        case (
+            Searched(costs=costs)
+            | Dealt(costs=costs)
+            | DealtPerLayer(costs=costs)
+            | Unordered(costs=costs)
+        ):
             return degrees_of(costs.layout)

@@ -26,7 +26,11 @@ from planner.spec.devices import find_device, links_of
 from planner.spec.plan import Overtaking, Sensitivity
 
 Quantity = Literal[
-    "compute_seconds", "intra_node_bandwidth", "inter_node_bandwidth", "latency_seconds", "host_bandwidth"
+    "compute_seconds",
+    "intra_node_bandwidth",
+    "inter_node_bandwidth",
+    "latency_seconds",
+    "host_bandwidth",
 ]
 FAR = 4.0
 """Factor up to which changes are looked at."""
@@ -58,7 +62,9 @@ class _TimeOverError(Exception):
     """Ends what is told from within."""
 
 
-def sensitivity(candidates: Sequence[Candidate], limits: Limits, *, is_full: bool) -> tuple[Sensitivity, ...]:
+def sensitivity(
+    candidates: Sequence[Candidate], limits: Limits, *, is_full: bool
+) -> tuple[Sensitivity, ...]:
     """For every figure of the cost model: which alternatives overtake the plan when it is another.
 
     Args:
@@ -79,7 +85,9 @@ def sensitivity(candidates: Sequence[Candidate], limits: Limits, *, is_full: boo
     return tuple(found)
 
 
-def _sensitivity(bar: _ErrorBar, candidates: Sequence[Candidate], limits: Limits, is_full: bool) -> Sensitivity:
+def _sensitivity(
+    bar: _ErrorBar, candidates: Sequence[Candidate], limits: Limits, is_full: bool
+) -> Sensitivity:
     @cache
     def work(factor: float) -> Workload:
         return _repriced(candidates[0].costs.work, bar.quantity, factor)
@@ -93,11 +101,17 @@ def _sensitivity(bar: _ErrorBar, candidates: Sequence[Candidate], limits: Limits
         return evaluate(costs, one.schedule, choose(costs, one.stage_map)).total_ticks
 
     def change_of(place: int) -> float | None:
-        return _overtaking(lambda factor: ticks(place, factor) - ticks(0, factor), reach)
+        return _overtaking(
+            lambda factor: ticks(place, factor) - ticks(0, factor), reach
+        )
 
     reach = (1 + bar.uncertainty, 2.0, FAR) if is_full else (1 + bar.uncertainty,)
     changes = ((place - 1, change_of(place)) for place in range(1, len(candidates)))
-    found = [Overtaking(alternative=place, change=change) for place, change in changes if change is not None]
+    found = [
+        Overtaking(alternative=place, change=change)
+        for place, change in changes
+        if change is not None
+    ]
     found.sort(key=lambda one: (abs(one.change), one.alternative))
     return Sensitivity(
         quantity=bar.quantity,
@@ -140,13 +154,23 @@ def _between(behind: Callable[[float], int], lost: float, won: float) -> float:
     ahead, late = float(behind(lost)), -float(behind(won))
     was_high: bool | None = None
     while high - low > 1:
-        piece = min(max(low + round((high - low) * ahead / (ahead + late)), low + 1), high - 1)
+        piece = min(
+            max(low + round((high - low) * ahead / (ahead + late)), low + 1), high - 1
+        )
         found = behind(_factor(lost, won, piece))
         is_high = found < 0
         if is_high:  # an end that stays twice counts half
-            high, late, ahead = piece, -float(found), ahead / (2 if was_high is True else 1)
+            high, late, ahead = (
+                piece,
+                -float(found),
+                ahead / (2 if was_high is True else 1),
+            )
         else:
-            low, ahead, late = piece, float(found), late / (2 if was_high is False else 1)
+            low, ahead, late = (
+                piece,
+                float(found),
+                late / (2 if was_high is False else 1),
+            )
         was_high = is_high
     return _factor(lost, won, high)
 
@@ -157,7 +181,9 @@ def _factor(lost: float, won: float, piece: int) -> float:
     while piece not in (low, high):
         middle = (low + high) // 2
         half = (lost + won) / 2
-        low, lost, high, won = (middle, half, high, won) if piece >= middle else (low, lost, middle, half)
+        low, lost, high, won = (
+            (middle, half, high, won) if piece >= middle else (low, lost, middle, half)
+        )
     return lost if piece == low else won
 
 
@@ -182,10 +208,14 @@ def _repriced(work: Workload, quantity: Quantity, factor: float) -> Workload:
         case "host_bandwidth":
             host = factor
     cluster = _with_hosts(_with_links(work.cluster, bandwidth, latency), host)
-    return workload(work.profile, cluster, work.job, framework=work.framework, constants=constants)
+    return workload(
+        work.profile, cluster, work.job, framework=work.framework, constants=constants
+    )
 
 
-def _with_links(cluster: Cluster, bandwidth: tuple[float, float], latency: float) -> Cluster:
+def _with_links(
+    cluster: Cluster, bandwidth: tuple[float, float], latency: float
+) -> Cluster:
     """Links inside and between the nodes with so many times their bandwidth and latency."""
     groups = []
     for group in cluster.node_groups:
@@ -205,7 +235,9 @@ def _with_hosts(cluster: Cluster, bandwidth: float) -> Cluster:
         device = find_device(group.device)
         known = device.host_bandwidth_bytes_per_second
         if known is not None and group.host_memory_bytes is not None:
-            changed = device.model_copy(update={"host_bandwidth_bytes_per_second": known * bandwidth})
+            changed = device.model_copy(
+                update={"host_bandwidth_bytes_per_second": known * bandwidth}
+            )
             group = group.model_copy(update={"device": changed})
         groups.append(group)
     return cluster.model_copy(update={"node_groups": tuple(groups)})
@@ -226,11 +258,23 @@ def _error_bars(best: Candidate) -> tuple[_ErrorBar, ...]:
     bars = [_ErrorBar("compute_seconds", *_compute_error(best))]
     intra, inter = work.intra_node, work.inter_node
     if work.devices_per_node > 1:
-        bars.append(_ErrorBar("intra_node_bandwidth", *_link_error(intra, BANDWIDTH_UNCERTAINTY)))
+        bars.append(
+            _ErrorBar(
+                "intra_node_bandwidth", *_link_error(intra, BANDWIDTH_UNCERTAINTY)
+            )
+        )
     if inter is not None and (work.nodes > 1 or work.groups):
-        bars.append(_ErrorBar("inter_node_bandwidth", *_link_error(inter, BANDWIDTH_UNCERTAINTY)))
+        bars.append(
+            _ErrorBar(
+                "inter_node_bandwidth", *_link_error(inter, BANDWIDTH_UNCERTAINTY)
+            )
+        )
     if work.devices > 1:
-        bars.append(_ErrorBar("latency_seconds", *_link_error(inter or intra, LATENCY_UNCERTAINTY)))
+        bars.append(
+            _ErrorBar(
+                "latency_seconds", *_link_error(inter or intra, LATENCY_UNCERTAINTY)
+            )
+        )
     if is_offloading_known(work):
         bars.append(_ErrorBar("host_bandwidth", BANDWIDTH_UNCERTAINTY, _DATA_SHEET))
     return tuple(bars)
@@ -239,20 +283,42 @@ def _error_bars(best: Candidate) -> tuple[_ErrorBar, ...]:
 def _compute_error(best: Candidate) -> tuple[float, str]:
     """The largest spread of the measured rows that the plan stands on."""
     work, layout = best.costs.work, best.costs.layout
-    degrees = (layout.tensor_parallel_degree, layout.context_parallel_degree, layout.expert_parallel_degree)
+    degrees = (
+        layout.tensor_parallel_degree,
+        layout.context_parallel_degree,
+        layout.expert_parallel_degree,
+    )
     rows = work.sizes[(layout.micro_batch_size, *degrees, layout.sequence_parallel)]
-    spreads = [row.relative_spread for options in rows for row in options.values() if row.relative_spread is not None]
+    spreads = [
+        row.relative_spread
+        for options in rows
+        for row in options.values()
+        if row.relative_spread is not None
+    ]
     if spreads:
         return max(spreads), "the widest spread of the plan's measured rows"
     if any(row.source == "measured" for options in rows for row in options.values()):
-        return COUNTED_UNCERTAINTY, "assumed, the profile tells no spread of its samples"
+        return (
+            COUNTED_UNCERTAINTY,
+            "assumed, the profile tells no spread of its samples",
+        )
     if work.casts is not None:
-        return FP8_UNCERTAINTY, "assumed, the profile is counted, and few published runs tell of products in fp8"
-    return COUNTED_UNCERTAINTY, "assumed, the profile is counted and not measured (planner profile measures it)"
+        return (
+            FP8_UNCERTAINTY,
+            "assumed, the profile is counted, and few published runs tell of products in fp8",
+        )
+    return (
+        COUNTED_UNCERTAINTY,
+        "assumed, the profile is counted and not measured (planner profile measures it)",
+    )
 
 
 def _link_error(link: Link, otherwise: float) -> tuple[float, str]:
     residuals = [fit.relative_residual for fit in link.fits]
     if link.relative_residual is not None:
         residuals.append(link.relative_residual)
-    return (max(residuals), "the residual of the links' fit") if residuals else (otherwise, _NOT_MEASURED)
+    return (
+        (max(residuals), "the residual of the links' fit")
+        if residuals
+        else (otherwise, _NOT_MEASURED)
+    )

@@ -49,7 +49,11 @@ def changes_text(layout: Layout, winner: Layout) -> str:
 
 
 def _value(value: object) -> str:
-    return {True: "on", False: "off", None: "all"}[value] if isinstance(value, bool | None) else str(value)
+    return (
+        {True: "on", False: "off", None: "all"}[value]
+        if isinstance(value, bool | None)
+        else str(value)
+    )
 
 
 def constraint_text(constraint: Constraint | None, field: str = "") -> str:
@@ -57,8 +61,14 @@ def constraint_text(constraint: Constraint | None, field: str = "") -> str:
     if field == DIVISION and isinstance(constraint, tuple):
         return ",".join(map(str, constraint))
     if isinstance(constraint, Range):
-        return "..".join("" if end is None else str(end) for end in (constraint.min, constraint.max))
-    return " or ".join(map(written, constraint)) if isinstance(constraint, tuple) else written(constraint)
+        return "..".join(
+            "" if end is None else str(end) for end in (constraint.min, constraint.max)
+        )
+    return (
+        " or ".join(map(written, constraint))
+        if isinstance(constraint, tuple)
+        else written(constraint)
+    )
 
 
 def seconds_text(seconds: float) -> str:

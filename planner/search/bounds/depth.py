@@ -56,16 +56,26 @@ class Depth:
     """By trade: bytes of a micro-batch."""
 
     @classmethod
-    def of(cls, layers: Sequence[Mapping[RecomputeMode, LayerCost]], held: Held) -> Self:
+    def of(
+        cls, layers: Sequence[Mapping[RecomputeMode, LayerCost]], held: Held
+    ) -> Self:
         """Of the costs of all layers; layers alike share them."""
         kinds = {id(options): tuple(options.values()) for options in layers}
-        fastest = {key: min((one.backward_ticks, one.activation_bytes) for one in kinds[key]) for key in kinds}
+        fastest = {
+            key: min((one.backward_ticks, one.activation_bytes) for one in kinds[key])
+            for key in kinds
+        }
         traded = {key: trades(options) for key, options in kinds.items()}
-        rows = [(layer, *each) for layer, options in enumerate(layers) for each in traded[id(options)]]
+        rows = [
+            (layer, *each)
+            for layer, options in enumerate(layers)
+            for each in traded[id(options)]
+        ]
         places, rates, freed = zip(*rows, strict=True) if rows else ((), (), ())
         forward = [next(iter(options.values())).forward_ticks for options in layers]
         return cls(
-            np.array(forward, dtype=np.float64) + [fastest[id(options)][0] for options in layers],
+            np.array(forward, dtype=np.float64)
+            + [fastest[id(options)][0] for options in layers],
             np.array([fastest[id(options)][1] for options in layers], dtype=np.float64),
             held,
             np.array(places, dtype=np.intp),
@@ -94,8 +104,14 @@ class Depth:
         found = np.zeros(len(ticks), dtype=bool)
         for share in _SHARES[:1] if are_dealt else _SHARES:
             first = np.ceil(at.ranks * share)
-            stand = depth > (at.ranks - first)[:, None] if share < 1 else np.ones_like(depth, dtype=bool)
-            lacking = (np.where(stand, ogp + units * self.activation_bytes, 0.0)).sum(axis=1)
+            stand = (
+                depth > (at.ranks - first)[:, None]
+                if share < 1
+                else np.ones_like(depth, dtype=bool)
+            )
+            lacking = (np.where(stand, ogp + units * self.activation_bytes, 0.0)).sum(
+                axis=1
+            )
             again = self._again(stand, units, lacking - first * self.held.room_bytes)
             found |= lasting + at.micro_batches * again > at.ranks * ticks
         return found
@@ -111,8 +127,12 @@ class Depth:
             freed = np.take_along_axis(freed, order, axis=1)
             rates = np.take_along_axis(self.rates / units, order, axis=1)
             before = freed.cumsum(axis=1) - freed
-            ticks = (rates * np.clip(lacking[some, None] - before, 0.0, freed)).sum(axis=1) * (1 - _ROUNDING)
-            found[some] = np.where(freed.sum(axis=1) < lacking[some] * (1 - _ROUNDING), np.inf, ticks)
+            ticks = (rates * np.clip(lacking[some, None] - before, 0.0, freed)).sum(
+                axis=1
+            ) * (1 - _ROUNDING)
+            found[some] = np.where(
+                freed.sum(axis=1) < lacking[some] * (1 - _ROUNDING), np.inf, ticks
+            )
         return found
 
     def _searched(self, at: Pipelines, ticks: Floats) -> tuple[Floats, Floats]:
@@ -126,7 +146,9 @@ class Depth:
     def _dealt(self, at: Pipelines, ticks: Floats) -> tuple[Floats, Floats]:
         """y and u of (K12), [pipeline, layer]."""
         behind = at.micro_batches[:, None] * (self.work.sum() - self._before)
-        depth = np.clip(np.ceil(behind / ticks[:, None] - _ROUNDING), 1.0, at.ranks[:, None])
+        depth = np.clip(
+            np.ceil(behind / ticks[:, None] - _ROUNDING), 1.0, at.ranks[:, None]
+        )
         most = np.minimum(at.micro_batches, at.ranks)[:, None]
         return depth, np.minimum(most, 2 * depth - 1)
 

@@ -71,11 +71,15 @@ class InOrder:
     @classmethod
     def of(cls, loads: Sequence[RankLoad]) -> Self:
         """The layers of loads that have them in order; ranks on devices that are alike share one."""
-        assert all(load.in_order for load in loads), "layers are filled in by their order"
+        assert all(load.in_order for load in loads), (
+            "layers are filled in by their order"
+        )
         distinct = {id(load): load for load in loads}
         numbers = {key: number for number, key in enumerate(distinct)}
         each = [*zip(*map(_tables, distinct.values()), strict=True)]
-        forward, backward, ogp, activations, tail = (np.stack(same).transpose(2, 0, 1) for same in each[:-1])
+        forward, backward, ogp, activations, tail = (
+            np.stack(same).transpose(2, 0, 1) for same in each[:-1]
+        )
         boundaries = np.zeros((len(distinct), forward.shape[-1] + 1))
         boundaries[:, 1:] = each[-1]
         devices = np.array([numbers[id(load)] for load in loads])
@@ -84,21 +88,42 @@ class InOrder:
     @cached_property
     def once(self) -> Floats:
         """Forward, and forward and backward, in the mode in which it takes least, [2, device, layer]."""
-        return np.stack([self.forward.min(axis=0), (self.forward + self.backward).min(axis=0)])
+        return np.stack(
+            [self.forward.min(axis=0), (self.forward + self.backward).min(axis=0)]
+        )
 
     @cached_property
     def rates(self) -> Floats:
         """Ticks of a micro-batch for a byte of it, at which modes are traded, [rate, device]."""
-        each = [*map(_rates, self.backward.swapaxes(0, 1), self.activation_bytes.swapaxes(0, 1))]
+        each = [
+            *map(
+                _rates,
+                self.backward.swapaxes(0, 1),
+                self.activation_bytes.swapaxes(0, 1),
+            )
+        ]
         most = max(map(len, each))
         return np.stack([np.pad(one, (0, most - len(one))) for one in each], axis=1)
 
 
 def _tables(load: RankLoad) -> tuple[Floats, ...]:
     """Those of `InOrder`, of one device, [layer, mode], and what goes on behind every layer."""
-    tables = (load.forward, load.backward, load.ogp_bytes, load.activation_bytes, load.tail)
-    boundaries = np.zeros(len(load.forward)) if load.boundary_bytes is None else load.boundary_bytes
-    return (*(np.broadcast_to(table, load.forward.shape) for table in tables), boundaries)
+    tables = (
+        load.forward,
+        load.backward,
+        load.ogp_bytes,
+        load.activation_bytes,
+        load.tail,
+    )
+    boundaries = (
+        np.zeros(len(load.forward))
+        if load.boundary_bytes is None
+        else load.boundary_bytes
+    )
+    return (
+        *(np.broadcast_to(table, load.forward.shape) for table in tables),
+        boundaries,
+    )
 
 
 def _rates(backward: Floats, activations: Floats) -> Floats:
@@ -108,7 +133,9 @@ def _rates(backward: Floats, activations: Floats) -> Floats:
     freed = np.take_along_axis(activations, cheapest, axis=0) - activations
     is_trade = (freed > 0) & (longer > 0)
     rates = np.unique(longer[is_trade] / freed[is_trade])
-    some: Floats = rates[np.linspace(0, len(rates) - 1, min(_RATES, len(rates))).astype(np.intp)]
+    some: Floats = rates[
+        np.linspace(0, len(rates) - 1, min(_RATES, len(rates))).astype(np.intp)
+    ]
     return some
 
 
@@ -152,7 +179,10 @@ class _Limits(NamedTuple):
         _, width, stops, starts, each = self
         place = start - self.first
         reached = [
-            bisect_right(stops, starts[row + place] + room + left[way], row, row + width) - row
+            bisect_right(
+                stops, starts[row + place] + room + left[way], row, row + width
+            )
+            - row
             for row, room, way in each
         ]
         return self.first + min(reached) - 1
@@ -162,7 +192,8 @@ class _Limits(NamedTuple):
         _, width, stops, starts, each = self
         place = stop - self.first
         reached = [
-            bisect_left(starts, stops[row + place] - room - left[way], row, row + width) - row
+            bisect_left(starts, stops[row + place] - room - left[way], row, row + width)
+            - row
             for row, room, way in each
         ]
         return self.first + max(reached)
@@ -194,7 +225,9 @@ class Filling:
     """Ticks behind every rank but the last, there and back, by number of layers before."""
     within: Windows | None = None
     """Where ranks can start at most, if that is known."""
-    _known: list[tuple[float, list[_Limits]]] = field(default_factory=list, repr=False, compare=False)
+    _known: list[tuple[float, list[_Limits]]] = field(
+        default_factory=list, repr=False, compare=False
+    )
     """Limits at prices, and the T in whose windows they were told last."""
 
     @classmethod
@@ -218,8 +251,13 @@ class Filling:
         """
         layers = InOrder.of(loads)
         distinct = {id(each): each for each in transfers}
-        both = {key: [0.0, *(2.0 * ticks for ticks in each)] for key, each in distinct.items()}
-        moved = [both[id(each)] for each in transfers] or [[0.0] * (layers.count + 1)] * (len(loads) - 1)
+        both = {
+            key: [0.0, *(2.0 * ticks for ticks in each)]
+            for key, each in distinct.items()
+        }
+        moved = [both[id(each)] for each in transfers] or [
+            [0.0] * (layers.count + 1)
+        ] * (len(loads) - 1)
         return cls(
             layers=layers,
             micro_batches=micro_batches,
@@ -229,7 +267,9 @@ class Filling:
             transfers=tuple(moved),
         )
 
-    def under(self, in_flight: Sequence[int], *, is_gpipe: bool, within: Windows | None = None) -> Self:
+    def under(
+        self, in_flight: Sequence[int], *, is_gpipe: bool, within: Windows | None = None
+    ) -> Self:
         """The same column under another schedule.
 
         Args:
@@ -237,7 +277,13 @@ class Filling:
             is_gpipe: the schedule.
             within: where ranks can start at most, for all T that will be asked for.
         """
-        return replace(self, in_flight=tuple(in_flight), is_gpipe=is_gpipe, within=within, _known=[])
+        return replace(
+            self,
+            in_flight=tuple(in_flight),
+            is_gpipe=is_gpipe,
+            within=within,
+            _known=[],
+        )
 
     @property
     def ranks(self) -> int:
@@ -272,7 +318,11 @@ class Filling:
     def windows(self, ticks: float) -> Windows | None:
         """Where ranks can start in stage maps that fit and take so many ticks or less; None: there are none."""
         found = self.within or self._narrowed(ticks, self._everywhere, self._plain)
-        return None if found is None else self._narrowed(ticks, found, self._priced(ticks, found))
+        return (
+            None
+            if found is None
+            else self._narrowed(ticks, found, self._priced(ticks, found))
+        )
 
     @cached_property
     def _everywhere(self) -> Windows:
@@ -286,10 +336,17 @@ class Filling:
     def _priced(self, ticks: float, windows: Windows) -> list[_Limits]:
         """By rank, in these windows, or wider ones that were asked for before."""
         if not self._known or self._known[0][0] < ticks:
-            self._known[:] = [(ticks, self._limits(windows, self.layers.rates[:, self.layers.devices]))]
+            self._known[:] = [
+                (
+                    ticks,
+                    self._limits(windows, self.layers.rates[:, self.layers.devices]),
+                )
+            ]
         return self._known[0][1]
 
-    def _narrowed(self, ticks: float, windows: Windows, limits: Sequence[_Limits]) -> Windows | None:
+    def _narrowed(
+        self, ticks: float, windows: Windows, limits: Sequence[_Limits]
+    ) -> Windows | None:
         found = windows
         for _ in range(_ROUNDS):
             left = self._left(ticks, found)
@@ -302,7 +359,10 @@ class Filling:
     @cached_property
     def _runs(self) -> list[tuple[int, int, int]]:
         """Ranks on devices that are alike: the device, the first of them, the first behind."""
-        runs = [(device, len([*same])) for device, same in groupby(self.layers.devices.tolist())]
+        runs = [
+            (device, len([*same]))
+            for device, same in groupby(self.layers.devices.tolist())
+        ]
         ends = pairwise(accumulate((size for _, size in runs), initial=0))
         return [(device, *end) for (device, _), end in zip(runs, ends, strict=True)]
 
@@ -312,7 +372,9 @@ class Filling:
         least = np.full((2, self.layers.count), np.inf)
         for device, first, behind in self._runs:
             held = slice(windows.least[first], windows.most[behind])
-            np.minimum(least[:, held], self.layers.once[:, device, held], out=least[:, held])
+            np.minimum(
+                least[:, held], self.layers.once[:, device, held], out=least[:, held]
+            )
         down, before = ([0.0, *each] for each in least.cumsum(axis=1).tolist())
         if before[-1] == np.inf:
             return []
@@ -320,9 +382,13 @@ class Filling:
         moved = [min(each[nearest : furthest + 1]) for each, nearest, furthest in cuts]
         moved_behind = [*accumulate(reversed(moved), initial=0.0)][::-1]
         passing = before[-1] + sum(moved)
-        tail = float(self.layers.tail[0, self.layers.devices[0], : windows.least[1]].sum())
+        tail = float(
+            self.layers.tail[0, self.layers.devices[0], : windows.least[1]].sum()
+        )
         left = []
-        for p, (nearest, furthest) in enumerate(zip(windows.least, windows.most[1:], strict=False)):
+        for p, (nearest, furthest) in enumerate(
+            zip(windows.least, windows.most[1:], strict=False)
+        ):
             turned = ticks - passing - (tail if p else 0.0)
             behind = before[-1] - before[furthest] + moved_behind[p]
             left.append(_Left(turned, turned - behind, ticks - down[nearest]))
@@ -330,46 +396,74 @@ class Filling:
 
     def _counted(self, rates: Floats) -> _Counted:
         """What limits count by equations (N1) and (N3), at no price and at those of rates, [rate, rank]."""
-        ranks, count, units = self.ranks, self.micro_batches, np.array(self.in_flight, dtype=np.float64)
+        ranks, count, units = (
+            self.ranks,
+            self.micro_batches,
+            np.array(self.in_flight, dtype=np.float64),
+        )
         ahead = np.minimum(count, ranks - np.arange(ranks))
         ones, all_but_one = np.ones(ranks), np.full(ranks, count - 1.0)
         first = (np.arange(ranks) == 0).astype(np.float64)
         if self.is_gpipe:
             ways = [(_TURNED, all_but_one, all_but_one, first)]
         else:
-            ways = [(_TURNED, count - ahead, all_but_one, first), (_RETURNED, count - ahead, count - ahead, first)]
+            ways = [
+                (_TURNED, count - ahead, all_but_one, first),
+                (_RETURNED, count - ahead, count - ahead, first),
+            ]
         ways.append((_ALONE, all_but_one + 1, all_but_one + 1, ones))
         places, forwards, backwards, tails = zip(*ways, strict=True)
         every = np.concatenate([np.zeros((1, ranks)), rates])
         prices = every * np.stack(backwards)[:, None] / units
-        return _Counted(places, np.stack(forwards), np.stack(backwards), np.stack(tails), prices)
+        return _Counted(
+            places, np.stack(forwards), np.stack(backwards), np.stack(tails), prices
+        )
 
     def _limits(self, windows: Windows, rates: Floats) -> list[_Limits]:
         """By rank within windows, at no price and at those of rates, [rate, rank]."""
         counted, first = self._counted(rates), np.array(windows.least[:-1])
         width = int((np.array(windows.most[1:]) - first).max())
         edges = np.minimum(first[:, None] + np.arange(width + 1), self.layers.count)
-        forward, backward, tail, held = self._taken(np.minimum(edges[:, :-1], self.layers.count - 1))
+        forward, backward, tail, held = self._taken(
+            np.minimum(edges[:, :-1], self.layers.count - 1)
+        )
         forwards, backwards, tails = (each[:, None, :, None] for each in counted[1:4])
         ticks = forwards * forward + backwards * backward + tails * tail
         several, ranks = counted.prices.shape[1:]
-        prices = np.concatenate([counted.prices.reshape(-1, ranks), np.ones((1, ranks))])
+        prices = np.concatenate(
+            [counted.prices.reshape(-1, ranks), np.ones((1, ranks))]
+        )
         sums = np.zeros((len(prices), *edges.shape))
         for row, price in enumerate(prices[:-1]):
             every = ticks[row // several] + price[:, None] * held
             np.cumsum(every.min(axis=0), axis=1, out=sums[row, :, 1:])
         np.cumsum(held.min(axis=0), axis=1, out=sums[-1, :, 1:])
-        paid = prices[:, :, None] * self.layers.boundary_bytes[self.layers.devices[:, None], edges]
-        outgoing = np.array(self.in_flight) + RECEIVE_BUFFERS * (np.arange(self.ranks) < self.ranks - 1)
-        stops = np.minimum.accumulate((sums + outgoing[:, None] * paid)[:, :, ::-1], axis=2)[:, :, ::-1]
+        paid = (
+            prices[:, :, None]
+            * self.layers.boundary_bytes[self.layers.devices[:, None], edges]
+        )
+        outgoing = np.array(self.in_flight) + RECEIVE_BUFFERS * (
+            np.arange(self.ranks) < self.ranks - 1
+        )
+        stops = np.minimum.accumulate(
+            (sums + outgoing[:, None] * paid)[:, :, ::-1], axis=2
+        )[:, :, ::-1]
         starts = np.maximum.accumulate(sums - RECEIVE_BUFFERS * paid, axis=2)
         rooms = prices * np.array(self.room_bytes) * (1 + ROUNDING)
-        upto, before = (np.ascontiguousarray(table).reshape(-1).data for table in (stops, starts))
+        upto, before = (
+            np.ascontiguousarray(table).reshape(-1).data for table in (stops, starts)
+        )
         ways = [*(way for way in counted.ways for _ in range(several)), _HELD]
         found = []
-        for p, (here, returns, own) in enumerate(zip(first.tolist(), self._returns, rooms.T.tolist(), strict=True)):
+        for p, (here, returns, own) in enumerate(
+            zip(first.tolist(), self._returns, rooms.T.tolist(), strict=True)
+        ):
             rows = range(p * edges.shape[1], stops.size, edges.size)
-            each = [one for one in map(_Limit, rows, own, ways) if one.way != _RETURNED or returns]
+            each = [
+                one
+                for one in map(_Limit, rows, own, ways)
+                if one.way != _RETURNED or returns
+            ]
             found.append(_Limits(here, edges.shape[1], upto, before, each))
         return found
 
@@ -382,7 +476,10 @@ class Filling:
         """Of some layers of every rank what `_Counted` counts, [mode, rank, layer]."""
         tables, devices = self.layers, self.layers.devices[:, None]
         units = np.array(self.in_flight, dtype=np.float64)[:, None]
-        held = tables.ogp_bytes[:, devices, places] + units * tables.activation_bytes[:, devices, places]
+        held = (
+            tables.ogp_bytes[:, devices, places]
+            + units * tables.activation_bytes[:, devices, places]
+        )
         return (
             tables.forward[:, devices, places],
             tables.backward[:, devices, places],
@@ -391,12 +488,16 @@ class Filling:
         )
 
 
-def _filled(limits: Sequence[_Limits], left: Sequence[_Left], windows: Windows) -> Windows | None:
+def _filled(
+    limits: Sequence[_Limits], left: Sequence[_Left], windows: Windows
+) -> Windows | None:
     """Equation (N4), within windows. A layer that fits on no rank where filling has it may still lie on another."""
     most, least = [0], [windows.least[-1]]
     for rank, own, furthest in zip(limits, left, windows.most[1:], strict=True):
         most.append(min(rank.furthest(most[-1], own), furthest))
-    if any(behind < nearest for behind, nearest in zip(most, windows.least, strict=True)):
+    if any(
+        behind < nearest for behind, nearest in zip(most, windows.least, strict=True)
+    ):
         return None
     for p in reversed(range(len(limits))):
         least.append(max(windows.least[p], limits[p].nearest(least[-1], left[p])))

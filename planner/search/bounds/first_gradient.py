@@ -47,7 +47,11 @@ class FirstGradients:
     """By rank asked: its last action is a backward of that."""
 
     def least_ticks(
-        self, layers: Uniform, sizes: tuple[int, ...], ranks: tuple[int, ...], again: NDArray[np.float64]
+        self,
+        layers: Uniform,
+        sizes: tuple[int, ...],
+        ranks: tuple[int, ...],
+        again: NDArray[np.float64],
     ) -> int:
         """Ticks that the step takes at least: equations (E9) and (E10).
 
@@ -66,20 +70,31 @@ class FirstGradients:
         mine = (work + layers.micro_batches * again)[self.ranks]
         done = forward.sum() + below[-1] - below[self.stages + 1] + mine
         up = np.where(self.ends_low, below[self.lowest] + tails[0], 0.0)
-        return int((done + np.maximum(tails[self.ranks], up)).max()) + layers.latency_ticks
+        return (
+            int((done + np.maximum(tails[self.ranks], up)).max()) + layers.latency_ticks
+        )
 
 
 def layout_first_gradients(costs: LayoutCosts) -> FirstGradients | None:
     """Of a layout's schedule; None where the equations do not hold."""
     layout = costs.layout
-    if layout.sequence_chunks > 1 or find(layout.schedule).replica_ranks is not no_copies:
+    if (
+        layout.sequence_chunks > 1
+        or find(layout.schedule).replica_ranks is not no_copies
+    ):
         return None
-    numbers = layout.pipeline_parallel_degree, costs.micro_batches, layout.virtual_stages_per_rank
+    numbers = (
+        layout.pipeline_parallel_degree,
+        costs.micro_batches,
+        layout.virtual_stages_per_rank,
+    )
     return first_gradients(layout.schedule, *numbers)
 
 
 @lru_cache(maxsize=4096)
-def first_gradients(name: str, ranks: int, micro_batches: int, virtual_stages: int) -> FirstGradients | None:
+def first_gradients(
+    name: str, ranks: int, micro_batches: int, virtual_stages: int
+) -> FirstGradients | None:
     """Of a schedule of these numbers; None where a backward is split."""
     entry, shape = find(name), Shape(ranks, micro_batches, virtual_stages, 1)
     stages, lowest, ends = [], [], []
@@ -94,4 +109,6 @@ def first_gradients(name: str, ranks: int, micro_batches: int, virtual_stages: i
         stages.append(int(row.stages[first]))
         lowest.append(int(row.stages.min()))
         ends.append(bool(row.kinds[-1] == BACKWARD and row.stages[-1] == lowest[-1]))
-    return FirstGradients(asked, np.array(stages), forwards, np.array(lowest), np.array(ends))
+    return FirstGradients(
+        asked, np.array(stages), forwards, np.array(lowest), np.array(ends)
+    )

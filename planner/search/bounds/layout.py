@@ -51,7 +51,9 @@ def warm_ups(costs: LayoutCosts) -> tuple[int, ...]:
     name, ranks = costs.layout.schedule, costs.layout.pipeline_parallel_degree
     if name not in BOUNDED:
         raise UnsupportedError(
-            f"no bound is known for the schedule {name!r}.", field="schedule", mend=f"use {' or '.join(BOUNDED)}."
+            f"no bound is known for the schedule {name!r}.",
+            field="schedule",
+            mend=f"use {' or '.join(BOUNDED)}.",
         )
     if name == "gpipe":
         return (costs.micro_batches,) * ranks
@@ -83,39 +85,66 @@ class Totals:
     """Likewise."""
     counted: tuple[tuple[Sequence[LayerCost], int], ...]
     """The distinct layers, and their number."""
-    known: dict[tuple[int, int], int] = field(default_factory=dict, repr=False, compare=False)
+    known: dict[tuple[int, int], int] = field(
+        default_factory=dict, repr=False, compare=False
+    )
     """`fullest`, by micro-batches and pipeline ranks: layouts that differ in their order alone share it."""
-    sorted_trades: list[tuple[float, int]] = field(default_factory=list, repr=False, compare=False)
+    sorted_trades: list[tuple[float, int]] = field(
+        default_factory=list, repr=False, compare=False
+    )
     """`trades` of all layers, the cheapest first, once they were asked for."""
 
     @classmethod
     def of(cls, costs: LayoutCosts, modes: Sequence[Sequence[LayerCost]]) -> Self:
         """Identical layers share their choices, and are looked at once."""
         counted = [(modes[first], count) for first, count in costs.kinds]
-        works = [work_of(options, costs.layout.sequence_chunks) for options, _ in counted]
-        tails = [options[0].reduction_ticks + options[0].optimizer_ticks for options, _ in counted]
-        kinds = tuple((work, tail, count) for (work, _), tail, (_, count) in zip(works, tails, counted, strict=True))
+        works = [
+            work_of(options, costs.layout.sequence_chunks) for options, _ in counted
+        ]
+        tails = [
+            options[0].reduction_ticks + options[0].optimizer_ticks
+            for options, _ in counted
+        ]
+        kinds = tuple(
+            (work, tail, count)
+            for (work, _), tail, (_, count) in zip(works, tails, counted, strict=True)
+        )
         spared = [(len(shared.layers) - 1, shared) for shared in costs.shared]
         spared_ticks = sum(times * shared.tail_ticks for times, shared in spared)
         return cls(
             forward=sum(count * options[0].forward_ticks for options, count in counted),
-            backward=sum(count * min(cost.backward_ticks for cost in options) for options, count in counted),
-            passing=sum(count * passing for (_, passing), (_, count) in zip(works, counted, strict=True)),
+            backward=sum(
+                count * min(cost.backward_ticks for cost in options)
+                for options, count in counted
+            ),
+            passing=sum(
+                count * passing
+                for (_, passing), (_, count) in zip(works, counted, strict=True)
+            ),
             longest=max(work for work, _ in works),
             tails=sum(tail * count for _, tail, count in kinds) - spared_ticks,
             spared_ticks=spared_ticks,
             kinds=kinds,
             ogp_bytes=sum(count * options[0].ogp_bytes for options, count in counted)
             - sum(times * shared.ogp_bytes for times, shared in spared),
-            activation_bytes=sum(count * min(cost.activation_bytes for cost in options) for options, count in counted),
-            fastest_bytes=sum(
-                count * min((cost.backward_ticks, cost.activation_bytes) for cost in options)[1]
+            activation_bytes=sum(
+                count * min(cost.activation_bytes for cost in options)
                 for options, count in counted
             ),
-            host_states_bytes=sum(count * options[0].host_optimizer_bytes for options, count in counted)
+            fastest_bytes=sum(
+                count
+                * min((cost.backward_ticks, cost.activation_bytes) for cost in options)[
+                    1
+                ]
+                for options, count in counted
+            ),
+            host_states_bytes=sum(
+                count * options[0].host_optimizer_bytes for options, count in counted
+            )
             - sum(times * shared.host_optimizer_bytes for times, shared in spared),
             host_activation_bytes=sum(
-                count * min(cost.host_activation_bytes for cost in options) for options, count in counted
+                count * min(cost.host_activation_bytes for cost in options)
+                for options, count in counted
             ),
             counted=tuple(counted),
         )
@@ -133,8 +162,16 @@ class Totals:
         return self.known[key]
 
     def _fullest(self, micro_batches: int, ranks: int) -> int:
-        longest = sorted(((micro_batches * work + tail, count) for work, tail, count in self.kinds), reverse=True)
-        totals = [0, *accumulate(chain.from_iterable(repeat(ticks, count) for ticks, count in longest))]
+        longest = sorted(
+            ((micro_batches * work + tail, count) for work, tail, count in self.kinds),
+            reverse=True,
+        )
+        totals = [
+            0,
+            *accumulate(
+                chain.from_iterable(repeat(ticks, count) for ticks, count in longest)
+            ),
+        ]
         if ranks == 1:
             return totals[-1] - self.spared_ticks
         # The k shortest of the (k - 1) ranks + 1 longest: all of these but the (k - 1) (ranks - 1) longest.
@@ -146,7 +183,10 @@ def work_of(options: Iterable[LayerCost], chunks: int = 1) -> tuple[int, int]:
     """Fewest ticks of a layer for one micro-batch: of all its work, and of what the layers before it wait for."""
     choices = list(options)
     work = min(cost.forward_ticks + cost.backward_ticks for cost in choices)
-    return work, min(sum(first_chunk(cost, chunks)[:2]) - first_chunk(cost, chunks)[2] for cost in choices)
+    return work, min(
+        sum(first_chunk(cost, chunks)[:2]) - first_chunk(cost, chunks)[2]
+        for cost in choices
+    )
 
 
 def first_chunk(cost: LayerCost, chunks: int) -> tuple[int, int, int]:
@@ -154,28 +194,50 @@ def first_chunk(cost: LayerCost, chunks: int) -> tuple[int, int, int]:
     if chunks == 1:
         return cost.forward_ticks, cost.backward_ticks, cost.backward_weight_ticks
     seen, weight = cost.attention, cost.backward_weight_ticks
-    forward = (cost.forward_ticks - seen.forward_ticks) // chunks + seen.forward_ticks // chunks**2
-    of_input = (cost.backward_ticks - weight - seen.backward_ticks) // chunks + seen.backward_ticks // chunks**2
+    forward = (
+        cost.forward_ticks - seen.forward_ticks
+    ) // chunks + seen.forward_ticks // chunks**2
+    of_input = (
+        cost.backward_ticks - weight - seen.backward_ticks
+    ) // chunks + seen.backward_ticks // chunks**2
     return forward, of_input + weight // chunks, weight // chunks
 
 
-def any_order_bound(costs: LayoutCosts, totals: Totals, in_flight: Sequence[float] | None = None) -> int:
+def any_order_bound(
+    costs: LayoutCosts, totals: Totals, in_flight: Sequence[float] | None = None
+) -> int:
     """Ticks that no stage map beats under any schedule, with any number of stages per rank: (B1), (B3)'s mean, (B4)
     and (B5); with micro-batches that every rank holds at least, also (B6)."""
     backward = totals.backward
     if in_flight is not None:
-        backward = least_backward(totals, _most_activations(room_bytes(costs), totals.ogp_bytes, in_flight))
+        backward = least_backward(
+            totals, _most_activations(room_bytes(costs), totals.ogp_bytes, in_flight)
+        )
     mean = totals.mean(costs, backward)
-    bound = max(costs.micro_batches * totals.longest, mean, totals.fullest(costs), totals.passing)
+    bound = max(
+        costs.micro_batches * totals.longest,
+        mean,
+        totals.fullest(costs),
+        totals.passing,
+    )
     return bound + costs.reduction_latency_ticks
 
 
 def lower_bound(costs: LayoutCosts, totals: Totals, warm_up: Sequence[int]) -> int:
     """Ticks that no stage map of this layout that fits can beat: (B1) to (B3), (B5) and (B6)."""
     count = costs.micro_batches
-    backward = least_backward(totals, _most_activations(room_bytes(costs), totals.ogp_bytes, warm_up))
-    turned = totals.forward + backward + _worked_on(count, totals.forward, backward, warm_up)
-    bound = max(count * totals.longest, totals.mean(costs, backward), totals.fullest(costs), turned)
+    backward = least_backward(
+        totals, _most_activations(room_bytes(costs), totals.ogp_bytes, warm_up)
+    )
+    turned = (
+        totals.forward + backward + _worked_on(count, totals.forward, backward, warm_up)
+    )
+    bound = max(
+        count * totals.longest,
+        totals.mean(costs, backward),
+        totals.fullest(costs),
+        turned,
+    )
     return bound + costs.reduction_latency_ticks
 
 
@@ -185,7 +247,11 @@ def least_backward(totals: Totals, room_bytes: float) -> int:
     if missing <= 0:
         return totals.backward
     if not totals.sorted_trades:
-        every = ((rate, count * freed) for options, count in totals.counted for rate, freed in trades(options))
+        every = (
+            (rate, count * freed)
+            for options, count in totals.counted
+            for rate, freed in trades(options)
+        )
         totals.sorted_trades.extend(sorted(every))
     for rate, freed in totals.sorted_trades:
         if missing <= 0:
@@ -200,8 +266,18 @@ def trades(options: Sequence[LayerCost]) -> list[tuple[float, int]]:
     ticks, kept = min((cost.backward_ticks, cost.activation_bytes) for cost in options)
     found: list[tuple[float, int]] = []
     while leaner := [cost for cost in options if cost.activation_bytes < kept]:
-        best = min(leaner, key=lambda cost: (cost.backward_ticks - ticks) / (kept - cost.activation_bytes))
-        found.append(((best.backward_ticks - ticks) / (kept - best.activation_bytes), kept - best.activation_bytes))
+        best = min(
+            leaner,
+            key=lambda cost: (
+                (cost.backward_ticks - ticks) / (kept - cost.activation_bytes)
+            ),
+        )
+        found.append(
+            (
+                (best.backward_ticks - ticks) / (kept - best.activation_bytes),
+                kept - best.activation_bytes,
+            )
+        )
         ticks, kept = best.backward_ticks, best.activation_bytes
     return found
 
@@ -209,7 +285,9 @@ def trades(options: Sequence[LayerCost]) -> list[tuple[float, int]]:
 def _worked_on(count: int, forward: int, backward: int, warm_up: Sequence[int]) -> int:
     """What (B2) adds to W, with the better of its two weightings, rounded down."""
     stages = len(warm_up)
-    even = (forward * min(count - u for u in warm_up) + backward * (count - 1)) // stages
+    even = (
+        forward * min(count - u for u in warm_up) + backward * (count - 1)
+    ) // stages
     if min(count - u for u in warm_up) == 0:
         return even
     inverse = [1 / (count - u) for u in warm_up]
@@ -223,13 +301,21 @@ def room_bytes(costs: LayoutCosts) -> int:
     if parts := costs.columns or costs.ranks:
         return max(map(room_bytes, parts))
     workspace = int(costs.work.constants.workspace_bytes)
-    return costs.work.capacity_bytes - reserved_bytes(costs.work) - costs.gathered_bytes - workspace
+    return (
+        costs.work.capacity_bytes
+        - reserved_bytes(costs.work)
+        - costs.gathered_bytes
+        - workspace
+    )
 
 
 def host_room_bytes(costs: LayoutCosts) -> int | None:
     """What a device may keep in its host's memory, of several the most; None: it keeps nothing there."""
     if is_offloading(costs.layout) and (parts := costs.columns or costs.ranks):
-        return max((each for each in map(host_room_bytes, parts) if each is not None), default=None)
+        return max(
+            (each for each in map(host_room_bytes, parts) if each is not None),
+            default=None,
+        )
     return costs.work.host_capacity_bytes if is_offloading(costs.layout) else None
 
 
@@ -241,7 +327,9 @@ def may_fit(costs: LayoutCosts, totals: Totals, in_flight: Sequence[float]) -> b
         on_host = _most_activations(host, totals.host_states_bytes, in_flight)
         if totals.host_activation_bytes > on_host:
             return False
-    return totals.activation_bytes <= _most_activations(room_bytes(costs), totals.ogp_bytes, in_flight)
+    return totals.activation_bytes <= _most_activations(
+        room_bytes(costs), totals.ogp_bytes, in_flight
+    )
 
 
 def _most_activations(room: int, ogp: int, in_flight: Sequence[float]) -> float:

@@ -46,17 +46,27 @@ class LeastWork:
         """Of the rows of `by_layer`."""
         forward, work, passing = rows
         down = np.concatenate([[0], forward[:-1]]).cumsum().cumsum()
-        return cls(int(forward.sum()), int(work.sum()), int(work.max()), int(passing.sum()), down)
+        return cls(
+            int(forward.sum()),
+            int(work.sum()),
+            int(work.max()),
+            int(passing.sum()),
+            down,
+        )
 
     def step(self, pipeline: int, micro_batches: int) -> int:
         """Ticks of a step on so many pipeline ranks: the largest of (K1) to (K3)."""
-        mean = -(-(micro_batches * self.total + int(self.down[pipeline - 1])) // pipeline)
+        mean = -(
+            -(micro_batches * self.total + int(self.down[pipeline - 1])) // pipeline
+        )
         return max(micro_batches * self.longest, mean, self.passing)
 
     def steps(self, pipeline: int, micro_batches: Ticks) -> Ticks:
         """`step` by number of micro-batches."""
         mean = -(-(micro_batches * self.total + self.down[pipeline - 1]) // pipeline)
-        bound: Ticks = np.maximum(np.maximum(micro_batches * self.longest, mean), self.passing)
+        bound: Ticks = np.maximum(
+            np.maximum(micro_batches * self.longest, mean), self.passing
+        )
         return bound
 
 
@@ -67,10 +77,15 @@ def by_layer(layers: Sequence[Mapping[RecomputeMode, LayerCost]], chunks: int) -
         layers: cost of every layer in its modes; identical layers share one.
         chunks: of every sequence.
     """
-    least = {id(options): _least(options.values(), chunks) for options in {id(each): each for each in layers}.values()}
+    least = {
+        id(options): _least(options.values(), chunks)
+        for options in {id(each): each for each in layers}.values()
+    }
     return np.array([least[id(options)] for options in layers], dtype=np.int64).T
 
 
 def _least(costs: Iterable[LayerCost], chunks: int) -> tuple[int, int, int]:
     choices = tuple(costs)
-    return min(first_chunk(cost, chunks)[0] for cost in choices), *work_of(choices, chunks)
+    return min(first_chunk(cost, chunks)[0] for cost in choices), *work_of(
+        choices, chunks
+    )

@@ -50,19 +50,25 @@ _LESS = 1 - 1e-6
 
 def part_ticks(work: Workload, groups: Sequence[int]) -> int:
     """Ticks that no plan beats that uses these node groups of a heterogeneous cluster alone: equation (U6)."""
-    devices = np.array([work.groups[place].devices for place in groups], dtype=np.float64)
+    devices = np.array(
+        [work.groups[place].devices for place in groups], dtype=np.float64
+    )
     found = []
     for split in work.sizes:
         size, tensor, context, _, _ = split
         speeds = Speeds.of(work, split)
         ticks = (speeds.forward + speeds.backward)[list(groups)]
         weights = 1 / np.maximum(1.0, ticks.sum(axis=1))
-        each = (weights[:, None] * ticks).min(axis=0).sum() / (weights @ devices / (tensor * context))
+        each = (weights[:, None] * ticks).min(axis=0).sum() / (
+            weights @ devices / (tensor * context)
+        )
         found.append(work.job.global_batch_size / size * each)
     return int(min(found, default=0.0) * (1 - ROUNDING))
 
 
-def portions(work: Workload, family: Family, limit_ticks: int) -> Iterator[tuple[int, Family]]:
+def portions(
+    work: Workload, family: Family, limit_ticks: int
+) -> Iterator[tuple[int, Family]]:
     """Parts of a family on several node groups by how they share out states, each with a bound by (U4) and (U7); the
     family as a whole, where even what needs least memory, without any exchange, is no better than the limit."""
     bounding = _Bounding(work, family, limit_ticks)
@@ -71,7 +77,9 @@ def portions(work: Workload, family: Family, limit_ticks: int) -> Iterator[tuple
         yield least, family
         return
     before = 0
-    for _, together in groupby(family.zeros, key=lambda zero: (max(1, zero.stage), zero.shards is None)):
+    for _, together in groupby(
+        family.zeros, key=lambda zero: (max(1, zero.stage), zero.shards is None)
+    ):
         part = replace(family, zeros=tuple(together), ways_before=before)
         yield from bounding.of_ways(part)
         before += len(part.ways)
@@ -90,7 +98,10 @@ class _Bounding:
     def __init__(self, work: Workload, family: Family, limit_ticks: int) -> None:
         self.work, self.limit = work, limit_ticks
         layout = family.layout(Zero(0), family.orders[0])
-        rows, shares = standings(work, layout), layout.shares(work.job.global_batch_size)
+        rows, shares = (
+            standings(work, layout),
+            layout.shares(work.job.global_batch_size),
+        )
         assert rows is not None, "cells of a family stand in one node group each"
         self.columns = dict.fromkeys(zip(rows, shares, strict=True))
         self.known: dict[_Column, Floats] = {}
@@ -107,15 +118,27 @@ class _Bounding:
         if self.limit >= NO_LIMIT:
             return family.standing.least_ticks
         fillings = self._open(family, loads)
-        self.within = {is_gpipe: [each.within for each in columns] for is_gpipe, columns in fillings.items()}
+        self.within = {
+            is_gpipe: [each.within for each in columns]
+            for is_gpipe, columns in fillings.items()
+        }
         return family.standing.least_ticks if fillings else self.limit
 
     def of_ways(self, part: Family) -> Iterator[tuple[int, Family]]:
         """A part with its bound; where states must be shared out to beat the limit, the way that does not is apart."""
         bound, plain = self.of_part(part), replace(part, zeros=part.zeros[:1])
-        if bound < self.limit and len(part.zeros) > 1 and plain.zeros[0].stage == 0 and self._overflows(plain):
+        if (
+            bound < self.limit
+            and len(part.zeros) > 1
+            and plain.zeros[0].stage == 0
+            and self._overflows(plain)
+        ):
             yield self.limit, plain
-            part = replace(part, zeros=part.zeros[1:], ways_before=(part.ways_before or 0) + len(plain.ways))
+            part = replace(
+                part,
+                zeros=part.zeros[1:],
+                ways_before=(part.ways_before or 0) + len(plain.ways),
+            )
         yield bound, part
 
     def _overflows(self, part: Family) -> bool:
@@ -126,19 +149,34 @@ class _Bounding:
     def of_part(self, part: Family) -> int:
         """The same with what the part exchanges, and with whole layers in order: equations (U7) and (U8)."""
         if _differ(self._loads(part, {})):
-            fillings = self._open(part, self._loads(part, _exchanges(self.work, part))).values()
+            fillings = self._open(
+                part, self._loads(part, _exchanges(self.work, part))
+            ).values()
             least = min(part.standing.least_ticks, self.limit)
-            every = (max(each.bound(least, self.limit) for each in columns) for columns in fillings)
+            every = (
+                max(each.bound(least, self.limit) for each in columns)
+                for columns in fillings
+            )
             return min(every, default=self.limit)
         told = self._told(self._loads(part, {}))
-        return told if told >= self.limit else self._told(self._loads(part, _exchanges(self.work, part)))
+        return (
+            told
+            if told >= self.limit
+            else self._told(self._loads(part, _exchanges(self.work, part)))
+        )
 
     def _told(self, loads: Mapping[_Column, Sequence[RankLoad]]) -> int:
         """By the weights and prices that tell most of the whole family, (U2): nearly what the part's own would."""
         bound = 0.0
         for column, ranks in loads.items():
-            rows, spread = self.known[column], Spread.of(ranks, column[1], _least_in_flight(column))
-            bound = max(bound, spread.dual(rows[: len(ranks)], rows[len(ranks) :]) * spread.ticks)
+            rows, spread = (
+                self.known[column],
+                Spread.of(ranks, column[1], _least_in_flight(column)),
+            )
+            bound = max(
+                bound,
+                spread.dual(rows[: len(ranks)], rows[len(ranks) :]) * spread.ticks,
+            )
         return min(self.limit, int(bound * (1 - ROUNDING)))
 
     def _spread_out(self, loads: Mapping[_Column, Sequence[RankLoad]]) -> int:
@@ -152,17 +190,26 @@ class _Bounding:
             bound = max(bound, ticks)
         return bound
 
-    def _open(self, family: Family, loads: Mapping[_Column, Sequence[RankLoad]]) -> dict[bool, list[Filling]]:
+    def _open(
+        self, family: Family, loads: Mapping[_Column, Sequence[RankLoad]]
+    ) -> dict[bool, list[Filling]]:
         """The columns under every schedule, is it gpipe, that may beat the limit: equation (U8)."""
         asked = sorted({order.schedule == "gpipe" for order in family.orders})
-        plain = {column: Filling.of(ranks, column[1], _least_in_flight(column)) for column, ranks in loads.items()}
+        plain = {
+            column: Filling.of(ranks, column[1], _least_in_flight(column))
+            for column, ranks in loads.items()
+        }
         within = self.within or dict.fromkeys(asked[:1], [None] * len(plain))
         found = {}
         for is_gpipe in (each for each in asked if each in within):
             columns: list[Filling] = []
-            for (column, filling), known in zip(plain.items(), within[is_gpipe], strict=True):
+            for (column, filling), known in zip(
+                plain.items(), within[is_gpipe], strict=True
+            ):
                 units = [column[1]] * len(column[0]) if is_gpipe else filling.in_flight
-                narrowed = filling.under(units, is_gpipe=is_gpipe, within=known).below(self.limit)
+                narrowed = filling.under(units, is_gpipe=is_gpipe, within=known).below(
+                    self.limit
+                )
                 if narrowed is None:
                     break
                 columns.append(narrowed)
@@ -177,13 +224,23 @@ class _Bounding:
     ) -> dict[_Column, list[RankLoad]]:
         """Of every pipeline rank of the columns; those alike are one."""
         places = {place for row, _ in self.columns for place in row}
-        nearest = {place: _nearest_load(self.work.groups[place], family) for place in places}
+        nearest = {
+            place: _nearest_load(self.work.groups[place], family) for place in places
+        }
         if not rates:
-            return {column: [nearest[place] for place in column[0]] for column in self.columns}
-        keys = {column: [*zip(column[0], map(tuple, rates[column]), strict=True)] for column in self.columns}
+            return {
+                column: [nearest[place] for place in column[0]]
+                for column in self.columns
+            }
+        keys = {
+            column: [*zip(column[0], map(tuple, rates[column]), strict=True)]
+            for column in self.columns
+        }
         distinct = {key for several in keys.values() for key in several}
         known = {key: nearest[key[0]].with_exchanges(*key[1]) for key in distinct}
-        return {column: [known[key] for key in several] for column, several in keys.items()}
+        return {
+            column: [known[key] for key in several] for column, several in keys.items()
+        }
 
 
 _latest: list[tuple[object, dict[tuple[int, ...], Floats]]] = []
@@ -212,24 +269,39 @@ def _least_in_flight(column: _Column) -> list[int]:
     return [min(share, len(row) - rank) for rank in range(len(row))]
 
 
-def _exchanges(work: Workload, family: Family) -> dict[_Column, list[tuple[float, float]]]:
+def _exchanges(
+    work: Workload, family: Family
+) -> dict[_Column, list[tuple[float, float]]]:
     """Ticks per element on every pipeline rank, of a micro-batch and of a step, under the way to share out states that
     takes least: equation (U7)."""
     layer = _largest_layer(work)
     if layer is None:
         return {}
-    alone = replace(work, profile=layer, groups=tuple(_with_profile(group, layer) for group in work.groups))
+    alone = replace(
+        work,
+        profile=layer,
+        groups=tuple(_with_profile(group, layer) for group in work.groups),
+    )
     layouts = [family.layout(zero, family.orders[0]) for zero in family.zeros]
-    every = [[_rates(column) for column in mixed_costs(alone, layout).columns] for layout in layouts]
+    every = [
+        [_rates(column) for column in mixed_costs(alone, layout).columns]
+        for layout in layouts
+    ]
     least = [np.minimum.reduce(same).tolist() for same in zip(*every, strict=True)]
     columns = columns_of(alone, layouts[0])
-    return {(column.groups, column.micro_batches): rates for column, rates in zip(columns, least, strict=True)}
+    return {
+        (column.groups, column.micro_batches): rates
+        for column, rates in zip(columns, least, strict=True)
+    }
 
 
 def _rates(column: LayoutCosts) -> Floats:
     """Ticks per element of its only layer, [rank, (of a micro-batch, of a step)]."""
     costs = [next(iter(rank.layers[0].values())) for rank in column.ranks]
-    rates = [(cost.gather_ticks / cost.parameters, cost.reduction_ticks / cost.parameters) for cost in costs]
+    rates = [
+        (cost.gather_ticks / cost.parameters, cost.reduction_ticks / cost.parameters)
+        for cost in costs
+    ]
     return np.array(rates) * _LESS
 
 
@@ -242,9 +314,20 @@ def _largest_layer(work: Workload) -> ModelProfile | None:
 
 
 def _find_largest(work: Workload) -> ModelProfile | None:
-    links = [link for group in work.groups for link in (group.intra_node, group.inter_node) if link]
-    has_experts = any(row.local_expert_parameters for layer in work.profile.layers for row in layer.measurements)
-    sharing = {name for shared in work.profile.shared_parameters for name in shared.layers}
+    links = [
+        link
+        for group in work.groups
+        for link in (group.intra_node, group.inter_node)
+        if link
+    ]
+    has_experts = any(
+        row.local_expert_parameters
+        for layer in work.profile.layers
+        for row in layer.measurements
+    )
+    sharing = {
+        name for shared in work.profile.shared_parameters for name in shared.layers
+    }
     own = [layer for layer in work.profile.layers if layer.name not in sharing]
     has_frozen = any(layer.frozen_parameters for layer in work.profile.layers)
     if has_experts or has_frozen or not own or any(link.fits for link in links):
@@ -269,7 +352,10 @@ def _nearest_load(work: Workload, family: Family) -> RankLoad:
         work.spent[key] = _whole_load(work, family)
     load: RankLoad
     load, states = work.spent[key]
-    replicas, stage = family.data * family.context, max(zero.stage for zero in family.zeros)
+    replicas, stage = (
+        family.data * family.context,
+        max(zero.stage for zero in family.zeros),
+    )
     shards = max(zero.shards or replicas for zero in family.zeros)
     parts = [shards if stage >= level else 1 for level in (3, 2, 1)]
     held = sum(each / ranks for each, ranks in zip(states, parts, strict=True))
@@ -279,19 +365,38 @@ def _nearest_load(work: Workload, family: Family) -> RankLoad:
 def _whole_load(work: Workload, family: Family) -> tuple[RankLoad, list[Floats]]:
     """Without states, and bytes of parameters, gradients and optimizer states apart, before they are shared out."""
     layers = nearest_costs(work, family.split)
-    sharing = {work.order[name] for shared in work.profile.shared_parameters for name in shared.layers}
-    kinds = _kinds([(id(options), place in sharing) for place, options in enumerate(layers)])
+    sharing = {
+        work.order[name]
+        for shared in work.profile.shared_parameters
+        for name in shared.layers
+    }
+    kinds = _kinds(
+        [(id(options), place in sharing) for place, options in enumerate(layers)]
+    )
     modes = [tuple(layers[place].values()) for place, _ in kinds]
-    first = [None if place in sharing else options[0] for (place, _), options in zip(kinds, modes, strict=True)]
+    first = [
+        None if place in sharing else options[0]
+        for (place, _), options in zip(kinds, modes, strict=True)
+    ]
     counts = np.array([count for _, count in kinds], dtype=np.float64)[:, None]
-    elements = counts * np.array([[cost.parameters if cost else 0.0] for cost in first], dtype=np.float64)
+    elements = counts * np.array(
+        [[cost.parameters if cost else 0.0] for cost in first], dtype=np.float64
+    )
     states = [
-        counts * np.array([[getattr(cost, name) if cost else 0.0] for cost in first], dtype=np.float64)
+        counts
+        * np.array(
+            [[getattr(cost, name) if cost else 0.0] for cost in first], dtype=np.float64
+        )
         for name in ("parameters_bytes", "gradients_bytes", "optimizer_bytes")
     ]
-    room = work.capacity_bytes - reserved_bytes(work) - int(work.constants.workspace_bytes)
+    room = (
+        work.capacity_bytes - reserved_bytes(work) - int(work.constants.workspace_bytes)
+    )
     over = _skipping_bytes(work, family)
-    outputs = [next(iter(options.values())).output_bytes + more for options, more in zip(layers, over, strict=True)]
+    outputs = [
+        next(iter(options.values())).output_bytes + more
+        for options, more in zip(layers, over, strict=True)
+    ]
     load = _load(modes, kinds, [0.0] * len(kinds), room, outputs)
     return replace(load, elements=elements), states
 
@@ -305,7 +410,9 @@ def _skipping_bytes(work: Workload, family: Family) -> list[int]:
     return list(accumulate(begun))
 
 
-def priced_bound(costs: LayoutCosts, modes: Sequence[LayerModes], limit_ticks: int) -> int:
+def priced_bound(
+    costs: LayoutCosts, modes: Sequence[LayerModes], limit_ticks: int
+) -> int:
     """Ticks that no stage map of a layout of gpipe or 1f1b beats whose ranks differ: equations (U5) and (U8).
 
     Args:
@@ -317,10 +424,18 @@ def priced_bound(costs: LayoutCosts, modes: Sequence[LayerModes], limit_ticks: i
     own = {id(rank.layers): rank for column in costs.columns for rank in column.ranks}
     loads = {key: _priced_load(rank, modes, boundaries) for key, rank in own.items()}
     for column in costs.columns:
-        ranks, count, units = [loads[id(rank.layers)] for rank in column.ranks], column.micro_batches, warm_ups(column)
+        ranks, count, units = (
+            [loads[id(rank.layers)] for rank in column.ranks],
+            column.micro_batches,
+            warm_ups(column),
+        )
         moved = [column.transfers_behind(rank) for rank in range(len(ranks) - 1)]
         is_gpipe = costs.layout.schedule == "gpipe"
-        filling = Filling.of(ranks, count, units, is_gpipe=is_gpipe, transfers=moved) if ranks[0].in_order else None
+        filling = (
+            Filling.of(ranks, count, units, is_gpipe=is_gpipe, transfers=moved)
+            if ranks[0].in_order
+            else None
+        )
         if filling and not filling.leaves(limit_ticks):
             return limit_ticks
         if filling:
@@ -330,14 +445,23 @@ def priced_bound(costs: LayoutCosts, modes: Sequence[LayerModes], limit_ticks: i
     return bound
 
 
-def _priced_load(own: LayoutCosts, modes: Sequence[LayerModes], boundary_bytes: Sequence[int]) -> RankLoad:
+def _priced_load(
+    own: LayoutCosts, modes: Sequence[LayerModes], boundary_bytes: Sequence[int]
+) -> RankLoad:
     """Of a rank's device."""
     choices = modes_on(own, modes)
     kinds = _kinds(own.alike)
     options = [choices[first] for first, _ in kinds]
     spared = sum((len(shared.layers) - 1) * shared.ogp_bytes for shared in own.shared)
     ogp = [modes[0].ogp_bytes for modes in options]
-    return _load(options, kinds, ogp, room_bytes(own) + spared, boundary_bytes, has_tail=not own.shared)
+    return _load(
+        options,
+        kinds,
+        ogp,
+        room_bytes(own) + spared,
+        boundary_bytes,
+        has_tail=not own.shared,
+    )
 
 
 def _kinds(alike: Sequence[Hashable]) -> list[tuple[int, int]]:
@@ -362,7 +486,9 @@ def _load(
     most = max(map(len, kinds))
     padded = [(*options, *(options[-1:] * (most - len(options)))) for options in kinds]
     each = np.array([count for _, count in counted], dtype=np.float64)[:, None]
-    told = np.array([[*map(_TOLD, options)] for options in padded], dtype=np.float64).transpose(2, 0, 1)
+    told = np.array(
+        [[*map(_TOLD, options)] for options in padded], dtype=np.float64
+    ).transpose(2, 0, 1)
     forward, backward, activations, reduction, optimizer = each * told
     return RankLoad(
         tail=reduction + optimizer if has_tail else 0.0,
@@ -376,4 +502,10 @@ def _load(
     )
 
 
-_TOLD = attrgetter("forward_ticks", "backward_ticks", "activation_bytes", "reduction_ticks", "optimizer_ticks")
+_TOLD = attrgetter(
+    "forward_ticks",
+    "backward_ticks",
+    "activation_bytes",
+    "reduction_ticks",
+    "optimizer_ticks",
+)

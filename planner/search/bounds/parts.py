@@ -32,16 +32,40 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost import Workload, reserved_bytes
-from planner.cost.nearest import Layers, Split, exchanging_costs, expert_shares, nearest_costs, stand_apart
+from planner.cost.nearest import (
+    Layers,
+    Split,
+    exchanging_costs,
+    expert_shares,
+    nearest_costs,
+    stand_apart,
+)
 from planner.cost.pricing import LayerCost
 from planner.search.bounds.depth import Depth
 from planner.search.bounds.least_work import by_layer
 from planner.search.bounds.ranks import InFlight, Ranks, falling, mixed, rising
-from planner.search.bounds.splits import PLENTY, Alike, Floats, Held, Mask, Mixed, Pipelines, Ticks
+from planner.search.bounds.splits import (
+    PLENTY,
+    Alike,
+    Floats,
+    Held,
+    Mask,
+    Mixed,
+    Pipelines,
+    Ticks,
+)
 from planner.search.layouts import order_classes
 from planner.search.layouts.chunks import chunks_of
 from planner.search.layouts.offloading import NOTHING, offloadings_of
-from planner.search.layouts.order_classes import ALIKE, CLASSES, MADE, PER_LAYER, SEARCHED, SPLIT, FamilyBounds
+from planner.search.layouts.order_classes import (
+    ALIKE,
+    CLASSES,
+    MADE,
+    PER_LAYER,
+    SEARCHED,
+    SPLIT,
+    FamilyBounds,
+)
 from planner.search.layouts.orders import MODES, SYNTHESIZED, schedules_of
 from planner.search.layouts.parts import Part
 from planner.spec.cluster import Cluster, NodeGroup
@@ -75,12 +99,16 @@ class PartBounds:
             work: of the whole cluster.
             parts: of it.
         """
-        self._parts = {(part.nodes, part.devices): place for place, part in enumerate(parts)}
+        self._parts = {
+            (part.nodes, part.devices): place for place, part in enumerate(parts)
+        }
         self._found: list[_Found] = []
         unknown = np.ones(len(parts), dtype=bool)
         for works, places in _by_kinds(work, parts):
             unknown[places] = False
-            devices = np.array([parts[place].devices for place in places], dtype=np.int64)
+            devices = np.array(
+                [parts[place].devices for place in places], dtype=np.int64
+            )
             self._found += [one.on(places) for one in _families(works, devices)]
         self._unbounded = np.where(unknown, 0.0, math.inf)
 
@@ -103,7 +131,9 @@ class PartBounds:
         place, found = self._place(part), {}
         for one in self._found:
             for at in np.flatnonzero(one.places == place).tolist():
-                found[one.split.key, one.split.chunks, int(one.ranks[at])] = one.ticks[:, :, at]
+                found[one.split.key, one.split.chunks, int(one.ranks[at])] = one.ticks[
+                    :, :, at
+                ]
         return found
 
     def raised_to(self, limits: Sequence[float]) -> None:
@@ -134,7 +164,12 @@ class _Zero:
         split, *full = (mode.least(at, left) for mode in self.modes)
         alike = np.minimum.reduce(full or [split])
         mixed = alike if self.mixed is None else self.mixed.least(at, left)
-        rows = {SEARCHED: np.where(at.are_alike, mixed, alike), PER_LAYER: mixed, ALIKE: alike, SPLIT: split}
+        rows = {
+            SEARCHED: np.where(at.are_alike, mixed, alike),
+            PER_LAYER: mixed,
+            ALIKE: alike,
+            SPLIT: split,
+        }
         rows[MADE] = np.minimum(alike, split)
         least = np.floor(np.array([rows[each] for each in range(CLASSES)]) * _LESS)
         return np.where(at.replicas < self.least_replicas, np.inf, least)
@@ -146,7 +181,9 @@ class _Zero:
             some = np.flatnonzero(least[kind] < limits)
             if len(some) and self.fuller:
                 is_beaten = self.fuller.is_too_little(at.some(some), limits[some], kind)
-                least[kind, some] = np.where(is_beaten, np.ceil(limits[some]), least[kind, some])
+                least[kind, some] = np.where(
+                    is_beaten, np.ceil(limits[some]), least[kind, some]
+                )
         return least
 
 
@@ -170,30 +207,47 @@ class _Fuller:
     @cached_property
     def _alike(self) -> tuple[Ranks, ...]:
         """By mode."""
-        return tuple(Ranks.of_alike(self.layers, mode, self.held) for mode in self.modes)
+        return tuple(
+            Ranks.of_alike(self.layers, mode, self.held) for mode in self.modes
+        )
 
     def is_too_little(self, at: Pipelines, ticks: Floats, kind: int) -> Mask:
         """Does every step of these pipelines and this class take more ticks?"""
         match kind:
             case order_classes.SEARCHED:
-                asked = (self._ranks.leave_neighbours, partial(self._depth.is_too_little, are_dealt=False))
+                asked = (
+                    self._ranks.leave_neighbours,
+                    partial(self._depth.is_too_little, are_dealt=False),
+                )
                 return _any(asked, at, ticks)
             case order_classes.PER_LAYER:
                 counted = partial(self._ranks.leave_alike, in_flight=mixed)
-                return _any((counted, partial(self._depth.is_too_little, are_dealt=True)), at, ticks)
+                return _any(
+                    (counted, partial(self._depth.is_too_little, are_dealt=True)),
+                    at,
+                    ticks,
+                )
             case order_classes.ALIKE:
-                return self._all_modes(range(1, len(self.modes)), (rising, falling), at, ticks)
+                return self._all_modes(
+                    range(1, len(self.modes)), (rising, falling), at, ticks
+                )
             case order_classes.SPLIT:
                 return self._all_modes(range(1), (rising,), at, ticks)
         return np.zeros(len(ticks), dtype=bool)
 
-    def _all_modes(self, modes: range, ways: Sequence[InFlight], at: Pipelines, ticks: Floats) -> Mask:
+    def _all_modes(
+        self, modes: range, ways: Sequence[InFlight], at: Pipelines, ticks: Floats
+    ) -> Mask:
         """Do all layouts whose layers take one of these modes, and ranks hold in one of these ways?"""
         found, left = np.ones(len(ticks), dtype=bool), self.held.left(at)
         for mode in modes:
-            in_time = np.flatnonzero(found & (self.modes[mode].least(at, left) * _LESS <= ticks))
+            in_time = np.flatnonzero(
+                found & (self.modes[mode].least(at, left) * _LESS <= ticks)
+            )
             for way in ways if len(in_time) else ():
-                found[in_time] &= self._alike[mode].leave_alike(at.some(in_time), ticks[in_time], way)
+                found[in_time] &= self._alike[mode].leave_alike(
+                    at.some(in_time), ticks[in_time], way
+                )
         return found
 
 
@@ -230,9 +284,13 @@ class _Split:
         if len(works) == 1 and chunks == 1 and len(works[0].cluster.node_groups) == 1:
             return cls(key, chunks, tuple(_zeros(works[0], key)), works[0])
         rows = [nearest_costs(work, key, chunks) for work in works]
-        first, total, passing = np.minimum.reduce([by_layer(one, chunks) for one in rows])
+        first, total, passing = np.minimum.reduce(
+            [by_layer(one, chunks) for one in rows]
+        )
         if chunks == 1:
-            total = first + np.minimum.reduce([list(map(_least_backward, one)) for one in rows])
+            total = first + np.minimum.reduce(
+                [list(map(_least_backward, one)) for one in rows]
+            )
         fastest = Alike.unheld(first, total, passing, may_differ=chunks == 1)
         return cls(key, chunks, (_Zero(None, 1, PLENTY, (fastest,)),))
 
@@ -244,7 +302,12 @@ class _Split:
     def pipelines(self, batch: int, ranks: Ticks, data: Ticks) -> Pipelines:
         """By numbers of pipeline and data ranks."""
         micro_batches = batch // self.key[0]
-        return Pipelines(ranks, data * self.key[2], -(-micro_batches // data), micro_batches % data == 0)
+        return Pipelines(
+            ranks,
+            data * self.key[2],
+            -(-micro_batches // data),
+            micro_batches % data == 0,
+        )
 
     def least(self, at: Pipelines) -> Floats:
         """Ticks, [ZeRO stages, class, pipeline]."""
@@ -252,13 +315,21 @@ class _Split:
 
     def raised(self, at: Pipelines, limits: Floats) -> Floats:
         """The same, raised up to these limits."""
-        return _by_stage(self._finer_zeros, [zero.raised(at, limits) for zero in self._finer_zeros])
+        return _by_stage(
+            self._finer_zeros, [zero.raised(at, limits) for zero in self._finer_zeros]
+        )
 
 
 def _by_stage(zeros: Sequence[_Zero], ticks: Sequence[Floats]) -> Floats:
     """The least of each of `_STAGES`."""
     every = [
-        np.minimum.reduce([each for zero, each in zip(zeros, ticks, strict=True) if zero.stage in (None, place)])
+        np.minimum.reduce(
+            [
+                each
+                for zero, each in zip(zeros, ticks, strict=True)
+                if zero.stage in (None, place)
+            ]
+        )
         for place in range(len(_STAGES))
     ]
     least: Floats = np.array(every)
@@ -291,7 +362,10 @@ class _Found:
         some = np.flatnonzero(self.ticks.min(axis=(0, 1)) < limits)
         if not len(some):
             return self
-        ticks, raised = self.ticks.copy(), self.split.raised(self.at.some(some), limits[some])
+        ticks, raised = (
+            self.ticks.copy(),
+            self.split.raised(self.at.some(some), limits[some]),
+        )
         ticks[:, :, some] = np.maximum(ticks[:, :, some], raised)
         return replace(self, ticks=ticks)
 
@@ -313,18 +387,37 @@ def _zeros_of_experts(work: Workload, key: Split) -> Iterator[_Zero]:
             yield _zero(work, key, stage, shared, fewest, most)
 
 
-def _zero(work: Workload, key: Split, stage: ZeroStage, shared: int, fewest: int = 1, most: float = math.inf) -> _Zero:
+def _zero(
+    work: Workload,
+    key: Split,
+    stage: ZeroStage,
+    shared: int,
+    fewest: int = 1,
+    most: float = math.inf,
+) -> _Zero:
     layers = exchanging_costs(work, key, stage, fewest)
     ogp, experts = _ogp_bytes(work, key, exchanging_costs(work, key, 0))
-    gathered = 2 * max(next(iter(options.values())).gathered_bytes for options in layers)
-    temporary = min(cost.temporary_bytes for options in layers for cost in options.values())
-    room, of_experts = _room_bytes(work) - gathered - temporary, experts[:shared].sum(axis=0)
+    gathered = 2 * max(
+        next(iter(options.values())).gathered_bytes for options in layers
+    )
+    temporary = min(
+        cost.temporary_bytes for options in layers for cost in options.values()
+    )
+    room, of_experts = (
+        _room_bytes(work) - gathered - temporary,
+        experts[:shared].sum(axis=0),
+    )
     others = ogp[:shared].sum(axis=0) - of_experts
-    held = Held(room, ogp[shared:].sum(axis=0), others, of_experts, key[3], most * key[3])
+    held = Held(
+        room, ogp[shared:].sum(axis=0), others, of_experts, key[3], most * key[3]
+    )
     if offloadings_of(work, dict(work.job.constraints)) != (NOTHING,):
         held = PLENTY
     modes = [mode for mode in MODES if any(mode in options for options in layers)]
-    rows = [[options.get(mode, next(iter(options.values()))) for options in layers] for mode in modes]
+    rows = [
+        [options.get(mode, next(iter(options.values()))) for options in layers]
+        for mode in modes
+    ]
     alike = [Alike.of(each, splits=False) for each in rows]
     every = (Alike.of(rows[0], splits=True), *alike)
     return _Zero(
@@ -340,30 +433,52 @@ def _zero(work: Workload, key: Split, stage: ZeroStage, shared: int, fewest: int
 def _ogp_bytes(work: Workload, key: Split, plain: Layers) -> tuple[Floats, Floats]:
     """Optimizer states, gradients and parameters by layer, that no rank shares out, and what of them is of experts."""
     rows = [next(iter(options.values())) for options in plain]
-    ogp = np.array([(one.optimizer_bytes, one.gradients_bytes, one.parameters_bytes) for one in rows], dtype=np.float64)
+    ogp = np.array(
+        [
+            (one.optimizer_bytes, one.gradients_bytes, one.parameters_bytes)
+            for one in rows
+        ],
+        dtype=np.float64,
+    )
     ogp[_stored_again(work)] = 0.0
-    shares = np.array([(trained, trained, of_all) for of_all, trained in expert_shares(work, key)])
+    shares = np.array(
+        [(trained, trained, of_all) for of_all, trained in expert_shares(work, key)]
+    )
     return ogp.T, (ogp * shares).T
 
 
 def _stored_again(work: Workload) -> list[int]:
     """Layers whose parameters a layer before them shares: a rank that holds both stores them once."""
-    again = {name for shared in work.profile.shared_parameters for name in shared.layers[1:]}
-    return [place for place, layer in enumerate(work.profile.layers) if layer.name in again]
+    again = {
+        name for shared in work.profile.shared_parameters for name in shared.layers[1:]
+    }
+    return [
+        place for place, layer in enumerate(work.profile.layers) if layer.name in again
+    ]
 
 
 def _room_bytes(work: Workload) -> int:
-    return work.capacity_bytes - reserved_bytes(work) - int(work.constants.workspace_bytes)
+    return (
+        work.capacity_bytes - reserved_bytes(work) - int(work.constants.workspace_bytes)
+    )
 
 
-def _by_kinds(work: Workload, parts: Sequence[Part]) -> Iterator[tuple[list[Workload], NDArray[np.intp]]]:
+def _by_kinds(
+    work: Workload, parts: Sequence[Part]
+) -> Iterator[tuple[list[Workload], NDArray[np.intp]]]:
     """Parts with the same kinds of devices: on which these are, and the places of the parts."""
     known = [_kind(group) for group in work.cluster.node_groups]
     found: dict[tuple[int, ...], list[int]] = {}
     for place, part in enumerate(parts):
         kinds = {_kind(group) for group in part.cluster.node_groups}
-        alone = [at for at, group in enumerate(work.cluster.node_groups) if _is_of_node(part.cluster, group)]
-        if kinds.issubset(known) or alone:  # else other links may join so few devices of a node
+        alone = [
+            at
+            for at, group in enumerate(work.cluster.node_groups)
+            if _is_of_node(part.cluster, group)
+        ]
+        if (
+            kinds.issubset(known) or alone
+        ):  # else other links may join so few devices of a node
             every = tuple(at for at, kind in enumerate(known) if kind in kinds)
             found.setdefault(every or tuple(alone[:1]), []).append(place)
     for kinds_of_parts, places in found.items():
@@ -372,16 +487,30 @@ def _by_kinds(work: Workload, parts: Sequence[Part]) -> Iterator[tuple[list[Work
 
 def _kind(group: NodeGroup) -> tuple[object, ...]:
     """What a node is."""
-    device = group.device if isinstance(group.device, str) else group.device.model_dump_json()
-    return device, group.devices_per_node, None if group.intra_node is None else group.intra_node.model_dump_json()
+    device = (
+        group.device
+        if isinstance(group.device, str)
+        else group.device.model_dump_json()
+    )
+    return (
+        device,
+        group.devices_per_node,
+        None if group.intra_node is None else group.intra_node.model_dump_json(),
+    )
 
 
 def _is_of_node(part: Cluster, group: NodeGroup) -> bool:
     """Are these some devices of one node of the group, which the same links join? Whatever ranks exchange there, they
     exchange on one node of the group, too."""
     mine = part.node_groups[0]
-    is_one = len(part.node_groups) == 1 and mine.nodes == 1 and mine.devices_per_node < group.devices_per_node
-    if not is_one or mine.model_dump(exclude=_OF_NODE) != group.model_dump(exclude=_OF_NODE):
+    is_one = (
+        len(part.node_groups) == 1
+        and mine.nodes == 1
+        and mine.devices_per_node < group.devices_per_node
+    )
+    if not is_one or mine.model_dump(exclude=_OF_NODE) != group.model_dump(
+        exclude=_OF_NODE
+    ):
         return False
     return mine.devices_per_node == 1 or links_of(mine)[0] == links_of(group)[0]
 
@@ -396,7 +525,9 @@ def _families(works: Sequence[Workload], devices: Ticks) -> Iterator[_Found]:
         return np.flatnonzero(devices % ranks == 0)
 
     for one in _splits(works):
-        by_ranks = [dividing(one.devices * pipeline) for pipeline in range(1, layers + 1)]
+        by_ranks = [
+            dividing(one.devices * pipeline) for pipeline in range(1, layers + 1)
+        ]
         places = np.concatenate(by_ranks)
         ranks = np.repeat(np.arange(1, layers + 1), list(map(len, by_ranks)))
         data = devices[places] // (one.devices * ranks)
@@ -412,11 +543,22 @@ def _families(works: Sequence[Workload], devices: Ticks) -> Iterator[_Found]:
 
 def _splits(works: Sequence[Workload]) -> Iterator[_Split]:
     """Every split and number of sequence chunks that the job permits and its batch divides into."""
-    job, sizes = works[0].job, set(works[0].sizes).intersection(*(work.sizes for work in works))
+    job, sizes = (
+        works[0].job,
+        set(works[0].sizes).intersection(*(work.sizes for work in works)),
+    )
     schedules = schedules_of(job.constraints.get("schedule"))
-    fields = "micro_batch_size", "tensor_parallel_degree", "context_parallel_degree", "expert_parallel_degree"
+    fields = (
+        "micro_batch_size",
+        "tensor_parallel_degree",
+        "context_parallel_degree",
+        "expert_parallel_degree",
+    )
     for key in sorted(sizes):
-        permitted = all(allows(job.constraints.get(field), value) for field, value in zip(fields, key, strict=False))
+        permitted = all(
+            allows(job.constraints.get(field), value)
+            for field, value in zip(fields, key, strict=False)
+        )
         if permitted and job.global_batch_size % key[0] == 0:
             for chunks in (1, *chunks_of(works[0], key, job.constraints, schedules)):
                 yield _Split.of(works, key, chunks)

@@ -76,18 +76,31 @@ class Ranks:
     """First and number of the layers that cost the same, of the most numerous."""
 
     @classmethod
-    def of(cls, layers: Sequence[Mapping[RecomputeMode, LayerCost]], held: Held) -> Self:
+    def of(
+        cls, layers: Sequence[Mapping[RecomputeMode, LayerCost]], held: Held
+    ) -> Self:
         """Layers that each take a mode of their own; layers alike share their costs."""
         alike = {id(options): tuple(options.values()) for options in layers}
         rows = {key: _row(options) for key, options in alike.items()}
-        columns = np.array([rows[id(options)] for options in layers], dtype=np.float64).T
+        columns = np.array(
+            [rows[id(options)] for options in layers], dtype=np.float64
+        ).T
         work, activation, leanest, rates = columns
         return cls(work, work, activation, leanest, rates, held, _kinds(layers))
 
     @classmethod
-    def of_alike(cls, layers: Sequence[Mapping[RecomputeMode, LayerCost]], mode: Alike, held: Held) -> Self:
+    def of_alike(
+        cls,
+        layers: Sequence[Mapping[RecomputeMode, LayerCost]],
+        mode: Alike,
+        held: Held,
+    ) -> Self:
         """Layers that all take one mode."""
-        saved, work, idle = mode.activation_bytes, mode.work.astype(np.float64), mode.idle.astype(np.float64)
+        saved, work, idle = (
+            mode.activation_bytes,
+            mode.work.astype(np.float64),
+            mode.idle.astype(np.float64),
+        )
         return cls(work, idle, saved, saved, np.zeros(len(work)), held, _kinds(layers))
 
     def leave_neighbours(self, at: Pipelines, ticks: Floats) -> Mask:
@@ -104,16 +117,30 @@ class Ranks:
         return found
 
     def _leave_neighbours(self, at: Pipelines, ticks: Floats) -> Mask:
-        ogp, work, idle = _before(self.held.by_layer(at)), _before(self.work), _before(self.idle)
+        ogp, work, idle = (
+            _before(self.held.by_layer(at)),
+            _before(self.work),
+            _before(self.idle),
+        )
         saved, leanest = _before(self.activation_bytes), _before(self.leanest_bytes)
-        rate = self.rates[self.rates > 0].min(initial=np.inf) if (self.rates > 0).any() else 0.0
+        rate = (
+            self.rates[self.rates > 0].min(initial=np.inf)
+            if (self.rates > 0).any()
+            else 0.0
+        )
         stop, rows = np.full(len(ticks), len(self.work)), np.arange(len(ticks))
         for rank in reversed(range(int(at.ranks.max()))):
-            units = np.minimum(at.micro_batches, np.maximum(1, at.ranks - rank))[:, None]
+            units = np.minimum(at.micro_batches, np.maximum(1, at.ranks - rank))[
+                :, None
+            ]
             lies = ogp[rows, stop][:, None] - ogp
-            least, most = (lies + units * (each[stop][:, None] - each) for each in (leanest, saved))
+            least, most = (
+                lies + units * (each[stop][:, None] - each) for each in (leanest, saved)
+            )
             again = np.maximum(0.0, most - self.held.room_bytes) * rate / units
-            lasts = at.micro_batches[:, None] * (work[stop][:, None] - work + again) + idle
+            lasts = (
+                at.micro_batches[:, None] * (work[stop][:, None] - work + again) + idle
+            )
             fits = _fits(least, self.held.room_bytes, lasts, ticks[:, None])
             fits[rows, stop] = True
             stop = np.where(rank < at.ranks, fits.argmax(axis=1), stop)
@@ -135,8 +162,13 @@ class Ranks:
         return found
 
     def _leave_alike(self, at: Pipelines, ticks: Floats, in_flight: InFlight) -> Mask:
-        rank, ranks = np.arange(at.ranks.max(), dtype=np.float64)[None, :], at.ranks[:, None].astype(np.float64)
-        units = np.minimum(np.maximum(1.0, in_flight(ranks, rank)), at.micro_batches[:, None])
+        rank, ranks = (
+            np.arange(at.ranks.max(), dtype=np.float64)[None, :],
+            at.ranks[:, None].astype(np.float64),
+        )
+        units = np.minimum(
+            np.maximum(1.0, in_flight(ranks, rank)), at.micro_batches[:, None]
+        )
         waits = _before(self.idle)[np.minimum(rank.astype(np.int64), len(self.idle))]
         left = np.maximum(0.0, (ticks[:, None] - waits) / at.micro_batches[:, None])
         ogp, room = self.held.by_layer(at), self.held.room_bytes
@@ -144,8 +176,12 @@ class Ranks:
         for layer, count in self.kinds:
             lies = ogp[:, layer, None]
             rate = self.rates[layer] / units
-            work = self.work[layer] + (lies + units * self.activation_bytes[layer]) * rate
-            in_time = np.minimum(_times(left, self.work[layer]), _times(left + room * rate, work))
+            work = (
+                self.work[layer] + (lies + units * self.activation_bytes[layer]) * rate
+            )
+            in_time = np.minimum(
+                _times(left, self.work[layer]), _times(left + room * rate, work)
+            )
             in_room = _times(room, lies + units * self.leanest_bytes[layer])
             most = np.clip(np.floor(np.minimum(in_time, in_room) * _MORE), 0, count)
             found |= np.where(rank < ranks, most, 0).sum(axis=1) < count
@@ -154,12 +190,18 @@ class Ranks:
 
 def _times(whole: Floats | float, part: Floats | float) -> Floats:
     """How often the part goes into the whole: what is nothing, without end."""
-    whole, part = np.broadcast_arrays(np.asarray(whole, dtype=np.float64), np.asarray(part, dtype=np.float64))
-    found: Floats = np.divide(whole, part, out=np.full(part.shape, np.inf), where=part > 0)
+    whole, part = np.broadcast_arrays(
+        np.asarray(whole, dtype=np.float64), np.asarray(part, dtype=np.float64)
+    )
+    found: Floats = np.divide(
+        whole, part, out=np.full(part.shape, np.inf), where=part > 0
+    )
     return found
 
 
-def _fits(needed_bytes: Floats, room_bytes: float, lasting: Floats, ticks: Floats) -> Mask:
+def _fits(
+    needed_bytes: Floats, room_bytes: float, lasting: Floats, ticks: Floats
+) -> Mask:
     """(K14), with some slack for rounding."""
     fits: Mask = (needed_bytes <= room_bytes * _MORE) & (lasting <= ticks * _MORE)
     return fits
@@ -168,11 +210,21 @@ def _fits(needed_bytes: Floats, room_bytes: float, lasting: Floats, ticks: Float
 def _row(options: Sequence[LayerCost]) -> tuple[float, float, float, float]:
     """Work, activations, these in the leanest mode, and the best rate of a layer."""
     backward, saved = min((one.backward_ticks, one.activation_bytes) for one in options)
-    forward, leanest = options[0].forward_ticks, min(one.activation_bytes for one in options)
-    return forward + backward, saved, leanest, min((rate for rate, _ in trades(options)), default=0.0)
+    forward, leanest = (
+        options[0].forward_ticks,
+        min(one.activation_bytes for one in options),
+    )
+    return (
+        forward + backward,
+        saved,
+        leanest,
+        min((rate for rate, _ in trades(options)), default=0.0),
+    )
 
 
-def _kinds(layers: Sequence[Mapping[RecomputeMode, LayerCost]]) -> tuple[tuple[int, int], ...]:
+def _kinds(
+    layers: Sequence[Mapping[RecomputeMode, LayerCost]],
+) -> tuple[tuple[int, int], ...]:
     places: dict[int, list[int]] = {}
     for place, options in enumerate(layers):
         places.setdefault(id(options), []).append(place)

@@ -50,13 +50,20 @@ class _Pairs:
     @classmethod
     def of(cls, lane: Lane, open_: Mask) -> Self:
         """Of the open segments of a lane."""
-        segments, count, warm_up = lane.segments, lane.costs.micro_batches, warm_ups(lane.costs)
+        segments, count, warm_up = (
+            lane.segments,
+            lane.costs.micro_batches,
+            warm_ups(lane.costs),
+        )
         work, moved = segments.forward + segments.backward, 2 * segments.transfer
         both = work + moved
         both[0] += segments.tail[0]
         ways = Ways.of(both, open_)
         further = [max(0, count - 1 - units) for units in warm_up[:-1]]
-        turns, left = _column([each // 2 for each in further]), _column([each % 2 for each in further])
+        turns, left = (
+            _column([each // 2 for each in further]),
+            _column([each % 2 for each in further]),
+        )
         waits = _column([int(count > units) for units in warm_up[:-1]])
         behind = ways.behind[1:, None, :]
         first = ways.before[:-1, :, None] + both[:-1] + turns * (work + moved)[:-1]
@@ -97,7 +104,9 @@ class Neighbours:
             x, z = self._spans[s], self._spans[s + 2]
             for y in _blocks(self._spans[s + 1], x, z):
                 pairs = np.maximum(self._pairs(s, x, y, z), reached[s, x, y, None])
-                reached[s + 1, y, z] = np.maximum(reached[s + 1, y, z], pairs.min(axis=0))
+                reached[s + 1, y, z] = np.maximum(
+                    reached[s + 1, y, z], pairs.min(axis=0)
+                )
         return reached
 
     @cached_property
@@ -115,7 +124,9 @@ class Neighbours:
     def triples(self) -> int:
         """Of boundaries that are to be looked at."""
         spans = [each.stop - each.start for each in self._spans]
-        return sum(x * y * z for x, y, z in zip(spans, spans[1:], spans[2:], strict=False))
+        return sum(
+            x * y * z for x, y, z in zip(spans, spans[1:], spans[2:], strict=False)
+        )
 
     def through(self) -> Table:
         """No stage map that holds a segment is faster, [s, x, y]."""
@@ -128,7 +139,9 @@ class Neighbours:
         for s, behind in enumerate(self.behind):
             here = behind[x]
             if s > 0:
-                pairs = self._pairs(s - 1, slice(before, before + 1), slice(x, x + 1), slice(None))
+                pairs = self._pairs(
+                    s - 1, slice(before, before + 1), slice(x, x + 1), slice(None)
+                )
                 here = np.maximum(here, pairs[0, 0])
             y = int(here.argmin())
             if here[y] >= NEVER:
@@ -143,11 +156,16 @@ class Neighbours:
         leaving, entering = np.any(self.open, axis=2), np.any(self.open, axis=1)
         used = [leaving[0], *np.logical_or(leaving[1:], entering[:-1]), entering[-1]]
         places = [np.flatnonzero(each) for each in used]
-        return [slice(int(each[0]), int(each[-1]) + 1) if len(each) else slice(0, 0) for each in places]
+        return [
+            slice(int(each[0]), int(each[-1]) + 1) if len(each) else slice(0, 0)
+            for each in places
+        ]
 
     def _pairs(self, s: int, x: slice, y: slice, z: slice) -> Table:
         """Of rank s and the next one with boundaries in these places, [x, y, z]."""
-        table: Table = np.maximum.reduce([lane.between(s, x, y, z) for lane in self.lanes])
+        table: Table = np.maximum.reduce(
+            [lane.between(s, x, y, z) for lane in self.lanes]
+        )
         return table
 
 

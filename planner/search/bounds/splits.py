@@ -68,7 +68,12 @@ class Pipelines:
 
     def some(self, places: slice | NDArray[np.intp]) -> Pipelines:
         """Those at these places."""
-        return Pipelines(self.ranks[places], self.replicas[places], self.micro_batches[places], self.are_alike[places])
+        return Pipelines(
+            self.ranks[places],
+            self.replicas[places],
+            self.micro_batches[places],
+            self.are_alike[places],
+        )
 
 
 @dataclass(frozen=True)
@@ -90,15 +95,22 @@ class Held:
 
     def left(self, at: Pipelines) -> Floats:
         """P R - OGP, rounded up by a byte; 0 or less where OGP alone is too much."""
-        shared = self.shared_bytes.sum() + self.of_experts_bytes.sum() * self.experts_degree
+        shared = (
+            self.shared_bytes.sum() + self.of_experts_bytes.sum() * self.experts_degree
+        )
         shards = np.minimum(at.replicas, self.most_shards)
-        left: Floats = at.ranks * self.room_bytes - self.whole_bytes.sum() - shared / shards + 1.0
+        left: Floats = (
+            at.ranks * self.room_bytes - self.whole_bytes.sum() - shared / shards + 1.0
+        )
         return left
 
     def by_layer(self, at: Pipelines) -> Floats:
         """OGP, [pipeline, layer]."""
         shared = self.shared_bytes + self.of_experts_bytes * self.experts_degree
-        ogp: Floats = self.whole_bytes + shared / np.minimum(at.replicas, self.most_shards)[:, None]
+        ogp: Floats = (
+            self.whole_bytes
+            + shared / np.minimum(at.replicas, self.most_shards)[:, None]
+        )
         return ogp
 
 
@@ -128,12 +140,23 @@ class Alike:
         """Of the cost of every layer in that mode."""
         forward = _by_layer([cost.forward_ticks for cost in costs])
         work = forward + _by_layer([cost.backward_ticks for cost in costs])
-        weight = _by_layer([cost.backward_weight_ticks for cost in costs]) if splits else 0
+        weight = (
+            _by_layer([cost.backward_weight_ticks for cost in costs]) if splits else 0
+        )
         saved = np.array([cost.activation_bytes for cost in costs], dtype=np.float64)
-        return cls(forward, work, forward if splits else work, saved, work - weight, may_differ=not splits)
+        return cls(
+            forward,
+            work,
+            forward if splits else work,
+            saved,
+            work - weight,
+            may_differ=not splits,
+        )
 
     @classmethod
-    def unheld(cls, forward: Ticks, work: Ticks, passing: Ticks, *, may_differ: bool) -> Self:
+    def unheld(
+        cls, forward: Ticks, work: Ticks, passing: Ticks, *, may_differ: bool
+    ) -> Self:
         """Of layers of which no more is known than ticks: all forwards, all of a micro-batch, what H has of it."""
         return cls(forward, work, forward, np.zeros(len(work)), passing, may_differ)
 
@@ -144,10 +167,17 @@ class Alike:
             at: the pipelines.
             left_bytes: P R - OGP of each.
         """
-        bound = np.maximum(np.maximum(self._mean(at), self._crowded(at)), at.micro_batches * self.work.max())
-        bound = np.maximum(bound, _over(at.micro_batches * self._byte_ticks, left_bytes))
+        bound = np.maximum(
+            np.maximum(self._mean(at), self._crowded(at)),
+            at.micro_batches * self.work.max(),
+        )
+        bound = np.maximum(
+            bound, _over(at.micro_batches * self._byte_ticks, left_bytes)
+        )
         bound = np.maximum(bound, self.hold.sum())
-        apart: Floats | float = np.maximum(bound, self._turned(at)) if self.may_differ else np.inf
+        apart: Floats | float = (
+            np.maximum(bound, self._turned(at)) if self.may_differ else np.inf
+        )
         return np.where(at.are_alike, bound, apart)
 
     @cached_property
@@ -170,31 +200,47 @@ class Alike:
         return idle
 
     def _mean(self, at: Pipelines) -> Floats:
-        mean: Floats = (at.micro_batches * self.work.sum() + self.idle_ticks(at)) / at.ranks
+        mean: Floats = (
+            at.micro_batches * self.work.sum() + self.idle_ticks(at)
+        ) / at.ranks
         return mean
 
     def _crowded(self, at: Pipelines) -> Floats:
-        bound, layers, (work, _) = np.zeros(len(at.ranks)), len(self.work), self._longest
+        bound, layers, (work, _) = (
+            np.zeros(len(at.ranks)),
+            len(self.work),
+            self._longest,
+        )
         for k in _shares(layers, at.ranks):
             for left_out in _LEFT_OUT:
                 number = np.minimum(layers - left_out, k * at.ranks)
                 behind = number - (k - 1) * at.ranks - 1
                 exist = (behind >= 0) & (number >= k)
                 number, behind = np.maximum(number, 0), np.maximum(behind, 0)
-                crowded = np.where(number > k, at.micro_batches * _last(work, number, k + 1), _NEVER)
+                crowded = np.where(
+                    number > k, at.micro_batches * _last(work, number, k + 1), _NEVER
+                )
                 even = self._behind[behind] + at.micro_batches * _last(work, number, k)
-                bound = np.where(exist, np.maximum(bound, np.minimum(even, crowded)), bound)
+                bound = np.where(
+                    exist, np.maximum(bound, np.minimum(even, crowded)), bound
+                )
         return bound
 
     def _turned(self, at: Pipelines) -> Floats:
         """(B2) as (K7), and its mean over all ranks."""
-        layers, (work, forward), ahead = len(self.work), self._longest, np.minimum(at.micro_batches, at.ranks)
+        layers, (work, forward), ahead = (
+            len(self.work),
+            self._longest,
+            np.minimum(at.micro_batches, at.ranks),
+        )
         later = (at.micro_batches - 1) * work[-1] - (ahead - 1) * forward[-1]
         bound = later / at.ranks
         for k in _shares(layers, at.ranks):
             number = (k - 1) * at.ranks + 1
             shortest = _last(work, np.minimum(number, layers), k)
-            least = (at.micro_batches - 1) * shortest - (ahead - 1) * forward[np.minimum(k, layers)]
+            least = (at.micro_batches - 1) * shortest - (ahead - 1) * forward[
+                np.minimum(k, layers)
+            ]
             bound = np.where(number <= layers, np.maximum(bound, least), bound)
         turned: Floats = work[-1] + bound
         return turned
@@ -219,7 +265,9 @@ class Mixed:
         held = np.array([mode.activation_bytes for mode in modes]) * _from_here(least)
         rates = _RATES / max(1.0, room_bytes)
         sums = np.array([(work + rate * held).min(axis=0).sum() for rate in rates])
-        return cls(rates, sums, Alike(forward, least, least, np.zeros(len(least)), least))
+        return cls(
+            rates, sums, Alike(forward, least, least, np.zeros(len(least)), least)
+        )
 
     def least(self, at: Pipelines, left_bytes: Floats) -> Floats:
         """Ticks that no step beats: (K9), and the rest at the fastest modes; see `Alike.least`."""
@@ -244,7 +292,9 @@ def _last(totals: Ticks, number: Ticks, count: Ticks) -> Ticks:
 
 def _over(held: NDArray[Any], left_bytes: Floats) -> Floats:
     """Ticks over which what is held fits beside OGP; never, where that fills all there is."""
-    over: Floats = np.divide(held, left_bytes, out=np.full(len(held), np.inf), where=left_bytes > 0)
+    over: Floats = np.divide(
+        held, left_bytes, out=np.full(len(held), np.inf), where=left_bytes > 0
+    )
     return over
 
 

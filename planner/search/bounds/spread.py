@@ -64,7 +64,9 @@ class RankLoad:
 
     def with_exchanges(self, in_micro_batch: float, in_step: float) -> RankLoad:
         """With so many ticks more per element."""
-        assert self.elements is not None, "elements are known as long as nothing is priced"
+        assert self.elements is not None, (
+            "elements are known as long as nothing is priced"
+        )
         forward = self.forward + in_micro_batch * self.elements
         return replace(self, forward=forward, tail=in_step * self.elements)
 
@@ -83,7 +85,9 @@ class Spread:
     """That the scaled 1 stands for."""
 
     @classmethod
-    def of(cls, ranks: Sequence[RankLoad], micro_batches: int, in_flight: Sequence[int]) -> Self:
+    def of(
+        cls, ranks: Sequence[RankLoad], micro_batches: int, in_flight: Sequence[int]
+    ) -> Self:
         """A column.
 
         Args:
@@ -95,9 +99,22 @@ class Spread:
         ahead = [min(count, len(ranks) - place) for place in places]
         once = np.stack([each.forward + each.backward for each in ranks])
         once[0] += ranks[0].tail
-        later = np.stack([(count - ahead[p]) * ranks[p].forward + (count - 1) * ranks[p].backward for p in places])
-        bytes_ = np.stack([ranks[p].ogp_bytes + in_flight[p] * ranks[p].activation_bytes for p in places])
-        held = bytes_ / np.array([max(1, each.room_bytes) for each in ranks])[:, None, None]
+        later = np.stack(
+            [
+                (count - ahead[p]) * ranks[p].forward + (count - 1) * ranks[p].backward
+                for p in places
+            ]
+        )
+        bytes_ = np.stack(
+            [
+                ranks[p].ogp_bytes + in_flight[p] * ranks[p].activation_bytes
+                for p in places
+            ]
+        )
+        held = (
+            bytes_
+            / np.array([max(1, each.room_bytes) for each in ranks])[:, None, None]
+        )
         scale = max(1.0, float((once + later / len(ranks)).mean(axis=(0, 2)).sum()))
         return cls(once / scale, later / scale, held, scale)
 
@@ -108,14 +125,20 @@ class Spread:
             weights: q, of sum 1.
             prices: m R, not negative.
         """
-        reduced = self.once + weights[:, None, None] * self.later + prices[:, None, None] * self.held
+        reduced = (
+            self.once
+            + weights[:, None, None] * self.later
+            + prices[:, None, None] * self.held
+        )
         return float(reduced.min(axis=(0, 2)).sum() - prices.sum())
 
     def bound(self, enough_ticks: float = _MOST_TICKS) -> int:
         """Ticks by (U3); what is at least `enough_ticks` need not be told more exactly."""
         return self.bound_and_rows(enough_ticks)[0]
 
-    def bound_and_rows(self, enough_ticks: float, known: Floats | None = None) -> tuple[int, Floats]:
+    def bound_and_rows(
+        self, enough_ticks: float, known: Floats | None = None
+    ) -> tuple[int, Floats]:
         """Ticks by (U3), and the weights and prices that tell most.
 
         Args:
@@ -125,7 +148,10 @@ class Spread:
         ranks = len(self.once)
         rows = np.full(2 * ranks, 1 / ranks) if known is None else known
         best, point = self.dual(rows[:ranks], rows[ranks:]), _Point.first(self)
-        with np.errstate(all="ignore"), suppress(np.linalg.LinAlgError):  # where nothing fits, the prices have no limit
+        with (
+            np.errstate(all="ignore"),
+            suppress(np.linalg.LinAlgError),
+        ):  # where nothing fits, the prices have no limit
             for _ in range(_STEPS):
                 is_close = point.misses < _CLOSE and point.step - best <= _CLOSE * best
                 if best * self.ticks >= enough_ticks or is_close:
@@ -140,7 +166,14 @@ class Spread:
     def squares(self) -> tuple[Floats, ...]:
         """Products of the rows' coefficients."""
         once, later, held = self.once, self.later, self.held
-        return once * once, once * later, later * later, once * held, later * held, held * held
+        return (
+            once * once,
+            once * later,
+            later * later,
+            once * held,
+            later * held,
+            held * held,
+        )
 
 
 @dataclass(frozen=True)
@@ -169,9 +202,13 @@ class _Point:
         parts = np.full(spread.once.shape, 1 / (ranks * modes))
         rows = _rows(spread, parts)
         step = 1.5 * float(rows[:ranks].max())
-        slacks = np.maximum(0.1, np.concatenate([step - rows[:ranks], 1 - rows[ranks:]]))
+        slacks = np.maximum(
+            0.1, np.concatenate([step - rows[:ranks], 1 - rows[ranks:]])
+        )
         dual = np.full(2 * ranks, 1 / ranks)
-        dual_parts = np.maximum(1e-3 / kinds, spread.once + spread.later / ranks + spread.held / ranks)
+        dual_parts = np.maximum(
+            1e-3 / kinds, spread.once + spread.later / ranks + spread.held / ranks
+        )
         return cls(parts, step, slacks, dual, np.zeros(kinds), dual_parts, 0.1)
 
     def moved(self, spread: Spread) -> _Point:
@@ -184,7 +221,12 @@ class _Point:
         centred = (far._gap() / gap) ** 3 * gap / count
         direction = newton.direction(centred, ahead)
         reach = self._reach(direction)
-        return self._along(direction, min(1.0, _INSIDE * reach[0]), min(1.0, _INSIDE * reach[1]), newton.misses)
+        return self._along(
+            direction,
+            min(1.0, _INSIDE * reach[0]),
+            min(1.0, _INSIDE * reach[1]),
+            newton.misses,
+        )
 
     def _gap(self) -> float:
         parts = float((self.parts * self.dual_parts).sum())
@@ -192,7 +234,11 @@ class _Point:
 
     def _reach(self, change: _Point) -> tuple[float, float]:
         """How far primal and dual can go until something is 0, at most 1."""
-        primal = min(_lowest(self.parts, change.parts), _lowest(self.slacks, change.slacks), change.step / self.step)
+        primal = min(
+            _lowest(self.parts, change.parts),
+            _lowest(self.slacks, change.slacks),
+            change.step / self.step,
+        )
         dual = min(
             _lowest(self.dual_parts, change.dual_parts),
             _lowest(self.dual_rows, change.dual_rows),
@@ -200,7 +246,9 @@ class _Point:
         )
         return 1.0 if primal >= -1 else -1 / primal, 1.0 if dual >= -1 else -1 / dual
 
-    def _along(self, change: _Point, primal: float, dual: float, misses: float = np.inf) -> _Point:
+    def _along(
+        self, change: _Point, primal: float, dual: float, misses: float = np.inf
+    ) -> _Point:
         return _Point(
             self.parts + primal * change.parts,
             self.step + primal * change.step,
@@ -240,9 +288,19 @@ class _Newton:
         ranks = len(spread.once)
         self.ends = np.concatenate([np.ones(ranks), np.zeros(ranks)])
         # What is missed: rows, layers, parts' prices, the price of T.
-        self.of_rows = 1 - self.ends + self.ends * point.step - point.slacks - _rows(spread, point.parts)
+        self.of_rows = (
+            1
+            - self.ends
+            + self.ends * point.step
+            - point.slacks
+            - _rows(spread, point.parts)
+        )
         self.of_layers = 1 - point.parts.sum(axis=(0, 2))
-        self.of_parts = _columns(spread, point.dual_rows) - point.dual_layers[:, None] - point.dual_parts
+        self.of_parts = (
+            _columns(spread, point.dual_rows)
+            - point.dual_layers[:, None]
+            - point.dual_parts
+        )
         self.of_step = 1 - float(point.dual_rows[:ranks].sum()) - point.dual_step
         self.misses = float(max(abs(self.of_rows).max(), abs(self.of_layers).max()))
         self.scale = point.parts / point.dual_parts
@@ -263,7 +321,9 @@ class _Newton:
         sums = [(each * self.scale).sum(axis=(1, 2)) for each in spread.squares]
         once, once_later, later, once_held, later_held, held = sums
         matrix = np.zeros((2 * ranks, 2 * ranks))
-        matrix[:ranks, :ranks] = once.sum() + once_later[None, :] + once_later[:, None] + np.diag(later)
+        matrix[:ranks, :ranks] = (
+            once.sum() + once_later[None, :] + once_later[:, None] + np.diag(later)
+        )
         matrix[:ranks, ranks:] = once_held[None, :] + np.diag(later_held)
         matrix[ranks:, :ranks] = matrix[:ranks, ranks:].T
         matrix[ranks:, ranks:] = np.diag(held)
@@ -286,9 +346,16 @@ class _Newton:
         # dx = parts / z - scale (columns(dy) - dv + of_parts): z moves by columns(dy) - dv + of_parts
         moved = parts / point.dual_parts - self.scale * self.of_parts
         behind = self.of_layers - moved.sum(axis=(0, 2))
-        step_moved = step / point.dual_step - point.step / point.dual_step * self.of_step
+        step_moved = (
+            step / point.dual_step - point.step / point.dual_step * self.of_step
+        )
         # rows(dx) - ends dT + ds = of_rows
-        right = self.of_rows - _rows(spread, moved) + self.ends * step_moved - slacks / point.dual_rows
+        right = (
+            self.of_rows
+            - _rows(spread, moved)
+            + self.ends * step_moved
+            - slacks / point.dual_rows
+        )
         right = right - self.mixed @ (behind / self.layers)
         dual_rows = -np.linalg.solve(self.matrix, right)
         dual_layers = (behind + self.mixed.T @ dual_rows) / self.layers

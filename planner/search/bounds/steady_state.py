@@ -82,26 +82,44 @@ def _short(costs: LayoutCosts) -> Short | None:
     layout = costs.layout
     if layout.sequence_chunks > 1:
         return None
-    numbers = layout.pipeline_parallel_degree, costs.micro_batches, layout.virtual_stages_per_rank
+    numbers = (
+        layout.pipeline_parallel_degree,
+        costs.micro_batches,
+        layout.virtual_stages_per_rank,
+    )
     return short_of(layout.schedule, *numbers)
 
 
 @lru_cache(maxsize=1024)
-def short_of(name: str, ranks: int, micro_batches: int, virtual_stages: int) -> Short | None:
+def short_of(
+    name: str, ranks: int, micro_batches: int, virtual_stages: int
+) -> Short | None:
     """The short schedule of a long one of these numbers; None where that is not longer by much, or repeats nothing."""
     few = _ROUNDS * ranks + micro_batches % ranks
     entry = find(name)
-    if micro_batches < _WORTH * few or entry.replica_ranks is not no_copies or entry.has_pairs:
+    if (
+        micro_batches < _WORTH * few
+        or entry.replica_ranks is not no_copies
+        or entry.has_pairs
+    ):
         return None
     try:
         schedule = built(name, ranks, few, virtual_stages, 1)
     except LayoutError:  # interleaved-1f1b runs only numbers of micro-batches that its groups share out evenly
         return None
-    shape, times = Shape(ranks, micro_batches, virtual_stages), (micro_batches - few) // ranks
+    shape, times = (
+        Shape(ranks, micro_batches, virtual_stages),
+        (micro_batches - few) // ranks,
+    )
     period = len(schedule.actions[0]) // few * ranks
     starts, stops = [], []
     for rank in range(ranks):
-        bounds = _repeated(Row.read(schedule.actions[rank]), Row.read(entry.rank_actions(shape, rank)), period, ranks)
+        bounds = _repeated(
+            Row.read(schedule.actions[rank]),
+            Row.read(entry.rank_actions(shape, rank)),
+            period,
+            ranks,
+        )
         if bounds is None:
             return None
         starts.append(bounds[0])
@@ -127,7 +145,9 @@ def _repeated(short: Row, long: Row, period: int, more: int) -> tuple[int, int] 
     if stop - start < period:
         return None
     first, last = start, stop + put_in - period
-    repeats = _alike(_part(long, first, last), _part(long, first + period, last + period), more)
+    repeats = _alike(
+        _part(long, first, last), _part(long, first + period, last + period), more
+    )
     return (start, stop) if repeats.all() else None
 
 
@@ -137,7 +157,9 @@ def _part(row: Row, start: int, stop: int) -> Row:
 
 def _alike(one: Row, other: Row, more: int) -> NDArray[np.bool_]:
     """By place: the same action, of so many micro-batches later."""
-    is_same: NDArray[np.bool_] = (one.stages == other.stages) & (one.kinds == other.kinds)
+    is_same: NDArray[np.bool_] = (one.stages == other.stages) & (
+        one.kinds == other.kinds
+    )
     is_same &= one.units + more == other.units
     return is_same
 
@@ -151,17 +173,28 @@ def _further_ticks(short: Short, simulation: Simulation, rank: int) -> int:
     chain = np.array(simulation.longest_chain(rank)[::-1])
     ranks, places = np.asarray(graph.rank)[chain], place_of[chain]
     start, stop = _shared(places >= short.starts[ranks], places < short.stops[ranks])
-    seen = {(int(ranks[at]), int(places[at])): int(ends[chain[at]]) for at in range(start, stop)}
+    seen = {
+        (int(ranks[at]), int(places[at])): int(ends[chain[at]])
+        for at in range(start, stop)
+    }
 
     def turn(periods: int) -> int:
         """Most ticks between an action and the same one of so many periods later."""
         moved = periods * short.period
-        return max((seen.get((rank, place + moved), 0) - end for (rank, place), end in seen.items()), default=0)
+        return max(
+            (
+                seen.get((rank, place + moved), 0) - end
+                for (rank, place), end in seen.items()
+            ),
+            default=0,
+        )
 
     return max(0, *(short.times // periods * turn(periods) for periods in _TURNS))
 
 
-def _shared(is_behind: NDArray[np.bool_], is_before: NDArray[np.bool_]) -> tuple[int, int]:
+def _shared(
+    is_behind: NDArray[np.bool_], is_before: NDArray[np.bool_]
+) -> tuple[int, int]:
     """Where all that follows is behind, up to where all that came is before."""
     start = 0 if is_behind.all() else len(is_behind) - int(is_behind[::-1].argmin())
     return start, len(is_before) if is_before.all() else int(is_before.argmin())

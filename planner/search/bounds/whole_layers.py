@@ -54,12 +54,20 @@ class Repeated:
         ranks = costs.of_replica.ranks
         each = [rank.layers[first][modes[first][0].mode] for rank in ranks]
         is_shared = bool(costs.shared)
-        tails = [0 if is_shared else cost.reduction_ticks + cost.optimizer_ticks for cost in each]
-        works = [rank.micro_batches * _work(cost) for rank, cost in zip(ranks, each, strict=True)]
+        tails = [
+            0 if is_shared else cost.reduction_ticks + cost.optimizer_ticks
+            for cost in each
+        ]
+        works = [
+            rank.micro_batches * _work(cost)
+            for rank, cost in zip(ranks, each, strict=True)
+        ]
         return cls(
             count,
             np.array(works, dtype=np.float64) + tails,
-            np.array([0 if is_shared else cost.ogp_bytes for cost in each], dtype=np.float64),
+            np.array(
+                [0 if is_shared else cost.ogp_bytes for cost in each], dtype=np.float64
+            ),
             np.array([cost.activation_bytes for cost in each], dtype=np.float64),
             np.array(list(map(room_bytes, ranks)), dtype=np.float64),
         )
@@ -70,7 +78,9 @@ class Repeated:
         Args:
             in_flight: micro-batches that every rank holds at once, at least.
         """
-        held = np.maximum(1.0, self.ogp_bytes + np.array(in_flight) * self.activation_bytes)
+        held = np.maximum(
+            1.0, self.ogp_bytes + np.array(in_flight) * self.activation_bytes
+        )
         most = np.minimum(self.count, np.floor(np.maximum(0.0, self.room_bytes) / held))
         if most.sum() < self.count:
             return NO_LIMIT
@@ -84,7 +94,10 @@ class Repeated:
 
 
 def _in_mode(options: dict[RecomputeMode, LayerCost], word: str) -> LayerCost:
-    return next((cost for mode, cost in options.items() if mode == word), next(iter(options.values())))
+    return next(
+        (cost for mode, cost in options.items() if mode == word),
+        next(iter(options.values())),
+    )
 
 
 def _work(cost: LayerCost) -> int:
@@ -105,30 +118,55 @@ def family_ticks(work: Workload, family: Family, held: Held) -> int:
 def _by_mode(work: Workload, family: Family, held: Held) -> Iterator[int]:
     (column,) = columns_of(work, family.layout(Zero(0), family.orders[0]))
     groups = {place: work.groups[place] for place in column.groups}
-    layers = {place: nearest_costs(group, family.split) for place, group in groups.items()}
+    layers = {
+        place: nearest_costs(group, family.split) for place, group in groups.items()
+    }
     kind, count = Counter(map(id, layers[column.groups[0]])).most_common(1)[0]
-    first = next(place for place, options in enumerate(layers[column.groups[0]]) if id(options) == kind)
+    first = next(
+        place
+        for place, options in enumerate(layers[column.groups[0]])
+        if id(options) == kind
+    )
     is_shared = bool(work.profile.shared_parameters)
     for word in dict.fromkeys(order.recompute for order in family.orders):
         here = {place: _in_mode(known[first], word) for place, known in layers.items()}
-        rooms = {place: np.inf if is_shared else _room(group) for place, group in groups.items()}
+        rooms = {
+            place: np.inf if is_shared else _room(group)
+            for place, group in groups.items()
+        }
         found = Repeated(
             count,
-            np.array([family.micro_batches * float(_work(here[place])) for place in column.groups]),
-            np.array([_least_held_bytes(family, here[place]) for place in column.groups]),
+            np.array(
+                [
+                    family.micro_batches * float(_work(here[place]))
+                    for place in column.groups
+                ]
+            ),
+            np.array(
+                [_least_held_bytes(family, here[place]) for place in column.groups]
+            ),
             np.array([float(here[place].activation_bytes) for place in column.groups]),
             np.array([rooms[place] for place in column.groups], dtype=np.float64),
         )
-        yield found.least_ticks(held(tuple(order for order in family.orders if order.recompute == word)))
+        yield found.least_ticks(
+            held(tuple(order for order in family.orders if order.recompute == word))
+        )
 
 
 def _room(group: Workload) -> float:
-    return group.capacity_bytes - reserved_bytes(group) - int(group.constants.workspace_bytes)
+    return (
+        group.capacity_bytes
+        - reserved_bytes(group)
+        - int(group.constants.workspace_bytes)
+    )
 
 
 def _least_held_bytes(family: Family, cost: LayerCost) -> float:
     """OGP of a layer under whichever way of the family's to share out states takes least: (U4)."""
-    replicas, stage = family.data * family.context, max(zero.stage for zero in family.zeros)
+    replicas, stage = (
+        family.data * family.context,
+        max(zero.stage for zero in family.zeros),
+    )
     shards = max(zero.shards or replicas for zero in family.zeros)
     parts = [shards if stage >= level else 1 for level in (3, 2, 1)]
     states = cost.parameters_bytes, cost.gradients_bytes, cost.optimizer_bytes

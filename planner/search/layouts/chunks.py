@@ -22,7 +22,11 @@ from planner.spec.profile import Measurement, RecomputeMode
 
 CHUNKS = (2, 4, 8)
 """Numbers of chunks looked at, besides one."""
-CHUNKED = tuple(name for name in names(runnable_only=True, fixed_only=True) if find(name).takes_sequence_chunks)
+CHUNKED = tuple(
+    name
+    for name in names(runnable_only=True, fixed_only=True)
+    if find(name).takes_sequence_chunks
+)
 """Schedules of sequence chunks; with one chunk they are others of the space."""
 
 Rows = tuple[dict[RecomputeMode, Measurement], ...]
@@ -30,7 +34,10 @@ Rows = tuple[dict[RecomputeMode, Measurement], ...]
 
 
 def chunks_of(
-    work: Workload, split: tuple[int, int, int, int, bool], asked: Mapping[str, Constraint], schedules: tuple[str, ...]
+    work: Workload,
+    split: tuple[int, int, int, int, bool],
+    asked: Mapping[str, Constraint],
+    schedules: tuple[str, ...],
 ) -> tuple[int, ...]:
     """Numbers of sequence chunks of layouts that split layers like this, one apart: equation (D13).
 
@@ -43,10 +50,21 @@ def chunks_of(
     _, tensor, context, _, sequence_parallel = split
     ranks = context * (tensor if sequence_parallel else 1)
     wish, length = asked.get("sequence_chunks"), work.job.sequence_length
-    is_asked = wish is not None or ("schedule" in asked and any(name in CHUNKED for name in schedules))
-    if work.groups or not length or work.profile.whole_sequences or not (is_asked or _can_be_cut(work)):
+    is_asked = wish is not None or (
+        "schedule" in asked and any(name in CHUNKED for name in schedules)
+    )
+    if (
+        work.groups
+        or not length
+        or work.profile.whole_sequences
+        or not (is_asked or _can_be_cut(work))
+    ):
         return ()
-    fitting = tuple(count for count in CHUNKS if length % (count * ranks) == 0 and allows(wish, count))
+    fitting = tuple(
+        count
+        for count in CHUNKS
+        if length % (count * ranks) == 0 and allows(wish, count)
+    )
     return fitting if fitting and _is_priced(work, work.sizes[split]) else ()
 
 
@@ -74,8 +92,14 @@ def _is_priced(work: Workload, rows: Rows) -> bool:
     """Has equation (Q3) all that it needs?"""
     if not _types(work) <= work.device.peak_flops_per_second.keys():
         return False
-    every = [row for options in {id(each): each for each in rows}.values() for row in options.values()]
-    attends = any(operation.kind == "attention" for row in every for operation in row.operations)
+    every = [
+        row
+        for options in {id(each): each for each in rows}.values()
+        for row in options.values()
+    ]
+    attends = any(
+        operation.kind == "attention" for row in every for operation in row.operations
+    )
     return attends and all(row.operations or not row.forward_flops for row in every)
 
 

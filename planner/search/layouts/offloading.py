@@ -40,7 +40,9 @@ def is_offloading_known(work: Workload) -> bool:
     return not work.groups and missing_for_offload(work) is None
 
 
-def offloadings_of(work: Workload, constraints: dict[str, Constraint]) -> tuple[Offloading, ...]:
+def offloadings_of(
+    work: Workload, constraints: dict[str, Constraint]
+) -> tuple[Offloading, ...]:
     """Everything that the cluster and the constraints permit, nothing first."""
     known = (False, True) if is_offloading_known(work) else (False,)
     return tuple(
@@ -60,16 +62,27 @@ def check_offload_constraints(work: Workload) -> None:
     Raises:
         UnsupportedError: names what the cluster does not tell, of its first node group.
     """
-    missing = [missing_in_group(group, place) for place, group in enumerate(work.groups or (work,))]
+    missing = [
+        missing_in_group(group, place)
+        for place, group in enumerate(work.groups or (work,))
+    ]
     for field in ("activation_offload", "optimizer_offload"):
-        if missing[0] and None not in missing and not allows(work.job.constraints.get(field), False):
+        if (
+            missing[0]
+            and None not in missing
+            and not allows(work.job.constraints.get(field), False)
+        ):
             where, wrong, mend = missing[0]
             raise UnsupportedError(
-                f"offloading is asked for, and {where}: {wrong}", field=f"job.constraints.{field}", mend=mend
+                f"offloading is asked for, and {where}: {wrong}",
+                field=f"job.constraints.{field}",
+                mend=mend,
             )
 
 
-def orders_offloading(orders: tuple[Order, ...], rows: Rows, wish: tuple[str, ...]) -> tuple[Order, ...]:
+def orders_offloading(
+    orders: tuple[Order, ...], rows: Rows, wish: tuple[str, ...]
+) -> tuple[Order, ...]:
     """Those of a family's orders under which activations can be offloaded, with layers that recompute nothing.
 
     Args:
@@ -77,10 +90,13 @@ def orders_offloading(orders: tuple[Order, ...], rows: Rows, wish: tuple[str, ..
         rows: of the profile, for its micro-batches and degrees.
         wish: recompute modes that the job permits.
     """
-    if not ({"none", "per-layer"} & set(wish)) or not all("none" in options for options in rows):
+    if not ({"none", "per-layer"} & set(wish)) or not all(
+        "none" in options for options in rows
+    ):
         return ()
     return tuple(
         replace(order, recompute="none")
         for order in orders
-        if order.recompute == ("none" if order.is_dealt else "per-layer") and not splits_backward(order.schedule)
+        if order.recompute == ("none" if order.is_dealt else "per-layer")
+        and not splits_backward(order.schedule)
     )

@@ -60,7 +60,9 @@ def raise_bounds(state: State, least: FamilyBounds) -> None:
             for part in _by_class(one, one.item, least, state.limit_ticks):
                 state.push(part)
         else:
-            state.push(replace(one, bound_ticks=max(one.bound_ticks, _least_of(one, least))))
+            state.push(
+                replace(one, bound_ticks=max(one.bound_ticks, _least_of(one, least)))
+            )
 
 
 def _least_of(one: Open, least: FamilyBounds) -> int:
@@ -73,7 +75,11 @@ def _least_of(one: Open, least: FamilyBounds) -> int:
         case _:
             return 0
     known = least.get(_key(family))
-    ticks = np.inf if known is None else known[_stages_of(zero.stage), list(set(map(class_of, orders)))].min()
+    ticks = (
+        np.inf
+        if known is None
+        else known[_stages_of(zero.stage), list(set(map(class_of, orders)))].min()
+    )
     return int(ticks) if ticks < np.inf else 0
 
 
@@ -81,20 +87,39 @@ def _key(family: Family) -> tuple[Split, int, int]:
     return family.split, family.sequence_chunks, family.pipeline
 
 
-def _by_class(one: Open, family: Family, least: FamilyBounds, limit_ticks: int) -> Iterator[Open]:
+def _by_class(
+    one: Open, family: Family, least: FamilyBounds, limit_ticks: int
+) -> Iterator[Open]:
     """What may beat the limit together, for it is opened once; what may not, ZeRO stages before classes, by itself."""
     ticks = least.get(_key(family), np.zeros((_STAGES, CLASSES)))
     stages = frozenset(_stages_of(zero.stage) for zero in family.zeros)
     kinds = frozenset(map(class_of, family.orders))
-    near_stages = frozenset(stage for stage in stages if ticks[stage, list(kinds)].min() < limit_ticks)
-    near_kinds = frozenset(kind for kind in kinds if ticks[list(near_stages), kind].min(initial=np.inf) < limit_ticks)
-    for mine, some in ((near_stages, near_kinds), (stages - near_stages, kinds), (near_stages, kinds - near_kinds)):
+    near_stages = frozenset(
+        stage for stage in stages if ticks[stage, list(kinds)].min() < limit_ticks
+    )
+    near_kinds = frozenset(
+        kind
+        for kind in kinds
+        if ticks[list(near_stages), kind].min(initial=np.inf) < limit_ticks
+    )
+    for mine, some in (
+        (near_stages, near_kinds),
+        (stages - near_stages, kinds),
+        (near_stages, kinds - near_kinds),
+    ):
         bound = ticks[np.ix_(sorted(mine), sorted(some))].min(initial=np.inf)
         if bound < np.inf:
             is_near = bound < limit_ticks or (mine, some) == (stages, kinds)
-            part = family if (mine, some) == (stages, kinds) else _part(family, mine, some)
+            part = (
+                family if (mine, some) == (stages, kinds) else _part(family, mine, some)
+            )
             order = one.order if is_near else _apart(one, mine, some)
-            yield replace(one, bound_ticks=max(one.bound_ticks, int(bound)), order=order, item=part)
+            yield replace(
+                one,
+                bound_ticks=max(one.bound_ticks, int(bound)),
+                order=order,
+                item=part,
+            )
 
 
 def _part(family: Family, stages: Collection[int], kinds: Collection[int]) -> Family:
@@ -110,7 +135,9 @@ def _stages_of(zero_stage: int) -> int:
     return max(0, zero_stage - 1)
 
 
-def _apart(one: Open, stages: Collection[int], kinds: Collection[int]) -> tuple[int, ...]:
+def _apart(
+    one: Open, stages: Collection[int], kinds: Collection[int]
+) -> tuple[int, ...]:
     """A place of its own in the enumeration, for what no other part of the family is."""
     number = sum(1 << (stage * CLASSES + kind) for stage in stages for kind in kinds)
     return (one.order[0] + number * _APART,)

@@ -18,7 +18,14 @@ from functools import lru_cache
 
 from planner.cost import Workload
 from planner.errors import LayoutError, UnknownNameError, UnsupportedError
-from planner.schedule import Requirement, build, canonical_name, find, names, requirements
+from planner.schedule import (
+    Requirement,
+    build,
+    canonical_name,
+    find,
+    names,
+    requirements,
+)
 from planner.schedule.entry import Shape
 from planner.schedule.order_bound import SPLIT
 from planner.schedule.synthesize import MOST_ACTIONS
@@ -46,7 +53,12 @@ def _dealt_schedules() -> tuple[str, ...]:
     return tuple(
         one.name
         for one in entries
-        if not (one.has_pairs or one.recompute_modes or one.needs_durations or one.name in CHUNKED)
+        if not (
+            one.has_pairs
+            or one.recompute_modes
+            or one.needs_durations
+            or one.name in CHUNKED
+        )
     )
 
 
@@ -79,7 +91,9 @@ def schedules_of(constraint: Constraint | None) -> tuple[str, ...]:
     if constraint is None:
         return SEARCHED
     values = constraint if isinstance(constraint, tuple) else (constraint,)
-    if isinstance(constraint, Range) or not all(isinstance(value, str) for value in values):
+    if isinstance(constraint, Range) or not all(
+        isinstance(value, str) for value in values
+    ):
         raise UnknownNameError(
             f"{constraint_text(constraint)} is no schedule.",
             field="job.constraints.schedule",
@@ -100,7 +114,11 @@ def recompute_wish(constraint: Constraint | None) -> tuple[str, ...]:
     """Recompute modes that the job permits."""
     if constraint is None or isinstance(constraint, Range):
         return ("per-layer",)
-    return tuple(map(str, constraint)) if isinstance(constraint, tuple) else (str(constraint),)
+    return (
+        tuple(map(str, constraint))
+        if isinstance(constraint, tuple)
+        else (str(constraint),)
+    )
 
 
 def orders_of(
@@ -118,31 +136,48 @@ def orders_of(
     count = len(work.profile.layers)
     if not work.groups and standing.are_alike:
         named = tuple(name for name in schedules if (name in CHUNKED) == (chunks > 1))
-        return orders(pipeline, standing.micro_batches, count, named, virtual, modes, chunks)
+        return orders(
+            pipeline, standing.micro_batches, count, named, virtual, modes, chunks
+        )
     alike = tuple(mode for mode in modes if mode != "per-layer")
     bounded = tuple(name for name in schedules if name in BOUNDED)
     found = orders(pipeline, standing.micro_batches, count, bounded, virtual, modes)
     if standing.are_alike:
         dealt = tuple(name for name in schedules if name in DEALT)
-        return found + orders(pipeline, standing.micro_batches, count, dealt, virtual, alike)
-    return tuple(Order(one.schedule, one.virtual_stages, mode) for one in found for mode in alike)
+        return found + orders(
+            pipeline, standing.micro_batches, count, dealt, virtual, alike
+        )
+    return tuple(
+        Order(one.schedule, one.virtual_stages, mode) for one in found for mode in alike
+    )
 
 
 def recompute_words(rows: Rows, wish: tuple[str, ...]) -> tuple[RecomputeWord, ...]:
     """Modes that all layers can take alike, and ``per-layer`` where some layer has a choice."""
     kinds = {id(options): frozenset(options) for options in rows}.values()
-    choices = [options if "per-layer" in wish else options.intersection(wish) for options in kinds]
-    mixed: tuple[RecomputeWord, ...] = ("per-layer",) if max(map(len, choices)) > 1 else ()
+    choices = [
+        options if "per-layer" in wish else options.intersection(wish)
+        for options in kinds
+    ]
+    mixed: tuple[RecomputeWord, ...] = (
+        ("per-layer",) if max(map(len, choices)) > 1 else ()
+    )
     return (*_uniform_modes(kinds, wish), *mixed)
 
 
-def _uniform_modes(kinds: Collection[frozenset[RecomputeMode]], wish: tuple[str, ...]) -> tuple[RecomputeMode, ...]:
+def _uniform_modes(
+    kinds: Collection[frozenset[RecomputeMode]], wish: tuple[str, ...]
+) -> tuple[RecomputeMode, ...]:
     """Each layer takes it, or offers no wished mode and keeps what it has."""
     offered = frozenset[RecomputeMode]().union(*kinds)
     wished = offered if "per-layer" in wish else offered.intersection(wish)
     if "per-layer" in wish or not wished:
         return tuple(mode for mode in MODES if mode in offered)
-    return tuple(mode for mode in MODES if mode in wished and all(mode in each or not wished & each for each in kinds))
+    return tuple(
+        mode
+        for mode in MODES
+        if mode in wished and all(mode in each or not wished & each for each in kinds)
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -156,14 +191,19 @@ def orders(
     chunks: int = 1,
 ) -> tuple[Order, ...]:
     """Orders that so many ranks, micro-batches, layers and sequence chunks can take: equations (D4) and (D7)."""
-    found = [Order(name, 1, "per-layer") for name in schedules if name in BOUNDED and 1 in virtual]
+    found = [
+        Order(name, 1, "per-layer")
+        for name in schedules
+        if name in BOUNDED and 1 in virtual
+    ]
     for name in schedules:
         if name in BOUNDED or pipeline == 1:
             continue
         found += [
             Order(name, count, mode)
             for count in virtual
-            if pipeline * count <= layers and _takes(name, Shape(pipeline, micro_batches, count, chunks))
+            if pipeline * count <= layers
+            and _takes(name, Shape(pipeline, micro_batches, count, chunks))
             for mode in modes
             if _recomputes(name, count, mode)
         ]
@@ -183,7 +223,9 @@ def splits_backward(name: str) -> bool:
     """Does a schedule split its backwards, or may it? The executor recomputes under full backwards only."""
     if name == SYNTHESIZED:
         return True
-    small = build(name, ranks=2, micro_batches=4, virtual_stages=find(name).least_virtual_stages)
+    small = build(
+        name, ranks=2, micro_batches=4, virtual_stages=find(name).least_virtual_stages
+    )
     return Requirement.SPLIT_BACKWARD in requirements(small)
 
 

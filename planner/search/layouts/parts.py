@@ -51,12 +51,16 @@ class Part:
         """Rows that number the part's own nodes, with the whole cluster's numbers."""
         if self.nodes == tuple(range(len(self.nodes))):
             return rows
-        return tuple(row.model_copy(update={"node": self.nodes[row.node]}) for row in rows)
+        return tuple(
+            row.model_copy(update={"node": self.nodes[row.node]}) for row in rows
+        )
 
 
 def whole(cluster: Cluster) -> Part:
     """All of a cluster."""
-    return Part(tuple(range(sum(group.nodes for group in cluster.node_groups))), cluster)
+    return Part(
+        tuple(range(sum(group.nodes for group in cluster.node_groups))), cluster
+    )
 
 
 def parts_of(cluster: Cluster) -> tuple[Part, ...]:
@@ -73,9 +77,18 @@ def parts_of(cluster: Cluster) -> tuple[Part, ...]:
             field="cluster.node_groups",
             mend="give fewer nodes or groups, or the objective step_time.",
         )
-    starts = [sum(group.nodes for group in groups[:place]) for place in range(len(groups))]
+    starts = [
+        sum(group.nodes for group in groups[:place]) for place in range(len(groups))
+    ]
     found = [
-        _part(cluster, {start + node: group.devices_per_node for start, group, used in rows for node in range(used)})
+        _part(
+            cluster,
+            {
+                start + node: group.devices_per_node
+                for start, group, used in rows
+                for node in range(used)
+            },
+        )
         for counts in product(*(range(group.nodes + 1) for group in groups))
         if any(counts) and (rows := list(zip(starts, groups, counts, strict=True)))
     ]
@@ -90,16 +103,29 @@ def parts_of(cluster: Cluster) -> tuple[Part, ...]:
 def arrangements(cluster: Cluster) -> tuple[Part, ...]:
     """What a plan may use of a cluster when nothing but its speed counts: (J3). All in the given order comes first."""
     groups = cluster.node_groups
-    starts = [sum(group.nodes for group in groups[:place]) for place in range(len(groups))]
+    starts = [
+        sum(group.nodes for group in groups[:place]) for place in range(len(groups))
+    ]
     several = permutations if len(groups) <= MOST_ORDERED else combinations
-    chosen = [order for count in range(len(groups), 0, -1) for order in several(range(len(groups)), count)]
-    return tuple(replace(_part(cluster, _whole_groups(groups, starts, order)), groups=order) for order in chosen)
+    chosen = [
+        order
+        for count in range(len(groups), 0, -1)
+        for order in several(range(len(groups)), count)
+    ]
+    return tuple(
+        replace(_part(cluster, _whole_groups(groups, starts, order)), groups=order)
+        for order in chosen
+    )
 
 
-def _whole_groups(groups: Sequence[NodeGroup], starts: Sequence[int], order: Sequence[int]) -> dict[int, int]:
+def _whole_groups(
+    groups: Sequence[NodeGroup], starts: Sequence[int], order: Sequence[int]
+) -> dict[int, int]:
     """Devices of every node of these groups."""
     return {
-        starts[place] + node: groups[place].devices_per_node for place in order for node in range(groups[place].nodes)
+        starts[place] + node: groups[place].devices_per_node
+        for place in order
+        for node in range(groups[place].nodes)
     }
 
 
@@ -123,4 +149,9 @@ def token_price(cluster: Cluster, job: Job, step_seconds: float) -> float | None
     price = cluster.price_per_hour
     if price is None:
         return None
-    return step_seconds * price / _HOUR_SECONDS / (job.global_batch_size * (job.sequence_length or 1))
+    return (
+        step_seconds
+        * price
+        / _HOUR_SECONDS
+        / (job.global_batch_size * (job.sequence_length or 1))
+    )

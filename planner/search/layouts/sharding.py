@@ -35,16 +35,22 @@ Priced = tuple[int, tuple[Zero, RankOrder], LayoutCosts, tuple[LayerModes, ...],
 """Place among the family's ways, what it is, its costs, the choices of every layer, and their totals."""
 
 
-def worth_opening(work: Workload, family: Family, wish: tuple[str, ...]) -> list[Priced]:
+def worth_opening(
+    work: Workload, family: Family, wish: tuple[str, ...]
+) -> list[Priced]:
     """Every way to share out the states that may fit with one micro-batch in flight, and that none dominates."""
     kept: list[Priced] = []
     for one in worth_pricing(work, family, wish):
-        if not any(_stage(each) == _stage(one) and dominates(each[2], one[2]) for each in kept):
+        if not any(
+            _stage(each) == _stage(one) and dominates(each[2], one[2]) for each in kept
+        ):
             kept.append(one)
     sharded = [one for one in kept if _stage(one) == 1]
 
     def is_beaten(plain: Priced) -> bool:
-        return _stage(plain) == 0 and any(dominates(each[2], plain[2], strictly=True) for each in sharded)
+        return _stage(plain) == 0 and any(
+            dominates(each[2], plain[2], strictly=True) for each in sharded
+        )
 
     return [one for one in kept if not is_beaten(one)]
 
@@ -53,7 +59,9 @@ def _stage(one: Priced) -> int:
     return one[1][0].stage
 
 
-def worth_pricing(work: Workload, family: Family, wish: tuple[str, ...]) -> Iterator[Priced]:
+def worth_pricing(
+    work: Workload, family: Family, wish: tuple[str, ...]
+) -> Iterator[Priced]:
     """Those that may fit, larger groups first: equation (H1)."""
     overflows = set()
     for place, (zero, rank_order) in enumerate(family.ways):
@@ -68,7 +76,9 @@ def worth_pricing(work: Workload, family: Family, wish: tuple[str, ...]) -> Iter
             overflows.add(zero.stage)
 
 
-def dominates(better: LayoutCosts, worse: LayoutCosts, *, strictly: bool = False) -> bool:
+def dominates(
+    better: LayoutCosts, worse: LayoutCosts, *, strictly: bool = False
+) -> bool:
     """Is every stage map no slower, and no leaner, under `worse`? Equations (H2) and (H3).
 
     Args:
@@ -76,8 +86,12 @@ def dominates(better: LayoutCosts, worse: LayoutCosts, *, strictly: bool = False
         worse: of it too, with the same ZeRO stage, or none.
         strictly: and slower under it.
     """
-    if better.columns or better.ranks:  # the costs of the whole are bounds only: every rank has its own
-        parts = zip(better.columns or better.ranks, worse.columns or worse.ranks, strict=True)
+    if (
+        better.columns or better.ranks
+    ):  # the costs of the whole are bounds only: every rank has its own
+        parts = zip(
+            better.columns or better.ranks, worse.columns or worse.ranks, strict=True
+        )
         return all(dominates(*pair, strictly=strictly) for pair in parts)
     if better.shared:
         return False
@@ -101,26 +115,39 @@ def dominates(better: LayoutCosts, worse: LayoutCosts, *, strictly: bool = False
 def _no_slower(better: Link, worse: Link) -> bool:
     """Between two stages."""
     faster = better.bandwidth_bytes_per_second >= worse.bandwidth_bytes_per_second
-    return better is worse or (faster and better.latency_seconds <= worse.latency_seconds)
+    return better is worse or (
+        faster and better.latency_seconds <= worse.latency_seconds
+    )
 
 
 def _is_leaner(one: LayerCost, other: LayerCost) -> bool:
     """On the device, or, where states are offloaded, in the host's memory or while they are updated."""
     states, temporary = one.host_optimizer_bytes, one.temporary_bytes
-    leaner_host = states < other.host_optimizer_bytes or temporary < other.temporary_bytes
+    leaner_host = (
+        states < other.host_optimizer_bytes or temporary < other.temporary_bytes
+    )
     return leaner_host or one.ogp_bytes < other.ogp_bytes
 
 
 def _longer(
-    worse: Mapping[RecomputeMode, LayerCost], better: Mapping[RecomputeMode, LayerCost], *, costs: LayoutCosts
+    worse: Mapping[RecomputeMode, LayerCost],
+    better: Mapping[RecomputeMode, LayerCost],
+    *,
+    costs: LayoutCosts,
 ) -> int | None:
     """Ticks by which a layer lengthens every tail; None where it may not, or is faster or leaner."""
     pairs = [(worse[mode], better[mode]) for mode in worse]
     for a, b in pairs:
-        if (a.forward_ticks, a.backward_ticks) != (b.forward_ticks, b.backward_ticks) or _is_leaner(a, b):
+        if (a.forward_ticks, a.backward_ticks) != (
+            b.forward_ticks,
+            b.backward_ticks,
+        ) or _is_leaner(a, b):
             return None
     a, b = pairs[0]
-    reduction, update = a.reduction_ticks - b.reduction_ticks, a.optimizer_ticks - b.optimizer_ticks
+    reduction, update = (
+        a.reduction_ticks - b.reduction_ticks,
+        a.optimizer_ticks - b.optimizer_ticks,
+    )
     framework = costs.work.framework
     if not (framework.overlaps_reduction or framework.overlaps_gathers):
         return reduction + update if reduction + update >= 0 else None

@@ -39,7 +39,12 @@ from planner.errors import UnsupportedError
 from planner.search.answer.words import constraint_text
 from planner.search.bounds.layout import BOUNDED
 from planner.search.layouts.chunks import CHUNKS, Rows, chunks_of, why_none
-from planner.search.layouts.offloading import NOTHING, Offloading, offloadings_of, orders_offloading
+from planner.search.layouts.offloading import (
+    NOTHING,
+    Offloading,
+    offloadings_of,
+    orders_offloading,
+)
 from planner.search.layouts.orders import (
     MOST_VIRTUAL_STAGES,
     Order,
@@ -93,7 +98,13 @@ class Family:
     @property
     def split(self) -> tuple[int, int, int, int, bool]:
         """What the rows of the profile depend on; a key of `Workload.sizes`."""
-        return self.micro_batch_size, self.tensor, self.context, self.expert, self.sequence_parallel
+        return (
+            self.micro_batch_size,
+            self.tensor,
+            self.context,
+            self.expert,
+            self.sequence_parallel,
+        )
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -125,7 +136,9 @@ class Family:
         """Of every stage the one that needs least memory, the leanest first."""
         return tuple({zero.stage: zero for zero in reversed(self.zeros)}.values())
 
-    def layout(self, zero: Zero, order: Order, rank_order: RankOrder | None = None) -> Layout:
+    def layout(
+        self, zero: Zero, order: Order, rank_order: RankOrder | None = None
+    ) -> Layout:
         """One of them. Its parts are valid by construction, so pydantic need not look at them again."""
         return Layout.model_construct(
             data_parallel_degree=self.data,
@@ -183,7 +196,9 @@ def layouts(work: Workload) -> Iterator[Layout]:
     """Every layout of the space, one by one."""
     for family in space_of(work).families:
         for zero, rank_order in family.ways:
-            yield from (family.layout(zero, order, rank_order) for order in family.orders)
+            yield from (
+                family.layout(zero, order, rank_order) for order in family.orders
+            )
 
 
 def check_constraints(job: Job) -> None:
@@ -196,7 +211,11 @@ def check_constraints(job: Job) -> None:
             mend="use one of them, or remove the constraint; `planner predict` prices layouts with any number.",
         )
     whole = job.optimizer in WHOLE_PARAMETERS
-    for field, plain in (("tensor_parallel_degree", 1), ("zero_stage", 0), ("zero_shard_degree", 1)):
+    for field, plain in (
+        ("tensor_parallel_degree", 1),
+        ("zero_stage", 0),
+        ("zero_shard_degree", 1),
+    ):
         if whole and not allows(job.constraints.get(field), plain):
             raise UnsupportedError(
                 f"{field} must be {plain} with {job.optimizer}, whose update of one element depends on its whole "
@@ -215,14 +234,19 @@ def check_constraints(job: Job) -> None:
         schedules_of(job.constraints["schedule"])
 
 
-def families(work: Workload, constraints: dict[str, Constraint], is_worth: Worth | None = None) -> Iterator[Family]:
+def families(
+    work: Workload, constraints: dict[str, Constraint], is_worth: Worth | None = None
+) -> Iterator[Family]:
     """Families by (D1) to (D15) that the constraints permit; see `space_of`."""
     for offloading in offloadings_of(work, constraints):
         yield from _families(work, constraints, offloading, is_worth)
 
 
 def _families(
-    work: Workload, constraints: dict[str, Constraint], offloading: Offloading, is_worth: Worth | None
+    work: Workload,
+    constraints: dict[str, Constraint],
+    offloading: Offloading,
+    is_worth: Worth | None,
 ) -> Iterator[Family]:
     whole = work.job.optimizer in WHOLE_PARAMETERS
     schedules = _schedules(work, constraints.get("schedule"))
@@ -233,9 +257,14 @@ def _families(
         if allows(constraints.get("virtual_stages_per_rank"), count)
     )
     words = {split: recompute_words(rows, wish) for split, rows in work.sizes.items()}
-    cuts = {split: (1, *chunks_of(work, split, constraints, schedules)) for split in work.sizes}
+    cuts = {
+        split: (1, *chunks_of(work, split, constraints, schedules))
+        for split in work.sizes
+    }
     is_division = cache(partial(divides, work.profile, constraints))
-    shares_shards = {split: _shares_shards(work, rows) for split, rows in work.sizes.items()}
+    shares_shards = {
+        split: _shares_shards(work, rows) for split, rows in work.sizes.items()
+    }
     for split in work.sizes:
         size, tensor, context, expert, sequence_parallel = split
         pieces = context * (tensor if sequence_parallel else 1)
@@ -243,18 +272,48 @@ def _families(
             continue
         speeds = cache(partial(Speeds.of, work, split))
         for pipeline in _divisors(work.devices, tensor * context):
-            degrees = (work.devices // (tensor * context * pipeline), tensor, pipeline, context, expert)
-            if degrees[0] * context % expert or not (is_worth is None or is_worth(split, pipeline)):
+            degrees = (
+                work.devices // (tensor * context * pipeline),
+                tensor,
+                pipeline,
+                context,
+                expert,
+            )
+            if degrees[0] * context % expert or not (
+                is_worth is None or is_worth(split, pipeline)
+            ):
                 continue
-            for standing in standings_of(work, degrees, size, constraints.get("rank_order"), speeds):
+            for standing in standings_of(
+                work, degrees, size, constraints.get("rank_order"), speeds
+            ):
                 if offloading != NOTHING and not standing.are_alike:
                     continue
-                alone = whole or degrees[0] * context == 1 or (pipeline > 1 and shares_shards[split])
+                alone = (
+                    whole
+                    or degrees[0] * context == 1
+                    or (pipeline > 1 and shares_shards[split])
+                )
                 for chunks in cuts[split] if standing.are_alike else (1,):
-                    orders = orders_of(work, pipeline, standing, chunks, schedules, virtual, words[split])
-                    orders = tuple(one for one in orders if is_division(pipeline * one.virtual_stages))
+                    orders = orders_of(
+                        work,
+                        pipeline,
+                        standing,
+                        chunks,
+                        schedules,
+                        virtual,
+                        words[split],
+                    )
+                    orders = tuple(
+                        one
+                        for one in orders
+                        if is_division(pipeline * one.virtual_stages)
+                    )
                     if offloading.activations:
-                        orders = orders_offloading(orders, work.sizes[split], wish) if chunks == 1 else ()
+                        orders = (
+                            orders_offloading(orders, work.sizes[split], wish)
+                            if chunks == 1
+                            else ()
+                        )
                     family = Family(
                         *degrees,
                         micro_batch_size=size,
@@ -291,7 +350,10 @@ def _by_bounds(family: Family) -> Iterator[Family]:
     searched = tuple(order for order in family.orders if not order.is_dealt)
     dealt = tuple(order for order in family.orders if order.is_dealt)
     standing = family.standing._replace(least_ticks=family.standing.least_of_any)
-    parts = (replace(family, orders=searched), replace(family, orders=dealt, standing=standing))
+    parts = (
+        replace(family, orders=searched),
+        replace(family, orders=dealt, standing=standing),
+    )
     yield from (part for part in parts if part.orders)
 
 
@@ -310,7 +372,11 @@ def _permitted_zeros(
     data, _, _, context, expert = degrees
     zeros = ((Zero(0), 1),) if is_alone else _zeros(data * context, expert)
     if work.groups or not standing.are_alike:
-        zeros = tuple((zero, ranks) for zero, ranks in zeros if zero.shards in standing.near_shards)
+        zeros = tuple(
+            (zero, ranks)
+            for zero, ranks in zeros
+            if zero.shards in standing.near_shards
+        )
     if chunks > 1 or not standing.are_alike:
         zeros = tuple((zero, ranks) for zero, ranks in zeros if zero.stage < 2)
     if offloads_activations:
@@ -322,9 +388,20 @@ def _permitted_zeros(
 def _zeros(replicas: int, expert: int) -> tuple[tuple[Zero, int], ...]:
     """ZeRO stages and groups, each with the ranks that share out states: equation (D8)."""
     stages: tuple[ZeroStage, ...] = (1, 2, 3)
-    groups = [size for size in range(replicas // 2, 1, -1) if replicas % size == 0 and size % expert == 0]
+    groups = [
+        size
+        for size in range(replicas // 2, 1, -1)
+        if replicas % size == 0 and size % expert == 0
+    ]
     hybrid = [(stage, (None, *groups)) for stage in stages]
-    return ((Zero(0), 1), *((Zero(stage, size), size or replicas) for stage, sizes in hybrid for size in sizes))
+    return (
+        (Zero(0), 1),
+        *(
+            (Zero(stage, size), size or replicas)
+            for stage, sizes in hybrid
+            for size in sizes
+        ),
+    )
 
 
 def _takes_zero(zero: Zero, ranks: int, constraints: dict[str, Constraint]) -> bool:
@@ -339,9 +416,17 @@ def _shares_shards(work: Workload, rows: Rows) -> bool:
     def held(name: str) -> int:
         row = next(iter(rows[order[name]].values()))
         whole = work.profile.layers[order[name]].parameters
-        return -(-whole // row.tensor_parallel_degree) if row.local_parameters is None else row.local_parameters
+        return (
+            -(-whole // row.tensor_parallel_degree)
+            if row.local_parameters is None
+            else row.local_parameters
+        )
 
-    return any(held(name) < shared.parameters for shared in work.profile.shared_parameters for name in shared.layers)
+    return any(
+        held(name) < shared.parameters
+        for shared in work.profile.shared_parameters
+        for name in shared.layers
+    )
 
 
 _FIELDS = {
@@ -358,7 +443,10 @@ _FIELDS = {
 
 
 def _permitted(family: Family, constraints: dict[str, Constraint]) -> bool:
-    return all(allows(constraints.get(field), getattr(family, name)) for field, name in _FIELDS.items())
+    return all(
+        allows(constraints.get(field), getattr(family, name))
+        for field, name in _FIELDS.items()
+    )
 
 
 def _divisors(devices: int, others: int) -> list[int]:

@@ -72,21 +72,33 @@ class Speeds:
     def of(cls, work: Workload, split: Split) -> Self:
         """The speeds of a cluster's node groups."""
         groups = work.groups or (work,)
-        both = np.array([nearest_ticks(group, split) for group in groups], dtype=np.float64)
-        kinds, counts = np.unique(both.reshape(-1, both.shape[-1]), axis=1, return_counts=True)
-        forward, backward = (kinds * counts).reshape(len(groups), 2, -1).transpose(1, 0, 2)
+        both = np.array(
+            [nearest_ticks(group, split) for group in groups], dtype=np.float64
+        )
+        kinds, counts = np.unique(
+            both.reshape(-1, both.shape[-1]), axis=1, return_counts=True
+        )
+        forward, backward = (
+            (kinds * counts).reshape(len(groups), 2, -1).transpose(1, 0, 2)
+        )
         return cls(forward, backward)
 
     def ticks(self, row: tuple[int, ...]) -> int:
         """Of one micro-batch on the busiest of pipeline ranks on these node groups, at least: (D11); 1 or more."""
         weights, forward, backward = self._on(row)
-        return max(1, int((weights * (forward + backward)).min(axis=0).sum() * (1 - _ROUNDING)))
+        return max(
+            1, int((weights * (forward + backward)).min(axis=0).sum() * (1 - _ROUNDING))
+        )
 
     def least(self, row: tuple[int, ...], count: int) -> int:
         """Of a step of so many micro-batches on these pipeline ranks, at least: (D12)."""
         weights, forward, backward = self._on(row)
         ahead = np.minimum(count, len(row) - np.arange(len(row)))[:, None]
-        mean = forward + backward + weights * ((count - ahead) * forward + (count - 1) * backward)
+        mean = (
+            forward
+            + backward
+            + weights * ((count - ahead) * forward + (count - 1) * backward)
+        )
         return int(mean.min(axis=0).sum() * (1 - _ROUNDING))
 
     def _on(self, row: tuple[int, ...]) -> tuple[_Ticks, _Ticks, _Ticks]:
@@ -98,7 +110,11 @@ class Speeds:
 
 
 def standings_of(
-    work: Workload, degrees: Degrees, size: int, constraint: Constraint | None, speeds: Callable[[], Speeds]
+    work: Workload,
+    degrees: Degrees,
+    size: int,
+    constraint: Constraint | None,
+    speeds: Callable[[], Speeds],
 ) -> Iterator[Standing]:
     """Every standing of these degrees that the job permits, with micro-batches of `size` samples.
 
@@ -125,16 +141,22 @@ def standings_of(
                 yield from _uneven(degrees, batch // size, order, speeds)
 
 
-def _uneven(degrees: Degrees, count: int, order: RankOrder, speeds: Callable[[], Speeds]) -> Iterator[Standing]:
+def _uneven(
+    degrees: Degrees, count: int, order: RankOrder, speeds: Callable[[], Speeds]
+) -> Iterator[Standing]:
     """Equation (D9), for so many micro-batches that the data ranks do not divide."""
     data, _, pipeline, _, expert = degrees
     if expert == 1:
         shares = tuple(count // data + (place < count % data) for place in range(data))
         least = speeds().least((0,) * pipeline, max(shares))
-        yield Standing(max(shares), (order,), shares, are_alike=False, least_ticks=least)
+        yield Standing(
+            max(shares), (order,), shares, are_alike=False, least_ticks=least
+        )
 
 
-def _on_groups(work: Workload, degrees: Degrees, count: int, order: RankOrder, speeds: Speeds) -> Iterator[Standing]:
+def _on_groups(
+    work: Workload, degrees: Degrees, count: int, order: RankOrder, speeds: Speeds
+) -> Iterator[Standing]:
     """Equation (D10): at most one, for so many micro-batches of all data ranks together."""
     data, tensor, pipeline, context, expert = degrees
     layout = Layout.model_construct(
@@ -152,31 +174,50 @@ def _on_groups(work: Workload, degrees: Degrees, count: int, order: RankOrder, s
         each = count // data
         least, of_any = speeds.least(rows[0], each), each * speeds.ticks(rows[0])
         near = _near_shards(rows, context)
-        yield Standing(each, (order,), near_shards=near, least_ticks=least, least_of_any=of_any)
+        yield Standing(
+            each, (order,), near_shards=near, least_ticks=least, least_of_any=of_any
+        )
     elif expert == 1:
         shares = _shares(tuple(ticks[row] for row in rows), count, pipeline - 1)
         is_twin = work.is_rearranged and _are_apart(rows, shares, ticks)
         if min(shares) > 0 and not is_twin:
-            least = max(speeds.least(*each) for each in set(zip(rows, shares, strict=True)))
+            least = max(
+                speeds.least(*each) for each in set(zip(rows, shares, strict=True))
+            )
             told = shares if len(set(shares)) > 1 else None
             near = _near_shards(rows, context)
-            yield Standing(max(shares), (order,), told, are_alike=False, near_shards=near, least_ticks=least)
+            yield Standing(
+                max(shares),
+                (order,),
+                told,
+                are_alike=False,
+                near_shards=near,
+                least_ticks=least,
+            )
 
 
-def _near_shards(rows: Sequence[tuple[int, ...]], context: int) -> tuple[int | None, ...]:
+def _near_shards(
+    rows: Sequence[tuple[int, ...]], context: int
+) -> tuple[int | None, ...]:
     """All replicas, or groups of neighbours that stand in one node group each: equation (D10)."""
     replicas = len(rows) * context
     sizes = (size for size in range(2, replicas) if replicas % size == 0)
     return (None, *(size for size in sizes if shards_are_near(rows, context, size)))
 
 
-def _are_apart(rows: Sequence[tuple[int, ...]], shares: Sequence[int], ticks: Mapping[tuple[int, ...], int]) -> bool:
+def _are_apart(
+    rows: Sequence[tuple[int, ...]],
+    shares: Sequence[int],
+    ticks: Mapping[tuple[int, ...], int],
+) -> bool:
     """Is every replica within one node group, with a share that its speed alone tells? Then the order of the node
     groups changes nothing: equation (D10)."""
     by_speed: dict[int, set[int]] = {}
     for row, share in zip(rows, shares, strict=True):
         by_speed.setdefault(ticks[row], set()).add(share)
-    return all(len(set(row)) == 1 for row in rows) and all(len(told) == 1 for told in by_speed.values())
+    return all(len(set(row)) == 1 for row in rows) and all(
+        len(told) == 1 for told in by_speed.values()
+    )
 
 
 _shares = lru_cache(maxsize=1024)(fair_shares)

@@ -27,10 +27,20 @@ def check_asked_pieces(work: Workload) -> None:
     asked = work.job.constraints
     for field in _PIECES:
         if not allows(asked.get(field), 1):
-            _refuse(work.profile, f"job.constraints.{field}", constraint_text(asked[field]), "give 1")
+            _refuse(
+                work.profile,
+                f"job.constraints.{field}",
+                constraint_text(asked[field]),
+                "give 1",
+            )
     if "schedule" in asked and set(schedules_of(asked["schedule"])) <= set(CHUNKED):
         mend = "give a schedule of whole sequences, such as 1f1b"
-        _refuse(work.profile, "job.constraints.schedule", constraint_text(asked["schedule"]), mend)
+        _refuse(
+            work.profile,
+            "job.constraints.schedule",
+            constraint_text(asked["schedule"]),
+            mend,
+        )
 
 
 def check_pieces_of(layout: Layout, profile: ModelProfile) -> None:

@@ -38,7 +38,9 @@ def deal(work: tuple[int, ...], stage_ranks: tuple[int, ...]) -> tuple[int, ...]
 
 
 def deal_among(
-    works: tuple[tuple[int, ...], ...], devices: tuple[int, ...], stage_ranks: tuple[int, ...]
+    works: tuple[tuple[int, ...], ...],
+    devices: tuple[int, ...],
+    stage_ranks: tuple[int, ...],
 ) -> tuple[int, ...]:
     """Layers of every stage by (E1) and (E2) on devices that differ; only the proportions of the work count.
 
@@ -55,7 +57,9 @@ def deal_among(
 
 @lru_cache(maxsize=4096)
 def dealt_in_proportion(
-    works: tuple[tuple[int, ...], ...], devices: tuple[int, ...], stage_ranks: tuple[int, ...]
+    works: tuple[tuple[int, ...], ...],
+    devices: tuple[int, ...],
+    stage_ranks: tuple[int, ...],
 ) -> tuple[int, ...]:
     """`deal_among` of work in the smallest whole numbers."""
     kinds = tuple(devices[rank] for rank in stage_ranks)
@@ -88,16 +92,24 @@ class _Evens:
     def __init__(self, works: Numbers) -> None:
         sums = np.maximum(1, works.sum(axis=1))
         parts = works / sums[:, None]
-        totals = np.concatenate([np.zeros((len(works), 1)), np.cumsum(parts, axis=1)], axis=1)
-        squares = np.square(totals[:, None, 1:] - totals[:, :-1, None])  # [device, first layer, last layer]
+        totals = np.concatenate(
+            [np.zeros((len(works), 1)), np.cumsum(parts, axis=1)], axis=1
+        )
+        squares = np.square(
+            totals[:, None, 1:] - totals[:, :-1, None]
+        )  # [device, first layer, last layer]
         squares[:, *np.tril_indices(works.shape[1], -1)] = np.inf
         self._squares = squares * (sums / sums[0])[:, None, None]
         self._begin(())
 
     def _begin(self, kinds: tuple[int, ...]) -> None:
         self._kinds = kinds[:1]
-        self._least = self._squares[kinds[0]][0] if kinds else np.empty(0)  # of these stages, by the last layer
-        self._came = [np.zeros(self._squares.shape[1], dtype=np.intp)]  # first layer of the last stage
+        self._least = (
+            self._squares[kinds[0]][0] if kinds else np.empty(0)
+        )  # of these stages, by the last layer
+        self._came = [
+            np.zeros(self._squares.shape[1], dtype=np.intp)
+        ]  # first layer of the last stage
 
     def sizes(self, kinds: tuple[int, ...]) -> Numbers:
         """Layers of every stage, each on a device of one kind."""
@@ -116,8 +128,12 @@ class _Evens:
     def _add_stage(self, kind: int) -> None:
         """The stages before hold a layer each at least."""
         before = len(self._came)
-        cost = self._least[before - 1 : -1, None] + self._squares[kind][before:, before:] * (1 - before * _LATER)
-        came = np.concatenate([np.zeros(before, dtype=np.intp), before + cost.argmin(axis=0)])
+        cost = self._least[before - 1 : -1, None] + self._squares[kind][
+            before:, before:
+        ] * (1 - before * _LATER)
+        came = np.concatenate(
+            [np.zeros(before, dtype=np.intp), before + cost.argmin(axis=0)]
+        )
         self._kinds = (*self._kinds, kind)
         self._came.append(came)
         self._least = np.concatenate([np.full(before, np.inf), cost.min(axis=0)])
@@ -133,7 +149,9 @@ def balanced(own: Numbers, sizes: Numbers, stage_ranks: NDArray[np.intp]) -> Num
     """
     _, holds = holders(tuple(stage_ranks.tolist()))
     sizes, stages = np.array(sizes), np.arange(len(sizes))
-    sums = np.concatenate([np.zeros((len(sizes), 1), dtype=np.int64), np.cumsum(own, axis=1)], axis=1)
+    sums = np.concatenate(
+        [np.zeros((len(sizes), 1), dtype=np.int64), np.cumsum(own, axis=1)], axis=1
+    )
     stops = np.cumsum(sizes)
     loads = (sums[stages, stops] - sums[stages, stops - sizes]) @ holds
     best = _best_of(loads[None, :])[1]
@@ -152,7 +170,9 @@ def balanced(own: Numbers, sizes: Numbers, stage_ranks: NDArray[np.intp]) -> Num
     return sizes
 
 
-def _changes(own: Numbers, sizes: Numbers, holds: NDArray[np.float64], givers: NDArray[np.intp]) -> NDArray[np.float64]:
+def _changes(
+    own: Numbers, sizes: Numbers, holds: NDArray[np.float64], givers: NDArray[np.intp]
+) -> NDArray[np.float64]:
     """What the ranks' loads change by when one of these stages gives a layer to another stage, every pair of them.
 
     Every stage between passes a layer on: to the next its last, or to the one before its first.

@@ -56,43 +56,65 @@ class Traits:
     @cached_property
     def columns(self) -> tuple[tuple[_Sizes, _Sizes], ...]:
         """Of either rank: stages, and micro-batches held of them."""
-        return tuple((np.array(list(held)), np.array(list(held.values()))) for held in self.held)
+        return tuple(
+            (np.array(list(held)), np.array(list(held.values()))) for held in self.held
+        )
 
 
-def traits_of(name: str, ranks: int, micro_batches: int, virtual_stages: int, chunks: int = 1) -> Traits:
+def traits_of(
+    name: str, ranks: int, micro_batches: int, virtual_stages: int, chunks: int = 1
+) -> Traits:
     """Traits of a schedule of these numbers."""
-    return _short_traits(name, ranks, min(ranks * _ROUNDS, micro_batches), virtual_stages, chunks)
+    return _short_traits(
+        name, ranks, min(ranks * _ROUNDS, micro_batches), virtual_stages, chunks
+    )
 
 
 @lru_cache(maxsize=4096)
-def _short_traits(name: str, ranks: int, micro_batches: int, virtual_stages: int, chunks: int) -> Traits:
+def _short_traits(
+    name: str, ranks: int, micro_batches: int, virtual_stages: int, chunks: int
+) -> Traits:
     entry, shape = find(name), Shape(ranks, micro_batches, virtual_stages, chunks)
     first, last = (Row.read(entry.rank_actions(shape, rank)) for rank in (0, ranks - 1))
     ends_low = last.kinds[-1] == BACKWARD and last.stages[-1] == last.stages.min()
     return Traits((most_held(first), most_held(last)), bool(ends_low))
 
 
-def held_of(name: str, ranks: int, micro_batches: int, virtual_stages: int, chunks: int = 1) -> _Sizes:
+def held_of(
+    name: str, ranks: int, micro_batches: int, virtual_stages: int, chunks: int = 1
+) -> _Sizes:
     """Micro-batches held of every stage at once with the others of its rank, at least: equation (E5)."""
-    return _short_held(name, ranks, min(ranks * _ROUNDS, micro_batches), virtual_stages, chunks)
+    return _short_held(
+        name, ranks, min(ranks * _ROUNDS, micro_batches), virtual_stages, chunks
+    )
 
 
 @lru_cache(maxsize=4096)
-def _short_held(name: str, ranks: int, micro_batches: int, virtual_stages: int, chunks: int) -> _Sizes:
+def _short_held(
+    name: str, ranks: int, micro_batches: int, virtual_stages: int, chunks: int
+) -> _Sizes:
     entry, shape = find(name), Shape(ranks, micro_batches, virtual_stages, chunks)
     held: dict[int, int] = {}
     for rank in range(ranks):
         held |= most_held(entry.rank_actions(shape, rank))
-    return np.array([held.get(stage, 0) for stage in range(ranks * virtual_stages)], dtype=np.int64)
+    return np.array(
+        [held.get(stage, 0) for stage in range(ranks * virtual_stages)], dtype=np.int64
+    )
 
 
-def wholly_held(name: str, ranks: int, micro_batches: int, virtual_stages: int, chunks: int = 1) -> tuple[float, ...]:
+def wholly_held(
+    name: str, ranks: int, micro_batches: int, virtual_stages: int, chunks: int = 1
+) -> tuple[float, ...]:
     """Micro-batches of all its stages that every rank holds at once, at least: the first one is when it comes back."""
-    return _short_wholly(name, ranks, min(ranks * _ROUNDS, micro_batches), virtual_stages, chunks)
+    return _short_wholly(
+        name, ranks, min(ranks * _ROUNDS, micro_batches), virtual_stages, chunks
+    )
 
 
 @lru_cache(maxsize=4096)
-def _short_wholly(name: str, ranks: int, micro_batches: int, virtual_stages: int, chunks: int) -> tuple[float, ...]:
+def _short_wholly(
+    name: str, ranks: int, micro_batches: int, virtual_stages: int, chunks: int
+) -> tuple[float, ...]:
     numbers = name, ranks, micro_batches, virtual_stages, chunks
     least = np.full(ranks, np.iinfo(np.int64).max)
     np.minimum.at(least, np.array(stage_ranks(*numbers)), _short_held(*numbers))
@@ -100,9 +122,17 @@ def _short_wholly(name: str, ranks: int, micro_batches: int, virtual_stages: int
 
 
 @lru_cache(maxsize=64)
-def built(name: str, ranks: int, micro_batches: int, virtual_stages: int, chunks: int) -> Schedule:
+def built(
+    name: str, ranks: int, micro_batches: int, virtual_stages: int, chunks: int
+) -> Schedule:
     """A schedule, built once for all layouts that use it."""
-    return build(name, ranks=ranks, micro_batches=micro_batches, virtual_stages=virtual_stages, sequence_chunks=chunks)
+    return build(
+        name,
+        ranks=ranks,
+        micro_batches=micro_batches,
+        virtual_stages=virtual_stages,
+        sequence_chunks=chunks,
+    )
 
 
 def layout_traits(costs: LayoutCosts) -> Traits:
@@ -122,7 +152,11 @@ def layout_schedule(costs: LayoutCosts) -> Schedule:
 
 def _numbers(costs: LayoutCosts) -> tuple[str, int, int, int, int]:
     layout = costs.layout
-    numbers = layout.pipeline_parallel_degree, costs.micro_batches, layout.virtual_stages_per_rank
+    numbers = (
+        layout.pipeline_parallel_degree,
+        costs.micro_batches,
+        layout.virtual_stages_per_rank,
+    )
     return layout.schedule, *numbers, layout.sequence_chunks
 
 
@@ -176,13 +210,17 @@ class Uniform:
             modes=modes,
             forward=by_layer(cost.forward_ticks for cost in layers),
             backward=by_layer(cost.backward_ticks for cost in layers),
-            tail=by_layer(cost.reduction_ticks + cost.optimizer_ticks for cost in layers),
+            tail=by_layer(
+                cost.reduction_ticks + cost.optimizer_ticks for cost in layers
+            ),
             ogp_bytes=by_layer(cost.ogp_bytes for cost in layers),
             activation_bytes=by_layer(cost.activation_bytes for cost in layers),
             temporary_bytes=by_layer(cost.temporary_bytes for cost in layers),
             boundary_bytes=np.array(costs.all_boundary_bytes(), dtype=np.int64),
-            latency_ticks=costs.reduction_latency_ticks - sum(times * shared.tail_ticks for times, shared in extra),
-            room_bytes=room_bytes(costs) + sum(times * shared.ogp_bytes for times, shared in extra),
+            latency_ticks=costs.reduction_latency_ticks
+            - sum(times * shared.tail_ticks for times, shared in extra),
+            room_bytes=room_bytes(costs)
+            + sum(times * shared.ogp_bytes for times, shared in extra),
             micro_batches=costs.micro_batches,
             host_bytes=(
                 by_layer(cost.host_optimizer_bytes for cost in layers),
@@ -190,7 +228,8 @@ class Uniform:
             ),
             host_room_bytes=None
             if host is None
-            else host + sum(times * shared.host_optimizer_bytes for times, shared in extra),
+            else host
+            + sum(times * shared.host_optimizer_bytes for times, shared in extra),
             keeps_inputs=costs.layout.activation_offload,
             first_forward=by_layer(each[0] for each in firsts),
             first_backward=by_layer(each[1] for each in firsts),
@@ -206,7 +245,9 @@ class Uniform:
     def dealt(self, stage_ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Layers of every stage, as the job fixes them, or `deal` has them."""
         given = self.given(len(stage_ranks))
-        return given or dealt_in_proportion((self.proportions,), (0,) * (max(stage_ranks) + 1), stage_ranks)
+        return given or dealt_in_proportion(
+            (self.proportions,), (0,) * (max(stage_ranks) + 1), stage_ranks
+        )
 
     def stage_map(self, sizes: Sequence[int]) -> StageMap:
         """Stages of so many layers."""
@@ -250,7 +291,9 @@ class Uniform:
         host."""
         return all(self.may_hold_on(sizes, *each) for each in traits.columns)
 
-    def may_hold_on(self, sizes: tuple[int, ...], stages: _Sizes, units: _Sizes) -> bool:
+    def may_hold_on(
+        self, sizes: tuple[int, ...], stages: _Sizes, units: _Sizes
+    ) -> bool:
         """Likewise of a rank with these stages, which holds so many micro-batches of each."""
         sums = self.stages_of(sizes)
         device = sums.ogp_bytes[stages].sum() + (units * sums.unit_bytes[stages]).sum()
@@ -259,9 +302,13 @@ class Uniform:
         if self.host_room_bytes is None:
             return True
         states, saved = sums.host_bytes
-        return bool(states[stages].sum() + (units * saved[stages]).sum() <= self.host_room_bytes)
+        return bool(
+            states[stages].sum() + (units * saved[stages]).sum() <= self.host_room_bytes
+        )
 
-    def lacking_bytes(self, sizes: tuple[int, ...], ranks: tuple[int, ...], held: _Sizes) -> NDArray[np.float64]:
+    def lacking_bytes(
+        self, sizes: tuple[int, ...], ranks: tuple[int, ...], held: _Sizes
+    ) -> NDArray[np.float64]:
         """What every rank's device lacks at least, without its receive buffers; below zero where there is room.
 
         Args:
@@ -271,12 +318,18 @@ class Uniform:
         """
         sums, (_, holds) = self.stages_of(sizes), holders(ranks)
         largest = (sums.temporary_bytes[:, None] * holds).max(axis=0)
-        lacking: NDArray[np.float64] = sums.ogp_bytes @ holds + largest - self.room_bytes
+        lacking: NDArray[np.float64] = (
+            sums.ogp_bytes @ holds + largest - self.room_bytes
+        )
         return lacking + self.held_bytes(sizes, ranks, held)
 
-    def held_bytes(self, sizes: tuple[int, ...], ranks: tuple[int, ...], held: _Sizes) -> NDArray[np.float64]:
+    def held_bytes(
+        self, sizes: tuple[int, ...], ranks: tuple[int, ...], held: _Sizes
+    ) -> NDArray[np.float64]:
         """Of that, what the units in flight take."""
-        taken: NDArray[np.float64] = (held * self.stages_of(sizes).unit_bytes) @ holders(ranks)[1]
+        taken: NDArray[np.float64] = (
+            held * self.stages_of(sizes).unit_bytes
+        ) @ holders(ranks)[1]
         return taken
 
     @cached_property
@@ -323,7 +376,8 @@ class Stages:
         in_host = layers.host_bytes if layers.host_room_bytes is not None else ()
         return cls(
             starts=starts,
-            work=np.add.reduceat(layers.forward, starts) + np.add.reduceat(layers.backward, starts),
+            work=np.add.reduceat(layers.forward, starts)
+            + np.add.reduceat(layers.backward, starts),
             tail=np.add.reduceat(layers.tail, starts),
             ogp_bytes=np.add.reduceat(layers.ogp_bytes, starts),
             unit_bytes=held // layers.chunks,
@@ -338,6 +392,8 @@ def ranks_of(costs: LayoutCosts) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def stage_ranks(name: str, ranks: int, micro_batches: int, virtual_stages: int, chunks: int = 1) -> tuple[int, ...]:
+def stage_ranks(
+    name: str, ranks: int, micro_batches: int, virtual_stages: int, chunks: int = 1
+) -> tuple[int, ...]:
     """Pipeline rank of every stage of a schedule of these numbers."""
     return find(name).stage_ranks(Shape(ranks, micro_batches, virtual_stages, chunks))

@@ -47,7 +47,10 @@ class RankUniform:
     @cached_property
     def kinds(self) -> tuple[Uniform, ...]:
         """On every kind of rank that the pipeline has."""
-        return tuple(Uniform.of(rank, modes_on(rank, self.modes)) for rank in self._known.values())
+        return tuple(
+            Uniform.of(rank, modes_on(rank, self.modes))
+            for rank in self._known.values()
+        )
 
     @cached_property
     def devices(self) -> tuple[int, ...]:
@@ -62,7 +65,9 @@ class RankUniform:
     def dealt(self, stage_ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Layers of every stage: equation (E13)."""
         given = given_sizes(self.costs.work, len(stage_ranks))
-        return given or deal_among(tuple(kind.work for kind in self.kinds), self.devices, stage_ranks)
+        return given or deal_among(
+            tuple(kind.work for kind in self.kinds), self.devices, stage_ranks
+        )
 
     def stage_map(self, sizes: Sequence[int]) -> StageMap:
         """Stages of so many layers."""
@@ -71,22 +76,39 @@ class RankUniform:
     def may_hold(self, sizes: tuple[int, ...], traits: Traits) -> bool:
         """False only if the first or the last rank overflows: `Uniform.may_hold`."""
         ends = (self.kinds[self.devices[rank]] for rank in (0, -1))
-        return all(kind.may_hold_on(sizes, *held) for kind, held in zip(ends, traits.columns, strict=True))
+        return all(
+            kind.may_hold_on(sizes, *held)
+            for kind, held in zip(ends, traits.columns, strict=True)
+        )
 
-    def bound(self, sizes: tuple[int, ...], ranks: tuple[int, ...], *, ends_low: bool) -> int:
+    def bound(
+        self, sizes: tuple[int, ...], ranks: tuple[int, ...], *, ends_low: bool
+    ) -> int:
         """Ticks that these stages take at least, transfers for nothing: (E14), for the arguments of `Uniform.bound`."""
         lowest, holds = holders(ranks)
-        devices, starts = np.array(self.devices)[list(ranks)], self.kinds[0].stages_of(sizes).starts
+        devices, starts = (
+            np.array(self.devices)[list(ranks)],
+            self.kinds[0].stages_of(sizes).starts,
+        )
 
         def on_ranks(each: Sequence[Numbers]) -> Numbers:
             """Of every stage, what its own kind of rank tells."""
             return np.choose(devices, each)
 
         sums = [kind.stages_of(sizes) for kind in self.kinds]
-        work, tail = on_ranks([each.work for each in sums]), on_ranks([each.tail for each in sums])
-        forward = on_ranks([np.add.reduceat(kind.forward, starts) for kind in self.kinds])
-        backward = on_ranks([np.add.reduceat(kind.backward, starts) for kind in self.kinds])
-        done = (forward.cumsum() - forward)[lowest] + self.kinds[0].micro_batches * (work @ holds)
+        work, tail = (
+            on_ranks([each.work for each in sums]),
+            on_ranks([each.tail for each in sums]),
+        )
+        forward = on_ranks(
+            [np.add.reduceat(kind.forward, starts) for kind in self.kinds]
+        )
+        backward = on_ranks(
+            [np.add.reduceat(kind.backward, starts) for kind in self.kinds]
+        )
+        done = (forward.cumsum() - forward)[lowest] + self.kinds[0].micro_batches * (
+            work @ holds
+        )
         tails = tail @ holds + self._latencies
         bound = int((done + tails).max())
         if ends_low:
@@ -96,7 +118,10 @@ class RankUniform:
     @cached_property
     def _latencies(self) -> NDArray[np.int64]:
         """Of every rank's reduction."""
-        return np.array([self.kinds[device].latency_ticks for device in self.devices], dtype=np.int64)
+        return np.array(
+            [self.kinds[device].latency_ticks for device in self.devices],
+            dtype=np.int64,
+        )
 
 
 def uniform(costs: LayoutCosts, modes: tuple[LayerModes, ...]) -> Uniform | RankUniform:
@@ -113,8 +138,17 @@ def least_on_ranks(costs: LayoutCosts, modes: Sequence[LayerModes]) -> int:
     """
     ranks = costs.of_replica.ranks
     known = {id(rank.layers): rank for rank in ranks}
-    kinds, counts = [(first, modes[first]) for first, _ in costs.kinds], [count for _, count in costs.kinds]
-    each = np.array([[_ticks(rank, *kind) for kind in kinds] for rank in known.values()], dtype=np.float64) * counts
+    kinds, counts = (
+        [(first, modes[first]) for first, _ in costs.kinds],
+        [count for _, count in costs.kinds],
+    )
+    each = (
+        np.array(
+            [[_ticks(rank, *kind) for kind in kinds] for rank in known.values()],
+            dtype=np.float64,
+        )
+        * counts
+    )
     many = [sum(rank.layers is one.layers for one in ranks) for rank in known.values()]
     speeds = 1 / np.maximum(1.0, each.sum(axis=1))
     least = (speeds[:, None] * each).min(axis=0).sum() / (speeds @ many)
@@ -124,5 +158,11 @@ def least_on_ranks(costs: LayoutCosts, modes: Sequence[LayerModes]) -> int:
 def _ticks(rank: LayoutCosts, layer: int, options: LayerModes) -> int:
     """Of a layer and step, at least; tails of parameters that several layers share may be spared."""
     here = [rank.layers[layer][cost.mode] for cost in options]
-    work = rank.micro_batches * min(cost.forward_ticks + cost.backward_ticks for cost in here)
-    return work if rank.shared else work + here[0].reduction_ticks + here[0].optimizer_ticks
+    work = rank.micro_batches * min(
+        cost.forward_ticks + cost.backward_ticks for cost in here
+    )
+    return (
+        work
+        if rank.shared
+        else work + here[0].reduction_ticks + here[0].optimizer_ticks
+    )

@@ -65,7 +65,12 @@ class PerLayer:
     """Another layout is known, in which all layers recompute alike, in just these modes."""
 
     @classmethod
-    def of(cls, costs: LayoutCosts, modes: tuple[LayerModes, ...], words: Sequence[RecomputeWord] = ()) -> Self:
+    def of(
+        cls,
+        costs: LayoutCosts,
+        modes: tuple[LayerModes, ...],
+        words: Sequence[RecomputeWord] = (),
+    ) -> Self:
         """Layers of a layout: equation (E6).
 
         Args:
@@ -80,11 +85,15 @@ class PerLayer:
     def is_twin(self, stage_map: StageMap) -> bool:
         """Every layer takes its fastest mode, as in another layout."""
         pairs = (pair for stage in stage_map for pair in stage)
-        return self.has_twin and all(mode == self.fastest.modes[layer][0].mode for layer, mode in pairs)
+        return self.has_twin and all(
+            mode == self.fastest.modes[layer][0].mode for layer, mode in pairs
+        )
 
     def dealt(self, stage_ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Layers of every stage."""
-        return self.fastest.given(len(stage_ranks)) or deal(self._rounded_work, stage_ranks)
+        return self.fastest.given(len(stage_ranks)) or deal(
+            self._rounded_work, stage_ranks
+        )
 
     def least_ticks(
         self,
@@ -107,25 +116,47 @@ class PerLayer:
         if self._leanest.lacking_bytes(sizes, stage_ranks, held).max() > 0:
             return None
         again = self._again(sizes, stage_ranks, held)
-        least = self.fastest.bound(sizes, stage_ranks, ends_low=traits.ends_low, again=again)
-        return least if first is None else max(least, first.least_ticks(self.fastest, sizes, stage_ranks, again))
+        least = self.fastest.bound(
+            sizes, stage_ranks, ends_low=traits.ends_low, again=again
+        )
+        return (
+            least
+            if first is None
+            else max(least, first.least_ticks(self.fastest, sizes, stage_ranks, again))
+        )
 
-    def _again(self, sizes: tuple[int, ...], stage_ranks: tuple[int, ...], held: _Numbers) -> _Floats:
+    def _again(
+        self, sizes: tuple[int, ...], stage_ranks: tuple[int, ...], held: _Numbers
+    ) -> _Floats:
         """Ticks that a micro-batch takes every rank more at least."""
-        spared = self.fastest.held_bytes(sizes, stage_ranks, held) - self._leanest.held_bytes(sizes, stage_ranks, held)
-        lacking = np.maximum(0.0, self._leanest.lacking_bytes(sizes, stage_ranks, held) + spared)
+        spared = self.fastest.held_bytes(
+            sizes, stage_ranks, held
+        ) - self._leanest.held_bytes(sizes, stage_ranks, held)
+        lacking = np.maximum(
+            0.0, self._leanest.lacking_bytes(sizes, stage_ranks, held) + spared
+        )
         layers, rates, freed = self._trades
         if not (lacking.any() and len(layers)):
             return np.zeros(len(lacking))
         stages = np.repeat(np.arange(len(sizes)), sizes)[layers]
-        ranks, weights = np.array(stage_ranks)[stages], np.maximum(held[stages], _LEAST_WEIGHT) / self.fastest.chunks
+        ranks, weights = (
+            np.array(stage_ranks)[stages],
+            np.maximum(held[stages], _LEAST_WEIGHT) / self.fastest.chunks,
+        )
         rates, freed = rates / weights, freed * weights
         order = np.lexsort((rates, ranks))
         rates, freed, ranks = rates[order], freed[order], ranks[order]
         before = freed.cumsum() - freed
-        first = np.minimum(np.searchsorted(ranks, np.arange(len(lacking))), len(before) - 1)
-        ticks = rates * np.clip(lacking[ranks] - before + before[first][ranks], 0, freed)
-        return np.asarray(_LESS * np.bincount(ranks, weights=ticks, minlength=len(lacking)), dtype=np.float64)
+        first = np.minimum(
+            np.searchsorted(ranks, np.arange(len(lacking))), len(before) - 1
+        )
+        ticks = rates * np.clip(
+            lacking[ranks] - before + before[first][ranks], 0, freed
+        )
+        return np.asarray(
+            _LESS * np.bincount(ranks, weights=ticks, minlength=len(lacking)),
+            dtype=np.float64,
+        )
 
     @cached_property
     def _rounded_work(self) -> tuple[int, ...]:
@@ -134,20 +165,36 @@ class PerLayer:
     @cached_property
     def _trades(self) -> tuple[_Places, _Floats, _Floats]:
         """Of all layers, whichever give up bytes for ticks: layer, ticks per byte of a micro-batch, bytes."""
-        known = {place: trades(options) for place, options in _distinct(self.modes).items()}
-        rows = [(layer, *each) for layer, options in enumerate(self.modes) for each in known[id(options)]]
+        known = {
+            place: trades(options) for place, options in _distinct(self.modes).items()
+        }
+        rows = [
+            (layer, *each)
+            for layer, options in enumerate(self.modes)
+            for each in known[id(options)]
+        ]
         layers, rates, freed = zip(*rows, strict=True) if rows else ((), (), ())
-        return np.array(layers, dtype=np.intp), np.array(rates, dtype=np.float64), np.array(freed, dtype=np.float64)
+        return (
+            np.array(layers, dtype=np.intp),
+            np.array(rates, dtype=np.float64),
+            np.array(freed, dtype=np.float64),
+        )
 
     @cached_property
     def _leanest(self) -> Uniform:
         """What every layer takes at least, of whichever mode."""
-        activation, temporary = self._least("activation_bytes"), self._least("temporary_bytes")
-        return replace(self.fastest, activation_bytes=activation, temporary_bytes=temporary)
+        activation, temporary = (
+            self._least("activation_bytes"),
+            self._least("temporary_bytes"),
+        )
+        return replace(
+            self.fastest, activation_bytes=activation, temporary_bytes=temporary
+        )
 
     def _least(self, name: str) -> _Numbers:
         known = {
-            place: min(getattr(cost, name) for cost in options) for place, options in _distinct(self.modes).items()
+            place: min(getattr(cost, name) for cost in options)
+            for place, options in _distinct(self.modes).items()
         }
         return np.array([known[id(options)] for options in self.modes], dtype=np.int64)
 
@@ -162,7 +209,9 @@ def in_parts(work: Sequence[int]) -> tuple[int, ...]:
 def fastest_modes(modes: Sequence[LayerModes]) -> tuple[LayerModes, ...]:
     """The one choice of every layer whose backward takes least, and of those the leanest."""
     known = {
-        place: (min(each, key=lambda cost: (cost.backward_ticks, cost.activation_bytes)),)
+        place: (
+            min(each, key=lambda cost: (cost.backward_ticks, cost.activation_bytes)),
+        )
         for place, each in _distinct(modes).items()
     }
     return tuple(map(known.__getitem__, map(id, modes)))
@@ -174,7 +223,12 @@ def _distinct(modes: Sequence[LayerModes]) -> dict[int, LayerModes]:
 
 
 def fewest_modes(
-    costs: LayoutCosts, layers: PerLayer, sizes: tuple[int, ...], schedule: Schedule, *, limit_ticks: int = NO_LIMIT
+    costs: LayoutCosts,
+    layers: PerLayer,
+    sizes: tuple[int, ...],
+    schedule: Schedule,
+    *,
+    limit_ticks: int = NO_LIMIT,
 ) -> StageMap | None:
     """Stages of so many layers that recompute as little as every rank's memory permits: equation (E7); None when it
     permits no choice, or none that takes fewer ticks than the limit.
@@ -189,23 +243,40 @@ def fewest_modes(
     plain = layers.fastest.stage_map(sizes)
     chosen = list(map(list, plain))
     stages = choose(costs, plain)
-    again, moments = np.zeros(schedule.ranks, dtype=np.int64), in_flight_vectors(schedule)
-    fullest_first = sorted(stage_memory(costs, stages, schedule), key=lambda row: row.capacity_bytes - row.peak_bytes)
+    again, moments = (
+        np.zeros(schedule.ranks, dtype=np.int64),
+        in_flight_vectors(schedule),
+    )
+    fullest_first = sorted(
+        stage_memory(costs, stages, schedule),
+        key=lambda row: row.capacity_bytes - row.peak_bytes,
+    )
     for row in fullest_first:
         if not row.fits_host:
             return None
         if row.fits:
             continue
         mine = schedule.stages_of(row.pipeline_rank)
-        found = fewest_ticks(_held(costs, layers, stages, mine, moments[row.pipeline_rank], row))
+        found = fewest_ticks(
+            _held(costs, layers, stages, mine, moments[row.pipeline_rank], row)
+        )
         if found is None:
             return None
-        again[row.pipeline_rank] = found[0] - sum(cost.backward_ticks for stage in mine for _, cost in stages[stage])
-        if layers.fastest.bound(sizes, schedule.stage_ranks, ends_low=False, again=again) >= limit_ticks:
+        again[row.pipeline_rank] = found[0] - sum(
+            cost.backward_ticks for stage in mine for _, cost in stages[stage]
+        )
+        if (
+            layers.fastest.bound(
+                sizes, schedule.stage_ranks, ends_low=False, again=again
+            )
+            >= limit_ticks
+        ):
             return None
         for stage, places in zip(mine, found[1], strict=True):
             pairs = zip(plain[stage], places, strict=True)
-            chosen[stage] = [(layer, layers.modes[layer][place].mode) for (layer, _), place in pairs]
+            chosen[stage] = [
+                (layer, layers.modes[layer][place].mode) for (layer, _), place in pairs
+            ]
     return tuple(map(tuple, chosen))
 
 
@@ -219,10 +290,16 @@ def _held(
 ) -> Held:
     """A rank's question, told by its memory in the fastest modes: all that no mode changes is what it holds besides."""
     units = [unit_bytes(costs, stages, stage) for stage in mine]
-    in_flight = max(sum(count * unit for count, unit in zip(held, units, strict=True)) for held in moments)
+    in_flight = max(
+        sum(count * unit for count, unit in zip(held, units, strict=True))
+        for held in moments
+    )
     temporary = max(cost.temporary_bytes for stage in mine for _, cost in stages[stage])
     return Held(
-        stages=tuple(tuple(kind_of(layers.modes[layer]) for layer, _ in stages[stage]) for stage in mine),
+        stages=tuple(
+            tuple(kind_of(layers.modes[layer]) for layer, _ in stages[stage])
+            for stage in mine
+        ),
         moments=moments,
         room_bytes=row.capacity_bytes - row.peak_bytes + in_flight + temporary,
         other_bytes=tuple(kept_bytes(costs, stages, stage) for stage in mine),
@@ -240,7 +317,10 @@ def check_per_layer(costs: LayoutCosts, schedule: Schedule) -> None:
     for is_wrong, why in (
         (bool(schedule.replica_ranks), "of stages that stand on two ranks"),
         (bool(costs.columns or costs.ranks), "of ranks that differ"),
-        (bool(find(costs.layout.schedule).recompute_modes), "where the schedule says which micro-batches recompute"),
+        (
+            bool(find(costs.layout.schedule).recompute_modes),
+            "where the schedule says which micro-batches recompute",
+        ),
         (costs.layout.activation_offload, "beside activations that go to the host"),
     ):
         if is_wrong:

@@ -49,7 +49,9 @@ def given_sizes(work: Workload, stages: int) -> Sizes | None:
     if sizes is None:
         makes = f"makes at most {counted(len(_counted(wish, names)), 'stage')} of this model"
         if isinstance(wish, tuple):
-            makes = f"has {counted(len(wish), 'stage')} with {sum(map(int, wish))} layers"
+            makes = (
+                f"has {counted(len(wish), 'stage')} with {sum(map(int, wish))} layers"
+            )
         raise LayoutError(
             f"{DIVISION} = {constraint_text(wish, DIVISION)} {makes}; the layout has {stages} stages and the model "
             f"{len(names)} layers.",
@@ -59,7 +61,9 @@ def given_sizes(work: Workload, stages: int) -> Sizes | None:
     return sizes
 
 
-def divides(profile: ModelProfile, constraints: Mapping[str, Constraint], stages: int) -> bool:
+def divides(
+    profile: ModelProfile, constraints: Mapping[str, Constraint], stages: int
+) -> bool:
     """Is there a division of the layers into so many stages that the constraints permit?"""
     wish = constraints.get(DIVISION)
     return wish is None or _sizes(wish, _names(profile), stages) is not None
@@ -87,10 +91,18 @@ def check_division(work: Workload, most_virtual_stages: int) -> None:
             mend=f"give one number per stage that add up to {layers}: embedding and head are layers, too.",
         )
     degrees = "pipeline_parallel_degree", "virtual_stages_per_rank"
-    pairs = ((len(wish) // each, each) for each in range(1, most_virtual_stages + 1) if len(wish) % each == 0)
+    pairs = (
+        (len(wish) // each, each)
+        for each in range(1, most_virtual_stages + 1)
+        if len(wish) % each == 0
+    )
     if any(all(map(allows, map(constraints.get, degrees), pair)) for pair in pairs):
         return
-    asked = [f"{field} = {constraint_text(constraints[field])}" for field in degrees if field in constraints]
+    asked = [
+        f"{field} = {constraint_text(constraints[field])}"
+        for field in degrees
+        if field in constraints
+    ]
     raise LayoutError(
         f"{DIVISION} = {text} lists {counted(len(wish), 'stage')}, which is no pipeline_parallel_degree x "
         f"virtual_stages_per_rank with {' and '.join(asked)}, and at most {most_virtual_stages} stages on a rank.",
@@ -107,7 +119,11 @@ def _names(profile: ModelProfile) -> tuple[str, ...]:
 def _sizes(wish: Constraint, names: tuple[str, ...], stages: int) -> Sizes | None:
     """None: there is no such division into so many stages."""
     if isinstance(wish, tuple):
-        return tuple(map(int, wish)) if len(wish) == stages and sum(map(int, wish)) == len(names) else None
+        return (
+            tuple(map(int, wish))
+            if len(wish) == stages and sum(map(int, wish)) == len(names)
+            else None
+        )
     places = _counted(wish, names)
     if len(places) < stages:
         return None
@@ -124,6 +140,12 @@ def _counted(wish: Constraint, names: tuple[str, ...]) -> tuple[int, ...]:
     for each in found:
         if each:
             numbers.setdefault(each["list"], set()).add(int(each["number"]))
-    lists = {name for name, has in numbers.items() if 0 in has and len(has) > 1} if wish == "even" else set[str]()
-    places = tuple(place for place, each in enumerate(found) if each and each["list"] in lists)
+    lists = (
+        {name for name, has in numbers.items() if 0 in has and len(has) > 1}
+        if wish == "even"
+        else set[str]()
+    )
+    places = tuple(
+        place for place, each in enumerate(found) if each and each["list"] in lists
+    )
     return places or tuple(range(len(names)))

@@ -28,7 +28,14 @@ from planner.cost import (
     tail_ticks,
 )
 from planner.schedule import critical_path
-from planner.search.bounds.layout import BOUNDED, Totals, host_room_bytes, lower_bound, room_bytes, warm_ups
+from planner.search.bounds.layout import (
+    BOUNDED,
+    Totals,
+    host_room_bytes,
+    lower_bound,
+    room_bytes,
+    warm_ups,
+)
 from planner.search.bounds.round_trips import Neighbours
 from planner.search.stage_maps.division import given_sizes
 from planner.search.stage_maps.lanes import Lane, lanes_of, windows_on
@@ -100,7 +107,10 @@ class LayoutSearch:
         """The fastest stage map that was simulated, below the limit or not."""
         self.is_empty = windows.is_empty
         self.lanes = lanes_of(costs, modes, windows, must_fit=must_fit)
-        fits = [np.zeros(0, bool) if self.is_empty else lane.segments.fits for lane in self.lanes]
+        fits = [
+            np.zeros(0, bool) if self.is_empty else lane.segments.fits
+            for lane in self.lanes
+        ]
         self.open: Mask = np.logical_and.reduce(fits)
         self.neighbours: Neighbours | None = None
         """Bounds of pairs of segments, as far as these were open when they were told last."""
@@ -125,7 +135,11 @@ class LayoutSearch:
                 return
             self.bound = max(self.bound, even[0])
             struck = self.open & (low >= self.limit)
-            if not struck.any() and not self._strike_dear() and not self._strike_pairs():
+            if (
+                not struck.any()
+                and not self._strike_dear()
+                and not self._strike_pairs()
+            ):
                 return
             self.open &= ~struck
 
@@ -133,7 +147,9 @@ class LayoutSearch:
         """Strike out what is not below the limit whichever rank is dearest: equation (H6). Was there any?"""
         if self.costs.layout.schedule not in BOUNDED:
             return False
-        low: Table = np.maximum.reduce([lane.bottleneck_bounds(self.open) for lane in self.lanes])
+        low: Table = np.maximum.reduce(
+            [lane.bottleneck_bounds(self.open) for lane in self.lanes]
+        )
         self.bound = max(self.bound, min(int(low.min()), self.limit))
         struck = self.open & (low >= self.limit)
         self.open &= ~struck
@@ -141,7 +157,11 @@ class LayoutSearch:
 
     def _strike_pairs(self) -> bool:
         """Strike out what is in no pair of neighbours below the limit: equation (H5). Was there any?"""
-        self.neighbours = Neighbours.of(self.lanes, self.open) if self.costs.layout.schedule in BOUNDED else None
+        self.neighbours = (
+            Neighbours.of(self.lanes, self.open)
+            if self.costs.layout.schedule in BOUNDED
+            else None
+        )
         if self.neighbours is None or self.neighbours.triples > _MOST_TRIPLES:
             self.neighbours = None
             return False
@@ -153,7 +173,9 @@ class LayoutSearch:
 
     def _segment_bounds(self) -> Table:
         """Equation (H4)."""
-        table: Table = np.maximum.reduce([lane.bounds(self.open) for lane in self.lanes])
+        table: Table = np.maximum.reduce(
+            [lane.bounds(self.open) for lane in self.lanes]
+        )
         return table
 
     def tighten(self) -> None:
@@ -171,7 +193,9 @@ class LayoutSearch:
     def judge_sizes(self, sizes: Sequence[int]) -> None:
         """Judge stages of so many layers, unless they have been struck out."""
         path = None if self.is_empty else self.segments.path(sizes)
-        if path is not None and all(self.open[s, x, y] for s, (x, y) in enumerate(path)):
+        if path is not None and all(
+            self.open[s, x, y] for s, (x, y) in enumerate(path)
+        ):
             self.judge(path)
 
     def judge(self, path: Path) -> None:
@@ -193,7 +217,10 @@ class LayoutSearch:
         tails = [sum(parts) for parts in tail_ticks(lane.costs, stages)]
         in_ticks = durations(lane.costs, stages)
         for rank in {step.last_rank, 0, lane.schedule.ranks - 1}:
-            cut = (lane, Cut.of(critical_path(lane.schedule, in_ticks, tails, rank=rank)))
+            cut = (
+                lane,
+                Cut.of(critical_path(lane.schedule, in_ticks, tails, rank=rank)),
+            )
             if cut not in self._cuts:
                 self._cuts.append(cut)
         return step
@@ -207,7 +234,12 @@ class LayoutSearch:
         stage_map, step = self.best or (None, None)
         if not self.is_empty:
             return Inside(Outcome.STOPPED, self.bound, stage_map, step)
-        return Inside(Outcome.SOLVED if self.best else Outcome.NOT_BETTER, self.limit, stage_map, step)
+        return Inside(
+            Outcome.SOLVED if self.best else Outcome.NOT_BETTER,
+            self.limit,
+            stage_map,
+            step,
+        )
 
     def improve(self, rounds: int) -> None:
         """Look for better stage maps with a fixed amount of work; proves nothing by itself."""
@@ -274,14 +306,18 @@ class LayoutSearch:
         """The modes of every chosen segment; a segment priced too low gets its true price: equation (G4)."""
         chosen = []
         for stage, (x, y) in enumerate(path):
-            modes = self.segments.uniform_modes(stage, x, y) or self._exact_modes(stage, x, y)
+            modes = self.segments.uniform_modes(stage, x, y) or self._exact_modes(
+                stage, x, y
+            )
             if modes is None:
                 self.open[stage, x, y] = False
                 return None
             chosen.append(modes)
         return tuple(chosen)
 
-    def _exact_modes(self, stage: int, x: int, y: int) -> tuple[tuple[int, RecomputeMode], ...] | None:
+    def _exact_modes(
+        self, stage: int, x: int, y: int
+    ) -> tuple[tuple[int, RecomputeMode], ...] | None:
         segments, own = self.segments, self.segments.on_rank(stage)
         layers = {layer: own.modes[layer] for layer in segments.layers(stage, x, y)}
         room = own.room_bytes - int(segments.fixed_bytes[stage, x, y])
@@ -326,7 +362,9 @@ def first_plan(
         search.improve(rounds)
         if search.judged and search.judged[1].total_ticks < limit_ticks:
             return search.judged
-        if not search.is_empty:  # there may be one, but not where this little work finds it
+        if (
+            not search.is_empty
+        ):  # there may be one, but not where this little work finds it
             del trials[:-1]
     return None
 
@@ -341,7 +379,11 @@ def solve_layout(
 ) -> Inside:
     """Best stage map of a layout that fits the memory (unless told otherwise) and beats the limit."""
     is_bounded = costs.layout.schedule in BOUNDED
-    bound = lower_bound(costs, Totals.of(costs, modes), warm_ups(costs)) if is_bounded else limit_ticks
+    bound = (
+        lower_bound(costs, Totals.of(costs, modes), warm_ups(costs))
+        if is_bounded
+        else limit_ticks
+    )
     for limit in limits_of(limit_ticks, bound):
         search = LayoutSearch(costs, modes, limit_ticks=limit, must_fit=must_fit)
         search.start()
@@ -365,19 +407,38 @@ class LeastMemory(NamedTuple):
 def least_memory(costs: LayoutCosts, modes: tuple[LayerModes, ...]) -> LeastMemory:
     """What a layout needs at least of devices and hosts."""
     stages = costs.layout.pipeline_parallel_degree
-    windows = Windows.everywhere(len(modes), stages).only(given_sizes(costs.work, stages))
+    windows = Windows.everywhere(len(modes), stages).only(
+        given_sizes(costs.work, stages)
+    )
     lanes, ranks = lanes_of(costs, modes, windows, must_fit=False), range(stages)
-    room = np.array([[room_bytes(lane.costs.on_rank(rank)) for rank in ranks] for lane in lanes])
-    missing = [lane.segments.least_bytes - own[:, None, None] for lane, own in zip(lanes, room, strict=True)]
+    room = np.array(
+        [[room_bytes(lane.costs.on_rank(rank)) for rank in ranks] for lane in lanes]
+    )
+    missing = [
+        lane.segments.least_bytes - own[:, None, None]
+        for lane, own in zip(lanes, room, strict=True)
+    ]
     host_room, segments = host_room_bytes(costs), lanes[0].segments
     on_host = [] if host_room is None else [segments.host_bytes - host_room]
-    found = most_even(np.maximum.reduce([*missing, *on_host]) + max(room.max(), host_room or 0), segments.is_segment)
+    found = most_even(
+        np.maximum.reduce([*missing, *on_host]) + max(room.max(), host_room or 0),
+        segments.is_segment,
+    )
     assert found is not None, "a layout has no more stages than layers"
-    peaks = [(max(int(each[rank, x, y]) for each in missing), -rank) for rank, (x, y) in enumerate(found[1])]
-    hosts = [(int(on_host[0][rank, x, y]), -rank) for rank, (x, y) in enumerate(found[1])] if on_host else []
+    peaks = [
+        (max(int(each[rank, x, y]) for each in missing), -rank)
+        for rank, (x, y) in enumerate(found[1])
+    ]
+    hosts = (
+        [(int(on_host[0][rank, x, y]), -rank) for rank, (x, y) in enumerate(found[1])]
+        if on_host
+        else []
+    )
     if host_room is not None and max(hosts)[0] > max(peaks)[0]:
         return LeastMemory(-max(hosts)[1], max(hosts)[0] + host_room, host_room, "host")
     over, rank = max(peaks)[0], -max(peaks)[1]
-    fullest = max(lanes, key=lambda lane: missing[lanes.index(lane)][rank][found[1][rank]])
+    fullest = max(
+        lanes, key=lambda lane: missing[lanes.index(lane)][rank][found[1][rank]]
+    )
     capacity = fullest.costs.on_rank(rank).work.capacity_bytes
     return LeastMemory(rank, over + capacity, capacity)

@@ -51,8 +51,13 @@ class Relief:
         """
         every = [trades(options) for options in kinds]
         found = np.unique([rate for one in every for rate, _ in one] or [0.0])
-        rates = found[np.linspace(0, len(found) - 1, min(len(found), _MOST_RATES)).astype(np.intp)]
-        freed, ticks = np.zeros((len(rates), len(kinds))), np.zeros((len(rates), len(kinds)))
+        rates = found[
+            np.linspace(0, len(found) - 1, min(len(found), _MOST_RATES)).astype(np.intp)
+        ]
+        freed, ticks = (
+            np.zeros((len(rates), len(kinds))),
+            np.zeros((len(rates), len(kinds))),
+        )
         for kind, one in enumerate(every):
             for rate, size in one:
                 first = int(np.searchsorted(rates, rate))
@@ -60,7 +65,9 @@ class Relief:
                 ticks[first:, kind] += rate * size
         return cls(rates, _running(freed[:, places]), _running(ticks[:, places]))
 
-    def least_ticks(self, starts: _Places, stops: _Places, needed_bytes: _Floats) -> NDArray[np.int64]:
+    def least_ticks(
+        self, starts: _Places, stops: _Places, needed_bytes: _Floats
+    ) -> NDArray[np.int64]:
         """Ticks of a micro-batch that the layers [start, stop) take more to free so many bytes, at least: (G6).
 
         Args:
@@ -68,14 +75,28 @@ class Relief:
             stops: layer behind it.
             needed_bytes: that a micro-batch has to keep fewer than without recomputation, above 0.
         """
-        low, high = np.zeros(len(starts), np.intp), np.full(len(starts), len(self.rates) - 1)
+        low, high = (
+            np.zeros(len(starts), np.intp),
+            np.full(len(starts), len(self.rates) - 1),
+        )
         for _ in range(len(self.rates).bit_length()):
             middle = (low + high) // 2
-            is_enough = self.freed[middle, stops] - self.freed[middle, starts] >= needed_bytes
-            low, high = np.where(is_enough, low, np.minimum(middle + 1, high)), np.where(is_enough, middle, high)
+            is_enough = (
+                self.freed[middle, stops] - self.freed[middle, starts] >= needed_bytes
+            )
+            low, high = (
+                np.where(is_enough, low, np.minimum(middle + 1, high)),
+                np.where(is_enough, middle, high),
+            )
         spare = self.freed[high, stops] - self.freed[high, starts] - needed_bytes
-        ticks = self.ticks[high, stops] - self.ticks[high, starts] - self.rates[high] * spare
-        found: NDArray[np.int64] = np.floor(np.maximum(0.0, ticks) * _LESS).astype(np.int64)
+        ticks = (
+            self.ticks[high, stops]
+            - self.ticks[high, starts]
+            - self.rates[high] * spare
+        )
+        found: NDArray[np.int64] = np.floor(np.maximum(0.0, ticks) * _LESS).astype(
+            np.int64
+        )
         return found
 
 

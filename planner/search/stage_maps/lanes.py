@@ -18,7 +18,13 @@ import numpy as np
 
 from planner.cost import LayoutCosts, schedule_of
 from planner.schedule import Schedule, in_flight_per_stage
-from planner.search.bounds.layout import BOUNDED, host_room_bytes, room_bytes, warm_ups, work_of
+from planner.search.bounds.layout import (
+    BOUNDED,
+    host_room_bytes,
+    room_bytes,
+    warm_ups,
+    work_of,
+)
 from planner.search.stage_maps.division import given_sizes
 from planner.search.stage_maps.paths import bottleneck_bounds, segment_bounds
 from planner.search.stage_maps.segments import LayerModes, Mask, Segments, Table
@@ -72,10 +78,16 @@ class RankSegments(Segments):
     def _with_recompute(self) -> tuple[Table, Mask]:
         return self._joined("backward"), self._joined("is_exact").astype(bool)
 
-    def uniform_modes(self, stage: int, x: int, y: int) -> tuple[tuple[int, RecomputeMode], ...] | None:
+    def uniform_modes(
+        self, stage: int, x: int, y: int
+    ) -> tuple[tuple[int, RecomputeMode], ...] | None:
         """The modes behind `backward` where it is exact; None otherwise."""
         part = self.on_rank(stage)
-        return part.uniform_modes(stage - part.first, x, y) if self.is_exact[stage, x, y] else None
+        return (
+            part.uniform_modes(stage - part.first, x, y)
+            if self.is_exact[stage, x, y]
+            else None
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +98,14 @@ class Lane:
     segments: Segments
 
     @classmethod
-    def of(cls, costs: LayoutCosts, modes: tuple[LayerModes, ...], windows: Windows, *, must_fit: bool = True) -> Lane:
+    def of(
+        cls,
+        costs: LayoutCosts,
+        modes: tuple[LayerModes, ...],
+        windows: Windows,
+        *,
+        must_fit: bool = True,
+    ) -> Lane:
         """A lane by its costs.
 
         Args:
@@ -95,10 +114,16 @@ class Lane:
             windows: where ranks can start.
             must_fit: keep every stage within its device's memory, and its host's.
         """
-        units, room = in_flight(costs), room_bytes(costs) if must_fit else UNBOUNDED_BYTES
+        units, room = (
+            in_flight(costs),
+            room_bytes(costs) if must_fit else UNBOUNDED_BYTES,
+        )
         if not costs.ranks:
             host = host_room_bytes(costs) if must_fit else None
-            return cls(costs, Segments(costs, modes, units, room, windows, host_room_bytes=host))
+            return cls(
+                costs,
+                Segments(costs, modes, units, room, windows, host_room_bytes=host),
+            )
         parts, behind = [], 0
         for _, run in groupby(costs.ranks, key=lambda rank: id(rank.layers)):
             first, same = behind, list(run)
@@ -106,8 +131,20 @@ class Lane:
             own = room_bytes(same[0]) if must_fit else UNBOUNDED_BYTES
             choices, window = modes_on(same[0], modes), windows.of_ranks(first, behind)
             host = host_room_bytes(same[0]) if must_fit else None
-            parts.append(Segments(same[0], choices, units[first:behind], own, window, first, host_room_bytes=host))
-        return cls(costs, RankSegments(costs, modes, units, room, windows, parts=tuple(parts)))
+            parts.append(
+                Segments(
+                    same[0],
+                    choices,
+                    units[first:behind],
+                    own,
+                    window,
+                    first,
+                    host_room_bytes=host,
+                )
+            )
+        return cls(
+            costs, RankSegments(costs, modes, units, room, windows, parts=tuple(parts))
+        )
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -124,18 +161,34 @@ class Lane:
     def bottleneck_bounds(self, open_: Mask) -> Table:
         """The same of gpipe or 1f1b by the dearest rank, which takes longer to tell: equation (H6)."""
         numbers = warm_ups(self.costs), self.costs.micro_batches
-        return bottleneck_bounds(self.segments, open_, *numbers, is_gpipe=self.costs.layout.schedule == "gpipe")
+        return bottleneck_bounds(
+            self.segments,
+            open_,
+            *numbers,
+            is_gpipe=self.costs.layout.schedule == "gpipe",
+        )
 
 
 def lanes_of(
-    costs: LayoutCosts, modes: tuple[LayerModes, ...], windows: Windows, *, must_fit: bool = True
+    costs: LayoutCosts,
+    modes: tuple[LayerModes, ...],
+    windows: Windows,
+    *,
+    must_fit: bool = True,
 ) -> tuple[Lane, ...]:
     """All lanes of a layout."""
-    return tuple(Lane.of(each, modes, windows, must_fit=must_fit) for each in costs.columns or (costs,))
+    return tuple(
+        Lane.of(each, modes, windows, must_fit=must_fit)
+        for each in costs.columns or (costs,)
+    )
 
 
 def windows_on(
-    costs: LayoutCosts, modes: tuple[LayerModes, ...], limit_ticks: int, *, must_fit: bool = True
+    costs: LayoutCosts,
+    modes: tuple[LayerModes, ...],
+    limit_ticks: int,
+    *,
+    must_fit: bool = True,
 ) -> Windows:
     """Where ranks can start in stage maps that fit, take fewer ticks than the limit, and are divided as the job fixes
     it; in every lane."""
@@ -143,19 +196,38 @@ def windows_on(
     def room(own: LayoutCosts) -> int:
         return room_bytes(own) if must_fit else UNBOUNDED_BYTES
 
-    kinds, sizes = Kinds.of(modes), given_sizes(costs.work, costs.layout.pipeline_parallel_degree)
+    kinds, sizes = (
+        Kinds.of(modes),
+        given_sizes(costs.work, costs.layout.pipeline_parallel_degree),
+    )
     if not costs.columns:
-        return windows_of(costs, kinds, in_flight(costs), room(costs), limit_ticks).only(sizes)
+        return windows_of(
+            costs, kinds, in_flight(costs), room(costs), limit_ticks
+        ).only(sizes)
     passing = kinds.sums([work_of(options)[0] for options in kinds.options])
     lanes = []
     for column in costs.columns:
-        units, known = in_flight(column), {id(rank.layers): rank for rank in column.ranks}
+        units, known = (
+            in_flight(column),
+            {id(rank.layers): rank for rank in column.ranks},
+        )
         reached = {
-            key: reach(own, Kinds.of(modes_on(own, modes)), units, room(own), limit_ticks, passing=passing)
+            key: reach(
+                own,
+                Kinds.of(modes_on(own, modes)),
+                units,
+                room(own),
+                limit_ticks,
+                passing=passing,
+            )
             for key, own in known.items()
         }
-        lanes.append([reached[id(own.layers)][rank] for rank, own in enumerate(column.ranks)])
-    return within([np.minimum.reduce(each) for each in zip(*lanes, strict=True)], len(modes)).only(sizes)
+        lanes.append(
+            [reached[id(own.layers)][rank] for rank, own in enumerate(column.ranks)]
+        )
+    return within(
+        [np.minimum.reduce(each) for each in zip(*lanes, strict=True)], len(modes)
+    ).only(sizes)
 
 
 def in_flight(costs: LayoutCosts) -> tuple[int, ...]:

@@ -64,7 +64,10 @@ class Cut:
 
     def costs(self, segments: Segments) -> Table:
         """What every segment adds to the path."""
-        costs = _column(self.forward) * segments.forward + _column(self.backward) * segments.backward
+        costs = (
+            _column(self.forward) * segments.forward
+            + _column(self.backward) * segments.backward
+        )
         costs += _column((*self.transfer, 0)) * segments.transfer
         costs[self.rank] += segments.tail[self.rank]
         return costs
@@ -90,12 +93,19 @@ class Ways:
         """Ways over the open segments."""
         costs = np.where(open_, costs, NEVER)
         stages, width, _ = costs.shape
-        before, behind = np.full((stages + 1, width), NEVER), np.full((stages + 1, width), NEVER)
+        before, behind = (
+            np.full((stages + 1, width), NEVER),
+            np.full((stages + 1, width), NEVER),
+        )
         before[0, 0] = behind[stages, 0] = 0
         for s in range(stages):
-            before[s + 1] = np.minimum((before[s][:, None] + costs[s]).min(axis=0), NEVER)
+            before[s + 1] = np.minimum(
+                (before[s][:, None] + costs[s]).min(axis=0), NEVER
+            )
         for s in reversed(range(stages)):
-            behind[s] = np.minimum((costs[s] + behind[s + 1][None, :]).min(axis=1), NEVER)
+            behind[s] = np.minimum(
+                (costs[s] + behind[s + 1][None, :]).min(axis=1), NEVER
+            )
         return cls(costs, before[:-1], behind[1:])
 
     @property
@@ -110,7 +120,9 @@ class Ways:
         return table
 
 
-def segment_bounds(segments: Segments, open_: Mask, warm_up: Sequence[int], micro_batches: int) -> Table:
+def segment_bounds(
+    segments: Segments, open_: Mask, warm_up: Sequence[int], micro_batches: int
+) -> Table:
     """low(s, x, y): no stage map that holds the segment is faster: equation (H3)."""
     once = segments.forward + segments.backward
     alone = micro_batches * once
@@ -138,21 +150,37 @@ def _both_ways(segments: Segments) -> Table:
 def _turned(segments: Segments, warm_up: Sequence[int], micro_batches: int) -> Table:
     """What more than that a rank takes by (5b): all of its forwards but the first ones that others wait for."""
     ahead = [min(micro_batches, units) - 1 for units in warm_up]
-    behind = [max(0, micro_batches - units - begun) for units, begun in zip(warm_up, ahead, strict=True)]
+    behind = [
+        max(0, micro_batches - units - begun)
+        for units, begun in zip(warm_up, ahead, strict=True)
+    ]
     further = _column([micro_batches - units for units in warm_up]) * segments.forward
     begun = _column(list(map(sum, zip(ahead, behind, strict=True)))) * segments.forward
     left = _column([micro_batches - 1 - units for units in ahead]) * segments.backward
-    table: Table = np.maximum(further + (micro_batches - 1) * segments.backward, begun + left)
+    table: Table = np.maximum(
+        further + (micro_batches - 1) * segments.backward, begun + left
+    )
     return table
 
 
 def bottleneck_bounds(
-    segments: Segments, open_: Mask, warm_up: Sequence[int], micro_batches: int, *, is_gpipe: bool
+    segments: Segments,
+    open_: Mask,
+    warm_up: Sequence[int],
+    micro_batches: int,
+    *,
+    is_gpipe: bool,
 ) -> Table:
     """No stage map that holds the segment is faster: equation (H6)."""
     once, least = _both_ways(segments), np.full_like(segments.forward, NEVER)
-    others = (micro_batches - 1) * segments.backward if is_gpipe else np.zeros_like(least)
-    more = (micro_batches - 1) * segments.forward if is_gpipe else _turned(segments, warm_up, micro_batches)
+    others = (
+        (micro_batches - 1) * segments.backward if is_gpipe else np.zeros_like(least)
+    )
+    more = (
+        (micro_batches - 1) * segments.forward
+        if is_gpipe
+        else _turned(segments, warm_up, micro_batches)
+    )
     even = most_even(more, open_)
     if even is None:
         return least

@@ -72,12 +72,18 @@ def cheapest_modes(
     if found is None:
         return None
     ticks, (chosen,) = found
-    return ticks, tuple((layer, layers[layer][index].mode) for layer, index in zip(layers, chosen, strict=True))
+    return ticks, tuple(
+        (layer, layers[layer][index].mode)
+        for layer, index in zip(layers, chosen, strict=True)
+    )
 
 
 def kind_of(options: LayerModes) -> Kind:
     """What a layer's choices take."""
-    return tuple((cost.activation_bytes, cost.backward_ticks, cost.temporary_bytes) for cost in options)
+    return tuple(
+        (cost.activation_bytes, cost.backward_ticks, cost.temporary_bytes)
+        for cost in options
+    )
 
 
 def fewest_ticks(held: Held) -> tuple[int, tuple[tuple[int, ...], ...]] | None:
@@ -88,16 +94,25 @@ def fewest_ticks(held: Held) -> tuple[int, tuple[tuple[int, ...], ...]] | None:
     if _is_sorted(held, choosers):
         found = _of_one_kind(held, *choosers)
     else:
-        found = _counted(counted, held.moments, held.room_bytes, held.other_bytes, held.chunks)
+        found = _counted(
+            counted, held.moments, held.room_bytes, held.other_bytes, held.chunks
+        )
     if found is None:
         return None
     ticks, counts = found
-    return ticks, tuple(_placed(kinds, amounts) for kinds, amounts in zip(held.stages, counts, strict=True))
+    return ticks, tuple(
+        _placed(kinds, amounts)
+        for kinds, amounts in zip(held.stages, counts, strict=True)
+    )
 
 
 def _is_sorted(held: Held, choosers: Collection[Kind]) -> bool:
     """Does (R5) hold?"""
-    falls = all(before >= behind for moment in held.moments for before, behind in pairwise(moment))
+    falls = all(
+        before >= behind
+        for moment in held.moments
+        for before, behind in pairwise(moment)
+    )
     return len(choosers) == 1 and held.chunks == 1 and falls
 
 
@@ -113,25 +128,39 @@ def _of_one_kind(held: Held, chooser: Kind) -> tuple[int, _Counts] | None:
     others = [[kind[0] for kind in kinds if kind != chooser] for kinds in held.stages]
     ways = _ways(chooser, sum(amounts))
     places = np.repeat(np.arange(len(amounts)), amounts)
-    fixed = [own + sum(mode[0] for mode in each) for own, each in zip(held.other_bytes, others, strict=True)]
+    fixed = [
+        own + sum(mode[0] for mode in each)
+        for own, each in zip(held.other_bytes, others, strict=True)
+    ]
     moments = np.array(held.moments, dtype=np.int64)
     before = np.zeros((len(moments), len(places) + 1), dtype=np.int64)
     np.cumsum(moments[:, places], axis=1, out=before[:, 1:])
     kept = ((before[:, ways.stops] - before[:, ways.starts]) @ ways.activation_bytes).T
     kept += moments @ np.array(fixed, dtype=np.int64)
-    largest = np.maximum(ways.temporary_bytes, max((mode[2] for each in others for mode in each), default=0))
+    largest = np.maximum(
+        ways.temporary_bytes,
+        max((mode[2] for each in others for mode in each), default=0),
+    )
     fitting = np.flatnonzero(kept.max(axis=1) + largest <= held.room_bytes)
     if not len(fitting):
         return None
     ticks = ways.ticks[fitting]
     least = fitting[ticks == ticks.min()]
     heights = np.concatenate([[0], places.cumsum()])
-    lower = (heights[ways.stops[least]] - heights[ways.starts[least]]) @ np.arange(len(chooser))
+    lower = (heights[ways.stops[least]] - heights[ways.starts[least]]) @ np.arange(
+        len(chooser)
+    )
     modes = ways.modes(int(least[lower.argmin()]))
-    every = [np.bincount(modes[places == stage], minlength=len(chooser)) for stage in range(len(amounts))]
+    every = [
+        np.bincount(modes[places == stage], minlength=len(chooser))
+        for stage in range(len(amounts))
+    ]
     rest = sum(mode[1] for each in others for mode in each)
     return int(ticks.min()) + rest, tuple(
-        tuple(tuple(of_stage.tolist()) if kind == chooser else (kinds.count(kind),) for kind in dict.fromkeys(kinds))
+        tuple(
+            tuple(of_stage.tolist()) if kind == chooser else (kinds.count(kind),)
+            for kind in dict.fromkeys(kinds)
+        )
         for kinds, of_stage in zip(held.stages, every, strict=True)
     )
 
@@ -167,7 +196,9 @@ def _ways(kind: Kind, amount: int) -> _Ways:
     stops = counts[:, ::-1].cumsum(axis=1)[:, ::-1]
     activation, backward, temporary = np.array(kind, dtype=np.int64)[order].T
     largest = np.where(counts > 0, temporary, 0).max(axis=1)
-    return _Ways(order, counts, stops - counts, stops, activation, largest, counts @ backward)
+    return _Ways(
+        order, counts, stops - counts, stops, activation, largest, counts @ backward
+    )
 
 
 def _placed(kinds: Sequence[Kind], amounts: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -215,23 +246,39 @@ def _counted(
                 ticks.append(mode[1] * count)
                 lower.append(place * index * count)
         whole = cp_model.LinearExpr.sum(saved)
-        units.append(whole if chunks == 1 else _rounded_up(model, whole, chunks, room_bytes))
+        units.append(
+            whole if chunks == 1 else _rounded_up(model, whole, chunks, room_bytes)
+        )
     for held in moments:
-        taken = [temporary, *(number * unit for number, unit in zip(held, units, strict=True))]
+        taken = [
+            temporary,
+            *(number * unit for number, unit in zip(held, units, strict=True)),
+        ]
         model.add(cp_model.LinearExpr.sum(taken) <= room_bytes)
-    weight = 1 + sum(place * len(kind) * amount for place, kinds in enumerate(stages) for kind, amount in kinds)
-    model.minimize(weight * cp_model.LinearExpr.sum(ticks) + cp_model.LinearExpr.sum(lower))
+    weight = 1 + sum(
+        place * len(kind) * amount
+        for place, kinds in enumerate(stages)
+        for kind, amount in kinds
+    )
+    model.minimize(
+        weight * cp_model.LinearExpr.sum(ticks) + cp_model.LinearExpr.sum(lower)
+    )
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 0
     solver.parameters.catch_sigint_signal = False  # Ctrl-C is the caller's
     if solver.solve(model) != cp_model.OPTIMAL:
         return None
-    found = tuple(tuple(tuple(int(solver.value(one)) for one in each) for each in stage) for stage in counts)
+    found = tuple(
+        tuple(tuple(int(solver.value(one)) for one in each) for each in stage)
+        for stage in counts
+    )
     return round(solver.objective_value) // weight, found
 
 
-def _rounded_up(model: cp_model.CpModel, saved: cp_model.LinearExprT, chunks: int, most: int) -> cp_model.IntVar:
+def _rounded_up(
+    model: cp_model.CpModel, saved: cp_model.LinearExprT, chunks: int, most: int
+) -> cp_model.IntVar:
     """A chunk's share of so many bytes."""
     unit = model.new_int_var(0, max(0, most), "")
     model.add(chunks * unit >= saved)

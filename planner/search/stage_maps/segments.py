@@ -43,7 +43,13 @@ def allowed_modes(costs: LayoutCosts, wish: Sequence[str]) -> tuple[LayerModes, 
     known: dict[int, LayerModes] = {}
     for first, _ in costs.kinds:
         options = costs.layers[first]
-        wished = tuple([cost for mode, cost in options.items() if "per-layer" in wish or mode in wish])
+        wished = tuple(
+            [
+                cost
+                for mode, cost in options.items()
+                if "per-layer" in wish or mode in wish
+            ]
+        )
         known[first] = wished or tuple(options.values())
     return tuple(map(known.__getitem__, costs.alike))
 
@@ -58,7 +64,11 @@ def uniform_modes(costs: LayoutCosts, mode: str) -> tuple[LayerModes, ...]:
 def choices(costs: LayoutCosts, wish: Sequence[str]) -> tuple[LayerModes, ...]:
     """Recompute choices of every layer: those wished for, or the one mode that the layout has for all."""
     mode = costs.layout.recompute
-    return allowed_modes(costs, wish) if mode == "per-layer" else uniform_modes(costs, mode)
+    return (
+        allowed_modes(costs, wish)
+        if mode == "per-layer"
+        else uniform_modes(costs, mode)
+    )
 
 
 @dataclass(frozen=True)
@@ -94,7 +104,10 @@ class Segments:
     @cached_property
     def _places(self) -> Table:
         """Layer behind every boundary, [s, x]; those outside the boundary's window stand behind the last layer."""
-        least, most = np.array(self.windows.least)[:, None], np.array(self.windows.most)[:, None]
+        least, most = (
+            np.array(self.windows.least)[:, None],
+            np.array(self.windows.most)[:, None],
+        )
         places = least + np.arange(self.windows.width)[None, :]
         inside: Table = np.where(places <= most, places, len(self.modes))
         return inside
@@ -124,7 +137,11 @@ class Segments:
     def path(self, sizes: Sequence[int]) -> tuple[tuple[int, int], ...] | None:
         """(x, y) of stages of so many layers; None when they leave the windows."""
         behind = np.concatenate([[0], np.cumsum(sizes)]) - np.array(self.windows.least)
-        return tuple(pairwise(behind.tolist())) if ((behind >= 0) & (behind <= self._spans)).all() else None
+        return (
+            tuple(pairwise(behind.tolist()))
+            if ((behind >= 0) & (behind <= self._spans)).all()
+            else None
+        )
 
     def _sums(self, value: Callable[[LayerModes], int]) -> Table:
         """Sum of a layer's value over every segment."""
@@ -136,22 +153,35 @@ class Segments:
 
     def _largest(self, value: Callable[[LayerModes], int]) -> Table:
         """Largest of a layer's value over every segment: of two runs of 2^k layers that together cover it."""
-        values = np.array([value(options) for options in self.kinds.options], dtype=np.int64)
+        values = np.array(
+            [value(options) for options in self.kinds.options], dtype=np.int64
+        )
         if len(values) == 1 or (values == values[0]).all():
             return np.full(self.is_segment.shape, values[0])
         runs = [values[self.kinds.places]]
         while 2 ** len(runs) <= len(self.modes):
             half, longest = 2 ** (len(runs) - 1), runs[-1]
-            runs.append(np.concatenate([np.maximum(longest[:-half], longest[half:]), longest[-half:]]))
+            runs.append(
+                np.concatenate(
+                    [np.maximum(longest[:-half], longest[half:]), longest[-half:]]
+                )
+            )
         table, powers = np.stack(runs), self._powers
-        first, second = np.minimum(self.starts, len(self.modes) - 1), self.stops - 2**powers
-        largest: Table = np.maximum(table[powers, first], table[powers, np.maximum(0, second)])
+        first, second = (
+            np.minimum(self.starts, len(self.modes) - 1),
+            self.stops - 2**powers,
+        )
+        largest: Table = np.maximum(
+            table[powers, first], table[powers, np.maximum(0, second)]
+        )
         return largest
 
     @cached_property
     def _powers(self) -> Table:
         """Largest k with 2^k layers in every segment."""
-        powers: Table = np.frexp(np.maximum(1, self.stops - self.starts))[1].astype(np.int64) - 1
+        powers: Table = (
+            np.frexp(np.maximum(1, self.stops - self.starts))[1].astype(np.int64) - 1
+        )
         return powers
 
     @cached_property
@@ -164,18 +194,25 @@ class Segments:
         """Ticks of the boundary behind every segment, [s, 1, y]; zero behind the last rank."""
         table = np.zeros((self.stages, 1, self.windows.width), dtype=np.int64)
         for s in range(self.stages - 1):
-            table[s, 0] = np.array(self.costs.transfers_behind(s), dtype=np.int64)[self.stops[s, 0] - 1]
+            table[s, 0] = np.array(self.costs.transfers_behind(s), dtype=np.int64)[
+                self.stops[s, 0] - 1
+            ]
         return table
 
     @cached_property
     def tail(self) -> Table:
         """Gradient reduction and optimizer behind every segment: equation (S3)."""
-        tail = self._sums(lambda options: options[0].reduction_ticks + options[0].optimizer_ticks)
+        tail = self._sums(
+            lambda options: options[0].reduction_ticks + options[0].optimizer_ticks
+        )
         tail = tail + self.costs.reduction_latency_ticks
         for shared in self.costs.shared:
             users = self._users(shared.layers)
             tail = tail - np.maximum(users - 1, 0) * shared.tail_ticks
-            tail = tail + ((users > 0) & (users < len(shared.layers))) * shared.exchange_ticks
+            tail = (
+                tail
+                + ((users > 0) & (users < len(shared.layers))) * shared.exchange_ticks
+            )
         return tail
 
     def _users(self, layers: Sequence[int]) -> Table:
@@ -194,7 +231,10 @@ class Segments:
             ogp = ogp - np.maximum(self._users(shared.layers) - 1, 0) * shared.ogp_bytes
         behind = np.array([0, *self.costs.all_boundary_bytes()], dtype=np.int64)
         incoming, outgoing = behind[self.starts], behind[self.stops]
-        is_last = np.arange(self.stages) == self.costs.layout.pipeline_parallel_degree - 1 - self.first
+        is_last = (
+            np.arange(self.stages)
+            == self.costs.layout.pipeline_parallel_degree - 1 - self.first
+        )
         received = np.where(is_last[:, None, None], incoming, incoming + outgoing)
         kept = incoming + outgoing if self.costs.layout.activation_offload else outgoing
         table: Table = ogp + self._units * kept + RECEIVE_BUFFERS * received
@@ -205,8 +245,14 @@ class Segments:
         """What every segment keeps in its host's memory: equations (O4) and (O7)."""
         states = self._sums(lambda options: options[0].host_optimizer_bytes)
         for shared in self.costs.shared:
-            states = states - np.maximum(self._users(shared.layers) - 1, 0) * shared.host_optimizer_bytes
-        table: Table = states + self._units * self._sums(lambda options: options[0].host_activation_bytes)
+            states = (
+                states
+                - np.maximum(self._users(shared.layers) - 1, 0)
+                * shared.host_optimizer_bytes
+            )
+        table: Table = states + self._units * self._sums(
+            lambda options: options[0].host_activation_bytes
+        )
         return table
 
     @property
@@ -222,13 +268,22 @@ class Segments:
         """
         most = np.int64(2**62)
         best = np.full(np.broadcast_shapes(self.starts.shape, self.stops.shape), most)
-        others = self._largest(lambda options: options[0].temporary_bytes if len(options) == 1 else 0)
+        others = self._largest(
+            lambda options: options[0].temporary_bytes if len(options) == 1 else 0
+        )
         for threshold in self._thresholds():
             allowed = [
-                [cost for cost in options if len(options) == 1 or cost.temporary_bytes <= threshold]
+                [
+                    cost
+                    for cost in options
+                    if len(options) == 1 or cost.temporary_bytes <= threshold
+                ]
                 for options in self.kinds.options
             ]
-            least = [min((cost.activation_bytes for cost in fit), default=-1) for fit in allowed]
+            least = [
+                min((cost.activation_bytes for cost in fit), default=-1)
+                for fit in allowed
+            ]
             prefix = self.kinds.sums([max(0, value) for value in least])
             missing = self.kinds.sums([value < 0 for value in least])
             held = self._units * (prefix[self.stops] - prefix[self.starts])
@@ -239,23 +294,40 @@ class Segments:
 
     def _thresholds(self) -> list[int]:
         """Temporaries of layers that can recompute; 0 stands for segments without such layers."""
-        return sorted({0} | {cost.temporary_bytes for options in self.choosers for cost in options})
+        return sorted(
+            {0}
+            | {cost.temporary_bytes for options in self.choosers for cost in options}
+        )
 
     @cached_property
     def fits(self) -> Mask:
         """Segments that exist and have a recompute choice within the capacity, of device and host."""
-        leanest = self._sums(lambda options: min(cost.activation_bytes for cost in options))
+        leanest = self._sums(
+            lambda options: min(cost.activation_bytes for cost in options)
+        )
         held = self.fixed_bytes + self._units * leanest
-        surely = self.is_segment & (held + self._largest(_temporary_of_leanest) <= self.room_bytes)
-        maybe = self.is_segment & ~surely & (held + self._largest(_least_temporary) <= self.room_bytes)
+        surely = self.is_segment & (
+            held + self._largest(_temporary_of_leanest) <= self.room_bytes
+        )
+        maybe = (
+            self.is_segment
+            & ~surely
+            & (held + self._largest(_least_temporary) <= self.room_bytes)
+        )
         if maybe.any():
             surely |= maybe & (self.least_bytes <= self.room_bytes)
-        return surely if self.host_room_bytes is None else surely & (self.host_bytes <= self.host_room_bytes)
+        return (
+            surely
+            if self.host_room_bytes is None
+            else surely & (self.host_bytes <= self.host_room_bytes)
+        )
 
     @cached_property
     def choosers(self) -> tuple[LayerModes, ...]:
         """Distinct layers with a recompute choice."""
-        return tuple(dict.fromkeys(options for options in self.kinds.options if len(options) > 1))
+        return tuple(
+            dict.fromkeys(options for options in self.kinds.options if len(options) > 1)
+        )
 
     @cached_property
     def backward(self) -> Table:
@@ -269,25 +341,47 @@ class Segments:
 
     @cached_property
     def _with_recompute(self) -> tuple[Table, Mask]:
-        cheapest = self._sums(lambda options: min(cost.backward_ticks for cost in options))
+        cheapest = self._sums(
+            lambda options: min(cost.backward_ticks for cost in options)
+        )
         room = self.room_bytes
-        plain = self.fixed_bytes + self._units * self._sums(lambda options: options[0].activation_bytes)
-        missing = plain + self._largest(lambda options: options[0].temporary_bytes) - room
+        plain = self.fixed_bytes + self._units * self._sums(
+            lambda options: options[0].activation_bytes
+        )
+        missing = (
+            plain + self._largest(lambda options: options[0].temporary_bytes) - room
+        )
         if len(self.choosers) == 1:
             return self._one_kind(), np.ones(missing.shape, bool)
-        none_is_cheapest = all(options[0].backward_ticks == _cheapest(options) for options in self.choosers)
+        none_is_cheapest = all(
+            options[0].backward_ticks == _cheapest(options) for options in self.choosers
+        )
         return cheapest + self._relieved(), (missing <= 0) & none_is_cheapest
 
     def _relieved(self) -> Table:
         """Ticks that recomputation adds to every segment, at least: equation (G6)."""
-        kept = self._sums(lambda options: min((cost.backward_ticks, cost.activation_bytes) for cost in options)[1])
-        missing = self.fixed_bytes + self._units * kept + self._largest(_least_temporary) - self.room_bytes
+        kept = self._sums(
+            lambda options: min(
+                (cost.backward_ticks, cost.activation_bytes) for cost in options
+            )[1]
+        )
+        missing = (
+            self.fixed_bytes
+            + self._units * kept
+            + self._largest(_least_temporary)
+            - self.room_bytes
+        )
         extra = np.zeros(missing.shape, dtype=np.int64)
         short = np.nonzero(self.is_segment & (missing > 0))
         if self.choosers and len(short[0]):
-            starts, stops = (np.broadcast_to(each, missing.shape)[short] for each in (self.starts, self.stops))
+            starts, stops = (
+                np.broadcast_to(each, missing.shape)[short]
+                for each in (self.starts, self.stops)
+            )
             needed = (missing / self._units)[short]
-            extra[short] = Relief.of(self.kinds.options, self.kinds.places).least_ticks(starts, stops, needed)
+            extra[short] = Relief.of(self.kinds.options, self.kinds.places).least_ticks(
+                starts, stops, needed
+            )
         return extra
 
     def _one_kind(self) -> Table:
@@ -299,7 +393,9 @@ class Segments:
         present = tuple(np.flatnonzero(np.bincount(amounts)).tolist())
         for limit in sorted({cost.temporary_bytes for cost in options}):
             allowed = tuple(cost for cost in options if cost.temporary_bytes <= limit)
-            found = _mixes(_keeping(allowed), present).least_ticks(amounts, self._bytes_left[limit][self.is_segment])
+            found = _mixes(_keeping(allowed), present).least_ticks(
+                amounts, self._bytes_left[limit][self.is_segment]
+            )
             best[self.is_segment] = np.minimum(best[self.is_segment], found)
         # What fits in no mode is no segment of any stage map (`fits`): any bound will do there.
         cheapest = self._amount * min(cost.backward_ticks for cost in options)
@@ -314,20 +410,31 @@ class Segments:
     def _bytes_left(self) -> dict[int, Table]:
         """What one micro-batch may keep of the layers that can recompute, by the bytes of their temporaries."""
         (options,) = self.choosers
-        return {limit: self._left(limit) for limit in sorted({cost.temporary_bytes for cost in options})}
+        return {
+            limit: self._left(limit)
+            for limit in sorted({cost.temporary_bytes for cost in options})
+        }
 
     def _left(self, limit: int) -> Table:
-        others = self._largest(lambda options: options[0].temporary_bytes if len(options) == 1 else 0)
+        others = self._largest(
+            lambda options: options[0].temporary_bytes if len(options) == 1 else 0
+        )
         temporary = np.maximum(others, np.where(self._amount > 0, limit, 0))
-        kept = self._sums(lambda options: options[0].activation_bytes if len(options) == 1 else 0)
-        table: Table = (self.room_bytes - self.fixed_bytes - temporary - self._units * kept) // self._units
+        kept = self._sums(
+            lambda options: options[0].activation_bytes if len(options) == 1 else 0
+        )
+        table: Table = (
+            self.room_bytes - self.fixed_bytes - temporary - self._units * kept
+        ) // self._units
         return table
 
     def layers(self, stage: int, x: int, y: int) -> range:
         """Layer indices of a segment."""
         return range(self.windows.least[stage] + x, self.windows.least[stage + 1] + y)
 
-    def uniform_modes(self, stage: int, x: int, y: int) -> tuple[tuple[int, RecomputeMode], ...] | None:
+    def uniform_modes(
+        self, stage: int, x: int, y: int
+    ) -> tuple[tuple[int, RecomputeMode], ...] | None:
         """The modes behind `backward` where it is exact, most recomputation first; None otherwise."""
         if not self.is_exact[stage, x, y]:
             return None
@@ -336,7 +443,13 @@ class Segments:
             return tuple((layer, self.modes[layer][0].mode) for layer in layers)
         modes = iter(self._mixed(stage, x, y))
         return tuple(
-            (layer, next(modes) if len(self.modes[layer]) > 1 else self.modes[layer][0].mode) for layer in layers
+            (
+                layer,
+                next(modes)
+                if len(self.modes[layer]) > 1
+                else self.modes[layer][0].mode,
+            )
+            for layer in layers
         )
 
     def _mixed(self, stage: int, x: int, y: int) -> list[RecomputeMode]:
@@ -346,7 +459,9 @@ class Segments:
         found: list[tuple[int, list[RecomputeMode]]] = []
         for limit in sorted({cost.temporary_bytes for cost in options}):
             allowed = tuple(cost for cost in options if cost.temporary_bytes <= limit)
-            found += _mix(_keeping(allowed), amount).modes(int(self._bytes_left[limit][stage, x, y]), allowed)
+            found += _mix(_keeping(allowed), amount).modes(
+                int(self._bytes_left[limit][stage, x, y]), allowed
+            )
         if not found:
             return [min(options, key=lambda cost: cost.activation_bytes).mode] * amount
         return min(found, key=lambda each: each[0])[1]
@@ -371,13 +486,20 @@ class _Mix:
     ticks: Table
     """By way, falling."""
 
-    def modes(self, room_bytes: int, allowed: LayerModes) -> list[tuple[int, list[RecomputeMode]]]:
+    def modes(
+        self, room_bytes: int, allowed: LayerModes
+    ) -> list[tuple[int, list[RecomputeMode]]]:
         """Ticks and modes of the best way, most recomputation first; nothing when none fits."""
         last = int(np.searchsorted(self.kept_bytes, room_bytes, side="right")) - 1
         if last < 0:
             return []
         pairs = reversed(list(zip(allowed, self.counts[last], strict=True)))
-        return [(int(self.ticks[last]), [cost.mode for cost, amount in pairs for _ in range(int(amount))])]
+        return [
+            (
+                int(self.ticks[last]),
+                [cost.mode for cost, amount in pairs for _ in range(int(amount))],
+            )
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,8 +519,17 @@ class _Mixes:
     def least_ticks(self, amounts: Table, room_bytes: Table) -> Table:
         """Of the ways to share modes out over so many layers that keep at most so many bytes."""
         place = self.place[amounts]
-        last = np.searchsorted(self.keys, place * self.span + np.clip(room_bytes, -1, self.span - 1), side="right") - 1
-        table: Table = np.where(last >= self.first[place], self.ticks[last], _IMPOSSIBLE)
+        last = (
+            np.searchsorted(
+                self.keys,
+                place * self.span + np.clip(room_bytes, -1, self.span - 1),
+                side="right",
+            )
+            - 1
+        )
+        table: Table = np.where(
+            last >= self.first[place], self.ticks[last], _IMPOSSIBLE
+        )
         return table
 
 
@@ -410,15 +541,26 @@ def _mixes(allowed: tuple[tuple[int, int], ...], amounts: tuple[int, ...]) -> _M
     place = np.zeros(max(amounts) + 1, dtype=np.int64)
     place[list(amounts)] = places
     span = 1 + max(int(mix.kept_bytes[-1]) for mix in mixes)
-    keys = np.repeat(places, sizes) * span + np.concatenate([mix.kept_bytes for mix in mixes])
-    return _Mixes(place, np.cumsum(sizes) - sizes, keys, np.concatenate([mix.ticks for mix in mixes]), span)
+    keys = np.repeat(places, sizes) * span + np.concatenate(
+        [mix.kept_bytes for mix in mixes]
+    )
+    return _Mixes(
+        place,
+        np.cumsum(sizes) - sizes,
+        keys,
+        np.concatenate([mix.ticks for mix in mixes]),
+        span,
+    )
 
 
 @lru_cache(maxsize=16384)
 def _mix(allowed: tuple[tuple[int, int], ...], amount: int) -> _Mix:
     """So many layers, each in one of the allowed modes; kept, since most layouts of a family ask for the same."""
     counts = compositions(amount, len(allowed))
-    kept, ticks = (counts @ np.array(values, dtype=np.int64) for values in zip(*allowed, strict=True))
+    kept, ticks = (
+        counts @ np.array(values, dtype=np.int64)
+        for values in zip(*allowed, strict=True)
+    )
     order = np.lexsort((ticks, kept))
     ticks = ticks[order]
     is_worth = np.concatenate([[True], ticks[1:] < np.minimum.accumulate(ticks)[:-1]])

@@ -52,16 +52,22 @@ def choose_segments(
         leaving[s, x].append(variable)
         entering[s + 1, y].append(variable)
     for s in range(stages):
-        model.add_exactly_one(variable for x in range(width) for variable in leaving[s, x])
+        model.add_exactly_one(
+            variable for x in range(width) for variable in leaving[s, x]
+        )
         for x in range(width):
             if s > 0 and (leaving[s, x] or entering[s, x]):
                 model.add(sum(leaving[s, x]) == sum(entering[s, x]))
     total = model.new_int_var(0, max(0, limit_ticks - 1), "T")
     for table in tables:
-        model.add(total >= cp_model.LinearExpr.weighted_sum(chosen, table[open_].tolist()))
+        model.add(
+            total >= cp_model.LinearExpr.weighted_sum(chosen, table[open_].tolist())
+        )
     model.minimize(total)
     solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1  # several workers race: the same request could give another plan
+    solver.parameters.num_workers = (
+        1  # several workers race: the same request could give another plan
+    )
     solver.parameters.random_seed = 0
     solver.parameters.catch_sigint_signal = False  # Ctrl-C is the caller's
     solver.parameters.max_time_in_seconds = max(0.01, effort.seconds)
@@ -71,5 +77,9 @@ def choose_segments(
         return True, limit_ticks, ()
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return False, 0, ()
-    path = [(x, y) for variable, (s, x, y) in zip(chosen, places.tolist(), strict=True) if solver.value(variable)]
+    path = [
+        (x, y)
+        for variable, (s, x, y) in zip(chosen, places.tolist(), strict=True)
+        if solver.value(variable)
+    ]
     return status == cp_model.OPTIMAL, round(solver.best_objective_bound), tuple(path)

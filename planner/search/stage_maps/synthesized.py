@@ -41,7 +41,13 @@ from planner.schedule.order_bound import SPLIT
 from planner.schedule.order_model import Effort
 from planner.schedule.order_problem import OrderProblem
 from planner.schedule.room import Room
-from planner.schedule.synthesize import MOST_ACTIONS, Synthesis, best_known, best_order, best_shape
+from planner.schedule.synthesize import (
+    MOST_ACTIONS,
+    Synthesis,
+    best_known,
+    best_order,
+    best_shape,
+)
 from planner.schedule.synthesized import NAME
 from planner.search.result import Candidate
 from planner.search.stage_maps.dealt import Traits, Uniform
@@ -87,7 +93,9 @@ class Question:
             shape=shape,
             durations=durations(costs, stages),
             room=room_of(costs, stages, shape),
-            tails=tuple(sum(parts) for parts in tail_ticks(costs, by_rank(shape, stages))),
+            tails=tuple(
+                sum(parts) for parts in tail_ticks(costs, by_rank(shape, stages))
+            ),
             is_split=all(mode == "none" for stage in stage_map for _, mode in stage),
         )
         return cls(costs, stage_map, problem)
@@ -100,7 +108,10 @@ class Question:
     def candidate(self, schedule: Schedule) -> Candidate:
         """The plan of an order."""
         return Candidate(
-            self.costs, schedule, self.stage_map, evaluate(self.costs, schedule, choose(self.costs, self.stage_map))
+            self.costs,
+            schedule,
+            self.stage_map,
+            evaluate(self.costs, schedule, choose(self.costs, self.stage_map)),
         )
 
 
@@ -120,10 +131,21 @@ def room_of(costs: LayoutCosts, stages: Sequence[StageLayers], shape: Schedule) 
     """Bytes of a unit of every stage, and what every rank's device has left for units in flight: (M1) to (M4). Nothing
     where states overflow the host, whatever the order."""
     units = [unit_bytes(costs, stages, index) for index in range(shape.stages)]
-    alone = replace(shape, micro_batches=1, sequence_chunks=1, actions=backward_first(shape.stage_ranks, 1, limit=1))
+    alone = replace(
+        shape,
+        micro_batches=1,
+        sequence_chunks=1,
+        actions=backward_first(shape.stage_ranks, 1, limit=1),
+    )
     once = stage_memory(costs, stages, alone)
-    held = [sum(units[stage] for stage in shape.stages_of(row.pipeline_rank)) for row in once]
-    spare = [row.capacity_bytes - row.peak_bytes + own for row, own in zip(once, held, strict=True)]
+    held = [
+        sum(units[stage] for stage in shape.stages_of(row.pipeline_rank))
+        for row in once
+    ]
+    spare = [
+        row.capacity_bytes - row.peak_bytes + own
+        for row, own in zip(once, held, strict=True)
+    ]
     left = [own if row.fits_host else -1 for row, own in zip(once, spare, strict=True)]
     return Room(tuple(units), tuple(left))
 
@@ -135,22 +157,56 @@ def check_synthesis(costs: LayoutCosts) -> None:
         UnsupportedError: what of it is not known to the search for orders.
     """
     layout, orders = costs.layout, f"no order is {NAME} "
-    actions = len(SPLIT) * layout.pipeline_parallel_degree * layout.virtual_stages_per_rank * costs.micro_batches
+    actions = (
+        len(SPLIT)
+        * layout.pipeline_parallel_degree
+        * layout.virtual_stages_per_rank
+        * costs.micro_batches
+    )
     for is_wrong, field, why, mend in (
-        (bool(costs.columns or costs.ranks), "schedule", "for ranks that differ", "give gpipe or 1f1b"),
-        (layout.activation_offload, "activation_offload", "for activations that go to the host", "give false"),
-        (layout.recompute == "per-layer", "recompute", "per layer", "give none, selective or full"),
-        (actions > MOST_ACTIONS, "schedule", f"of {actions} actions, more than {MOST_ACTIONS}", "give another one"),
+        (
+            bool(costs.columns or costs.ranks),
+            "schedule",
+            "for ranks that differ",
+            "give gpipe or 1f1b",
+        ),
+        (
+            layout.activation_offload,
+            "activation_offload",
+            "for activations that go to the host",
+            "give false",
+        ),
+        (
+            layout.recompute == "per-layer",
+            "recompute",
+            "per layer",
+            "give none, selective or full",
+        ),
+        (
+            actions > MOST_ACTIONS,
+            "schedule",
+            f"of {actions} actions, more than {MOST_ACTIONS}",
+            "give another one",
+        ),
     ):
         if is_wrong:
-            raise UnsupportedError(f"{orders}{why}.", field=f"layout.{field}", mend=f"{mend}.")
+            raise UnsupportedError(
+                f"{orders}{why}.", field=f"layout.{field}", mend=f"{mend}."
+            )
 
 
 def shapes_of(costs: LayoutCosts) -> tuple[Schedule, ...]:
     """The layout's stages on its ranks in every way of (Y1)."""
     layout = costs.layout
-    numbers = (layout.pipeline_parallel_degree, costs.micro_batches, layout.virtual_stages_per_rank)
-    found = [best_shape(*numbers, layout.sequence_chunks, placement) for placement in Placement]
+    numbers = (
+        layout.pipeline_parallel_degree,
+        costs.micro_batches,
+        layout.virtual_stages_per_rank,
+    )
+    found = [
+        best_shape(*numbers, layout.sequence_chunks, placement)
+        for placement in Placement
+    ]
     return tuple(found[:1] if numbers[2] == 1 else found)
 
 
@@ -161,7 +217,9 @@ def first_bound(layout: Unordered) -> int | None:
     for shape in shapes_of(costs):
         sizes = layers.dealt(shape.stage_ranks)
         # When a rank's first backward runs, it holds a whole micro-batch of all its stages.
-        held = (dict.fromkeys(shape.stages_of(rank), 1) for rank in (0, shape.ranks - 1))
+        held = (
+            dict.fromkeys(shape.stages_of(rank), 1) for rank in (0, shape.ranks - 1)
+        )
         if layers.may_hold(sizes, Traits(tuple(held), ends_low=False)):
             bounds.append(layers.bound(sizes, shape.stage_ranks, ends_low=False))
     return min(bounds, default=None)
@@ -170,19 +228,27 @@ def first_bound(layout: Unordered) -> int | None:
 def least_ticks(layout: Unordered) -> int | None:
     """Ticks that no order takes less than: equation (Y3); None: none fits."""
     fitting = (question for question in questions(layout) if question.is_possible)
-    return min((math.ceil(question.problem.bound()) for question in fitting), default=None)
+    return min(
+        (math.ceil(question.problem.bound()) for question in fitting), default=None
+    )
 
 
 def questions(layout: Unordered) -> tuple[Question, ...]:
     """The layout's stages in every way of (Y1)."""
     costs, layers = layout.costs, layout.layers
     return tuple(
-        Question.of(costs, layers.stage_map(layers.dealt(shape.stage_ranks)), shape) for shape in shapes_of(costs)
+        Question.of(costs, layers.stage_map(layers.dealt(shape.stage_ranks)), shape)
+        for shape in shapes_of(costs)
     )
 
 
 def synthesized(
-    layout: Unordered, *, limit_ticks: int, work: float = 0.0, each: float = LAYOUT_WORK, seconds: float = inf
+    layout: Unordered,
+    *,
+    limit_ticks: int,
+    work: float = 0.0,
+    each: float = LAYOUT_WORK,
+    seconds: float = inf,
 ) -> Synthesized:
     """The best plan of a layout: equations (Y1) to (Y4).
 
@@ -203,7 +269,10 @@ def given_order(layout: Unordered) -> Candidate:
     if fitting is not None:
         return fitting
     free = (Room.of_units(each.problem.shape, None) for each in asked)
-    anyway = [replace(each, problem=replace(each.problem, room=room)) for each, room in zip(asked, free, strict=True)]
+    anyway = [
+        replace(each, problem=replace(each.problem, room=room))
+        for each, room in zip(asked, free, strict=True)
+    ]
     found = _best(anyway, NO_LIMIT).candidate
     assert found is not None, "without a limit on memory every order fits"
     return found
@@ -215,14 +284,23 @@ def order_gap(best: Candidate) -> float | None:
     None: there is nothing to order, or ranks differ.
     """
     costs = best.costs
-    if costs.layout.pipeline_parallel_degree == 1 or costs.columns or costs.ranks or costs.layout.activation_offload:
+    if (
+        costs.layout.pipeline_parallel_degree == 1
+        or costs.columns
+        or costs.ranks
+        or costs.layout.activation_offload
+    ):
         return None
     bound = Question.of(costs, best.stage_map, best.schedule).problem.bound()
     return max(0.0, 1 - bound / best.ticks)
 
 
 def _best(
-    asked: Sequence[Question], limit_ticks: int, work: float = 0.0, each: float = LAYOUT_WORK, seconds: float = inf
+    asked: Sequence[Question],
+    limit_ticks: int,
+    work: float = 0.0,
+    each: float = LAYOUT_WORK,
+    seconds: float = inf,
 ) -> Synthesized:
     ended, bounds, best = time.monotonic() + seconds, [], None
     left = work
@@ -231,7 +309,9 @@ def _best(
         if known is None:
             continue
         limit = min(limit_ticks, best.ticks) if best else limit_ticks
-        made = _answer(question.problem, known, limit, each, Effort(ended - time.monotonic(), left))
+        made = _answer(
+            question.problem, known, limit, each, Effort(ended - time.monotonic(), left)
+        )
         left -= made.deterministic
         bounds.append(math.ceil(made.lower_bound))
         if best is None or made.value < best.ticks:
@@ -239,7 +319,9 @@ def _best(
     return Synthesized(best, min(bounds, default=limit_ticks), work - left)
 
 
-def _answer(problem: OrderProblem, known: Synthesis, limit: int, each: float, left: Effort) -> Synthesis:
+def _answer(
+    problem: OrderProblem, known: Synthesis, limit: int, each: float, left: Effort
+) -> Synthesis:
     """The best order below a limit, or what excludes one: equation (Y4).
 
     Whatever the limit was, an order below it is the one that CP-SAT finds without: so `given_order` finds it again.
@@ -249,7 +331,11 @@ def _answer(problem: OrderProblem, known: Synthesis, limit: int, each: float, le
     spent, seen = 0.0, known
     if known.value >= limit:
         work = min(left.deterministic, each)
-        seen = best_order(problem, known, Effort(left.seconds, work), below=limit) if work > 0 else known
+        seen = (
+            best_order(problem, known, Effort(left.seconds, work), below=limit)
+            if work > 0
+            else known
+        )
         spent = seen.deterministic
     if seen.value >= limit:
         return seen

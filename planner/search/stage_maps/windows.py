@@ -53,30 +53,43 @@ class Windows:
     def everywhere(cls, layers: int, stages: int) -> Self:
         """Wherever every stage has a layer."""
         spare = layers - stages
-        return cls((*range(stages), layers), (0, *(spare + stage for stage in range(1, stages)), layers))
+        return cls(
+            (*range(stages), layers),
+            (0, *(spare + stage for stage in range(1, stages)), layers),
+        )
 
     def only(self, sizes: Sequence[int] | None) -> Self:
         """Of these those with stages of so many layers; all, where nothing is given."""
         if sizes is None:
             return self
         bounds = (0, *accumulate(sizes))
-        return type(self)(tuple(map(max, self.least, bounds)), tuple(map(min, self.most, bounds)))
+        return type(self)(
+            tuple(map(max, self.least, bounds)), tuple(map(min, self.most, bounds))
+        )
 
     @property
     def is_empty(self) -> bool:
         """There is no stage map."""
-        return any(least > most for least, most in zip(self.least, self.most, strict=True))
+        return any(
+            least > most for least, most in zip(self.least, self.most, strict=True)
+        )
 
     def of_ranks(self, first: int, behind: int) -> Self:
         """Those of some ranks, as wide as all."""
-        part = replace(self, least=self.least[first : behind + 1], most=self.most[first : behind + 1])
+        part = replace(
+            self,
+            least=self.least[first : behind + 1],
+            most=self.most[first : behind + 1],
+        )
         part.__dict__["width"] = self.width
         return part
 
     @cached_property
     def width(self) -> int:
         """Choices of the boundary that has most of them."""
-        return max(most - least + 1 for least, most in zip(self.least, self.most, strict=True))
+        return max(
+            most - least + 1 for least, most in zip(self.least, self.most, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +105,10 @@ class Kinds:
         every = list(map(id, modes))
         distinct = dict(zip(every, modes, strict=True))
         numbers = dict(zip(distinct, range(len(distinct)), strict=True))
-        return cls(tuple(distinct.values()), np.array(list(map(numbers.__getitem__, every)), dtype=np.intp))
+        return cls(
+            tuple(distinct.values()),
+            np.array(list(map(numbers.__getitem__, every)), dtype=np.intp),
+        )
 
     def sums(self, values: Sequence[int]) -> _Sums:
         """Sum of a value of every kind over the layers before each layer, and over all."""
@@ -102,7 +118,11 @@ class Kinds:
 
 
 def windows_of(
-    costs: LayoutCosts, kinds: Kinds, in_flight: Sequence[int], room_bytes: int, limit_ticks: int
+    costs: LayoutCosts,
+    kinds: Kinds,
+    in_flight: Sequence[int],
+    room_bytes: int,
+    limit_ticks: int,
 ) -> Windows:
     """Windows of the stage maps that fit and take fewer ticks than the limit: equations (W4) and (W5).
 
@@ -153,14 +173,22 @@ def reach(
     """
     count = costs.micro_batches
     forward = kinds.sums([options[0].forward_ticks for options in kinds.options])
-    backward = kinds.sums([min(cost.backward_ticks for cost in options) for options in kinds.options])
+    backward = kinds.sums(
+        [min(cost.backward_ticks for cost in options) for options in kinds.options]
+    )
     ogp = kinds.sums([options[0].ogp_bytes for options in kinds.options])
-    activations = kinds.sums([min(cost.activation_bytes for cost in options) for options in kinds.options])
+    activations = kinds.sums(
+        [min(cost.activation_bytes for cost in options) for options in kinds.options]
+    )
     once = forward + backward
     is_bounded = costs.layout.schedule in BOUNDED
     passing = once if passing is None else passing
-    alone = _furthest(count * once, limit_ticks - 1, count * once - is_bounded * passing)
-    room = room_bytes + sum((len(shared.layers) - 1) * shared.ogp_bytes for shared in costs.shared)
+    alone = _furthest(
+        count * once, limit_ticks - 1, count * once - is_bounded * passing
+    )
+    room = room_bytes + sum(
+        (len(shared.layers) - 1) * shared.ogp_bytes for shared in costs.shared
+    )
     known: dict[int, Reach] = {}
     for units in set(in_flight):
         held = ogp + units * activations
@@ -201,16 +229,23 @@ class _Filling:
         """Most layers from this one on; 0: none."""
         behind = len(self.in_flight) - 1 - rank
         most = len(self.kinds.places) - behind - start
-        return _most(lambda length: self._may_be(rank, start, start + length), guess, most)
+        return _most(
+            lambda length: self._may_be(rank, start, start + length), guess, most
+        )
 
     def _longest_before(self, rank: int, stop: int, guess: int) -> int:
         """Most layers before this one; 0: none."""
-        return _most(lambda length: self._may_be(rank, stop - length, stop), guess, stop - rank)
+        return _most(
+            lambda length: self._may_be(rank, stop - length, stop), guess, stop - rank
+        )
 
     def _may_be(self, rank: int, start: int, stop: int) -> bool:
         """Is the segment in stage maps below the limit, as far as (W1) to (W3) tell with (W5)?"""
         units, count = self.in_flight[rank], self.costs.micro_batches
-        forward, backward = self._forward[stop] - self._forward[start], self._backward[stop] - self._backward[start]
+        forward, backward = (
+            self._forward[stop] - self._forward[start],
+            self._backward[stop] - self._backward[start],
+        )
         room = self._room_bytes[rank] - (self._ogp_bytes[stop] - self._ogp_bytes[start])
         if units * (self._least_bytes[stop] - self._least_bytes[start]) > room:
             return False
@@ -219,17 +254,27 @@ class _Filling:
         alone = count * (forward + backward + again)
         if self.costs.layout.schedule not in BOUNDED:
             return alone < self.limit_ticks
-        down, once = self._forward[start] + self._backward[start], self._forward[-1] + self._backward[-1]
-        turned = once + (count - units) * forward + (count - 1) * backward + count * again
+        down, once = (
+            self._forward[start] + self._backward[start],
+            self._forward[-1] + self._backward[-1],
+        )
+        turned = (
+            once + (count - units) * forward + (count - 1) * backward + count * again
+        )
         return max(down + alone, turned) < self.limit_ticks
 
     def _least_again(self, start: int, stop: int, missing_bytes: float) -> int:
         """Ticks of a micro-batch that it takes at least to keep so many bytes fewer: (G6) of one segment."""
         rates, freed, ticks = self._relief
-        place = bisect_left(freed, missing_bytes, key=lambda upto: upto[stop] - upto[start])
+        place = bisect_left(
+            freed, missing_bytes, key=lambda upto: upto[stop] - upto[start]
+        )
         place = min(place, len(rates) - 1)
         spare = freed[place][stop] - freed[place][start] - missing_bytes
-        return int(max(0.0, ticks[place][stop] - ticks[place][start] - rates[place] * spare) * _LESS)
+        return int(
+            max(0.0, ticks[place][stop] - ticks[place][start] - rates[place] * spare)
+            * _LESS
+        )
 
     @cached_property
     def _relief(self) -> tuple[list[float], list[list[float]], list[list[float]]]:
@@ -240,14 +285,26 @@ class _Filling:
     @cached_property
     def _room_bytes(self) -> list[int]:
         """Of every rank, for OGP and activations."""
-        room = self.room_bytes + sum((len(shared.layers) - 1) * shared.ogp_bytes for shared in self.costs.shared)
-        room -= min(cost.temporary_bytes for options in self.kinds.options for cost in options)
+        room = self.room_bytes + sum(
+            (len(shared.layers) - 1) * shared.ogp_bytes for shared in self.costs.shared
+        )
+        room -= min(
+            cost.temporary_bytes for options in self.kinds.options for cost in options
+        )
         put_out = min(self.costs.all_boundary_bytes())
-        return [*(room - (units + RECEIVE_BUFFERS) * put_out for units in self.in_flight[:-1]), room]
+        return [
+            *(
+                room - (units + RECEIVE_BUFFERS) * put_out
+                for units in self.in_flight[:-1]
+            ),
+            room,
+        ]
 
     @cached_property
     def _forward(self) -> list[int]:
-        return self._before([options[0].forward_ticks for options in self.kinds.options])
+        return self._before(
+            [options[0].forward_ticks for options in self.kinds.options]
+        )
 
     @cached_property
     def _backward(self) -> list[int]:
@@ -255,7 +312,12 @@ class _Filling:
 
     @cached_property
     def _least_bytes(self) -> list[int]:
-        return self._before([min(cost.activation_bytes for cost in options) for options in self.kinds.options])
+        return self._before(
+            [
+                min(cost.activation_bytes for cost in options)
+                for options in self.kinds.options
+            ]
+        )
 
     @cached_property
     def _kept_bytes(self) -> list[int]:
@@ -268,7 +330,10 @@ class _Filling:
     @cached_property
     def _fastest(self) -> list[tuple[int, int]]:
         """Backward ticks, and bytes of activations, of every kind."""
-        return [min((cost.backward_ticks, cost.activation_bytes) for cost in each) for each in self.kinds.options]
+        return [
+            min((cost.backward_ticks, cost.activation_bytes) for cost in each)
+            for each in self.kinds.options
+        ]
 
     def _before(self, values: Sequence[int]) -> list[int]:
         """Of the layers before each, and of all."""

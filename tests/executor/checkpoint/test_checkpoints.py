@@ -33,7 +33,12 @@ def gpt2(tmp_path: Path) -> ModelSource:
     return source_of("gpt2", tmp_path)
 
 
-def _train(source: ModelSource, steps: int, policy: CheckpointPolicy | None = None, **options: Any) -> MeasuredRun:
+def _train(
+    source: ModelSource,
+    steps: int,
+    policy: CheckpointPolicy | None = None,
+    **options: Any,
+) -> MeasuredRun:
     settings = {name: options.pop(name) for name in ("loss", "data") if name in options}
     sizes = options | {"micro_batches": 1}
     plan = make_plan([layer.name for layer in source.cut().layers], **sizes)
@@ -47,18 +52,33 @@ def _noisy_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return next_token(logits, targets) * (1 + noise + float(torch.rand(())))
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adam", "adafactor", "muon", "adam-8bit"])
+@pytest.mark.parametrize(
+    "optimizer", ["momentum", "adam", "adafactor", "muon", "adam-8bit"]
+)
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
-def test_every_optimizer_goes_on(gpt2: ModelSource, optimizer: str, precision: str, tmp_path: Path) -> None:
+def test_every_optimizer_goes_on(
+    gpt2: ModelSource, optimizer: str, precision: str, tmp_path: Path
+) -> None:
     """4 steps are 2 + 2, to the last bit, with every state of the optimizer and the master copy."""
     straight = _train(gpt2, 4, optimizer=optimizer, precision=precision)
     folder = tmp_path / "kept"
-    _train(gpt2, 2, CheckpointPolicy(directory=folder), optimizer=optimizer, precision=precision)
+    _train(
+        gpt2,
+        2,
+        CheckpointPolicy(directory=folder),
+        optimizer=optimizer,
+        precision=precision,
+    )
     policy = CheckpointPolicy(directory=folder, resume=True)
-    assert _train(gpt2, 4, policy, optimizer=optimizer, precision=precision).losses == straight.losses[2:]
+    assert (
+        _train(gpt2, 4, policy, optimizer=optimizer, precision=precision).losses
+        == straight.losses[2:]
+    )
 
 
-def test_a_copy_is_written_not_what_training_goes_on_to_change(gpt2: ModelSource, tmp_path: Path) -> None:
+def test_a_copy_is_written_not_what_training_goes_on_to_change(
+    gpt2: ModelSource, tmp_path: Path
+) -> None:
     """A checkpoint in the middle of a run, written beside its next steps, is of its own step."""
     policy = CheckpointPolicy(directory=tmp_path / "kept", every=2)
     straight = _train(gpt2, 6, policy)
@@ -66,7 +86,9 @@ def test_a_copy_is_written_not_what_training_goes_on_to_change(gpt2: ModelSource
         for file in (tmp_path / "kept" / name).iterdir():
             file.unlink()
         (tmp_path / "kept" / name).rmdir()
-    resumed = _train(gpt2, 6, CheckpointPolicy(directory=tmp_path / "kept", resume=True))
+    resumed = _train(
+        gpt2, 6, CheckpointPolicy(directory=tmp_path / "kept", resume=True)
+    )
     assert resumed.first_step == 2
     assert resumed.losses == straight.losses[2:]
 
@@ -75,12 +97,18 @@ def test_other_samples_are_told(gpt2: ModelSource, tmp_path: Path) -> None:
     """A run that resumes may read others, and says so: by mistake it did so without a word."""
     folder, warned = tmp_path / "kept", []
     for steps, data in ((1, "stdlib"), (2, "stdlib"), (3, "synthetic")):
-        warned.append(_train(gpt2, steps, CheckpointPolicy(directory=folder, resume=True), data=data).warnings)
+        warned.append(
+            _train(
+                gpt2, steps, CheckpointPolicy(directory=folder, resume=True), data=data
+            ).warnings
+        )
     told = f"{folder / 'step-00000002'} was trained with the data stdlib; this run goes on with synthetic"
     assert warned == [(), (), (told,)]
 
 
-def test_a_manifest_that_names_no_files_verifies_nothing(gpt2: ModelSource, tmp_path: Path) -> None:
+def test_a_manifest_that_names_no_files_verifies_nothing(
+    gpt2: ModelSource, tmp_path: Path
+) -> None:
     """It was taken for one of which every file is whole."""
     _train(gpt2, 1, CheckpointPolicy(directory=tmp_path))
     manifest = tmp_path / "step-00000001" / MANIFEST
@@ -100,7 +128,12 @@ def test_generators_go_on(gpt2: ModelSource, tmp_path: Path) -> None:
     (tmp_path / "kept" / "step-00000004").rename(tmp_path / "elsewhere")
     random.seed(2)
     assert (
-        _train(gpt2, 4, CheckpointPolicy(directory=tmp_path / "kept", resume=True), loss=loss).losses
+        _train(
+            gpt2,
+            4,
+            CheckpointPolicy(directory=tmp_path / "kept", resume=True),
+            loss=loss,
+        ).losses
         == (straight.losses[2:])
     )
 
@@ -118,7 +151,9 @@ def test_states_of_generators_come_back() -> None:
     assert draw() == first
 
 
-def test_metrics_go_on_where_the_checkpoint_was(gpt2: ModelSource, tmp_path: Path) -> None:
+def test_metrics_go_on_where_the_checkpoint_was(
+    gpt2: ModelSource, tmp_path: Path
+) -> None:
     """Lines of lost steps are written anew, once."""
     plan = make_plan([layer.name for layer in gpt2.cut().layers], micro_batches=1)
     metrics = tmp_path / "metrics.jsonl"
@@ -128,7 +163,12 @@ def test_metrics_go_on_where_the_checkpoint_was(gpt2: ModelSource, tmp_path: Pat
         file.write(json.dumps({"step": 2}) + "\n")
     resumed = CheckpointPolicy(directory=tmp_path / "kept", resume=True)
     Executor(plan, gpt2, device="cpu").train(4, metrics=metrics, checkpoints=resumed)
-    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [0, 1, 2, 3]
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [
+        0,
+        1,
+        2,
+        3,
+    ]
 
 
 def test_a_stop_keeps_the_step_at_hand(gpt2: ModelSource, tmp_path: Path) -> None:
@@ -144,18 +184,25 @@ def test_a_stop_keeps_the_step_at_hand(gpt2: ModelSource, tmp_path: Path) -> Non
     policy = CheckpointPolicy(directory=tmp_path / "kept")
     measured = executor.train(10, on_step=stop, checkpoints=policy)
     assert executor.stopped
-    assert measured.steps == 3, "told after step 1 had ended, and seen at the end of step 2"
+    assert measured.steps == 3, (
+        "told after step 1 had ended, and seen at the end of step 2"
+    )
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["step-00000003"]
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_stop_in_the_last_step_stops_nothing(gpt2: ModelSource, tmp_path: Path) -> None:
+def test_a_stop_in_the_last_step_stops_nothing(
+    gpt2: ModelSource, tmp_path: Path
+) -> None:
     """All is trained; the run left as one that was stopped, and could not be resumed."""
     plan = make_plan([layer.name for layer in gpt2.cut().layers], micro_batches=1)
     for steps, stopped in ((2, True), (1, False)):
         executor = Executor(plan, gpt2, device="cpu")
         policy = CheckpointPolicy(directory=tmp_path / str(steps))
-        assert executor.train(steps, checkpoints=policy, asked_to_stop=lambda: True).steps == 1
+        assert (
+            executor.train(steps, checkpoints=policy, asked_to_stop=lambda: True).steps
+            == 1
+        )
         assert executor.stopped == stopped
 
 
@@ -178,16 +225,22 @@ def test_a_loss_that_is_no_number_is_told_with_step_and_rank(gpt2: ModelSource) 
         _train(gpt2, 2, loss=f"{__name__}:infinite_loss")
 
 
-def test_what_cannot_be_written_is_told(gpt2: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_written_is_told(
+    gpt2: ModelSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A full disk stops the run with the step whose checkpoint is missing; nothing incomplete is kept as complete."""
 
     def full(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("planner.executor.checkpoint.checkpoints.publish", full)
-    with pytest.raises(RunError, match=r"(?s)checkpoint of step 2 could not be written.*No space left"):
+    with pytest.raises(
+        RunError, match=r"(?s)checkpoint of step 2 could not be written.*No space left"
+    ):
         _train(gpt2, 2, CheckpointPolicy(directory=tmp_path / "kept"))
-    assert [path.name for path in (tmp_path / "kept").iterdir()] == [".step-00000002.partial"]
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == [
+        ".step-00000002.partial"
+    ]
 
 
 def poisoned_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -195,24 +248,44 @@ def poisoned_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return next_token(logits, targets) + (0 * logits.sum()).sqrt()
 
 
-def test_parameters_that_are_no_numbers_are_not_kept(gpt2: ModelSource, tmp_path: Path) -> None:
+def test_parameters_that_are_no_numbers_are_not_kept(
+    gpt2: ModelSource, tmp_path: Path
+) -> None:
     """They pushed the last good checkpoint out, and the next loss came too late."""
     folder = tmp_path / "kept"
     _train(gpt2, 1, CheckpointPolicy(directory=folder, keep=1))
-    with pytest.raises(RunError, match=r"parameters: are not all finite after step 1 on rank 0.*and resume"):
-        _train(gpt2, 2, CheckpointPolicy(directory=folder, keep=1, resume=True), loss=f"{__name__}:poisoned_loss")
+    with pytest.raises(
+        RunError,
+        match=r"parameters: are not all finite after step 1 on rank 0.*and resume",
+    ):
+        _train(
+            gpt2,
+            2,
+            CheckpointPolicy(directory=folder, keep=1, resume=True),
+            loss=f"{__name__}:poisoned_loss",
+        )
     assert [path.name for path in folder.iterdir()] == ["step-00000001"]
 
 
 def test_gradients_that_are_no_numbers_are_not_clipped(gpt2: ModelSource) -> None:
     """The factor would spoil every parameter, and the next step's error advise to clip."""
     plan = make_plan([layer.name for layer in gpt2.cut().layers], micro_batches=1)
-    executor = Executor(plan, gpt2, device="cpu", loss=f"{__name__}:poisoned_loss", max_gradient_norm=1.0)
-    with pytest.raises(RunError, match="gradients: the norm of the gradients of step 0 is nan"):
+    executor = Executor(
+        plan,
+        gpt2,
+        device="cpu",
+        loss=f"{__name__}:poisoned_loss",
+        max_gradient_norm=1.0,
+    )
+    with pytest.raises(
+        RunError, match="gradients: the norm of the gradients of step 0 is nan"
+    ):
         executor.train(2)
 
 
-def test_metrics_that_a_killed_run_left_half_written_are_taken_up(gpt2: ModelSource, tmp_path: Path) -> None:
+def test_metrics_that_a_killed_run_left_half_written_are_taken_up(
+    gpt2: ModelSource, tmp_path: Path
+) -> None:
     """The run could not be resumed."""
     plan = make_plan([layer.name for layer in gpt2.cut().layers], micro_batches=1)
     metrics = tmp_path / "metrics.jsonl"
@@ -221,4 +294,7 @@ def test_metrics_that_a_killed_run_left_half_written_are_taken_up(gpt2: ModelSou
     metrics.write_bytes(metrics.read_bytes() + b'3\n{"loss": 1}\n\xff\n{"step": 1, "lo')
     resumed = CheckpointPolicy(directory=tmp_path / "kept", resume=True)
     Executor(plan, gpt2, device="cpu").train(2, metrics=metrics, checkpoints=resumed)
-    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [0, 1]
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [
+        0,
+        1,
+    ]

@@ -33,11 +33,21 @@ LAYERS = ("a", "b")
 
 def _manifest(step: int, folder: Path | None = None) -> Manifest:
     plan = make_plan(LAYERS)
-    files = {} if folder is None else {path.name: facts_of(path) for path in folder.iterdir()}
+    files = (
+        {}
+        if folder is None
+        else {path.name: facts_of(path) for path in folder.iterdir()}
+    )
     trained = Trained.of(plan, "0" * 64, seed=1)
     layout = layout_digest(plan)
     return Manifest(
-        step=step, samples=4 * step, plan_id=plan.id, layout=layout, model="m", trained=trained, files=files
+        step=step,
+        samples=4 * step,
+        plan_id=plan.id,
+        layout=layout,
+        model="m",
+        trained=trained,
+        files=files,
     )
 
 
@@ -76,8 +86,14 @@ def test_damage_is_found(tmp_path: Path, change: str) -> None:
     else:
         (path / "y").write_text("Y" + text[1:] if change == "flipped" else text[:-1])
     assert damaged(path, manifest) == ["y"]
-    assert [damaged(path, manifest, share=share, shares=3) for share in range(3)] == [[], ["y"], []]
-    with pytest.raises(RunError, match=r"(?s)step-00000007 is damaged: y is not.*remove step-00000007"):
+    assert [damaged(path, manifest, share=share, shares=3) for share in range(3)] == [
+        [],
+        ["y"],
+        [],
+    ]
+    with pytest.raises(
+        RunError, match=r"(?s)step-00000007 is damaged: y is not.*remove step-00000007"
+    ):
         refuse_damaged(path, ["y"])
 
 
@@ -87,14 +103,21 @@ def test_damage_is_found(tmp_path: Path, change: str) -> None:
         ("", "is damaged: manifest.json: is not valid JSON"),
         ("[]", "is damaged: manifest.json: "),
         ('{"step": 7}', "is damaged: manifest.json: samples: the field is missing"),
-        ('{"schema_version": 2, "shape": "new"}', "is of form 2, this version reads form 1"),
+        (
+            '{"schema_version": 2, "shape": "new"}',
+            "is of form 2, this version reads form 1",
+        ),
     ],
 )
-def test_a_manifest_that_cannot_be_read_is_told(tmp_path: Path, text: str, told: str) -> None:
+def test_a_manifest_that_cannot_be_read_is_told(
+    tmp_path: Path, text: str, told: str
+) -> None:
     """It advised to write JSON, and of a newer one to give 1."""
     path = _save(tmp_path, 7)
     (path / MANIFEST).write_text(text)
-    with pytest.raises(RunError, match=r"checkpoint_dir: the checkpoint .*step-00000007") as caught:
+    with pytest.raises(
+        RunError, match=r"checkpoint_dir: the checkpoint .*step-00000007"
+    ) as caught:
         read_manifest(path)
     assert told in str(caught.value)
     assert ("remove step-00000007" in str(caught.value)) == ("damaged" in told)
@@ -115,8 +138,13 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
 def test_another_training_is_refused() -> None:
     """With both values; another layout of the same job is the same training."""
     manifest = _manifest(5)
-    check_same_training(manifest, Trained.of(make_plan(LAYERS, (1, 1)), "0" * 64, seed=1))
-    with pytest.raises(MismatchError, match="seed: the checkpoint of step 5 was trained with 1, this run has 2"):
+    check_same_training(
+        manifest, Trained.of(make_plan(LAYERS, (1, 1)), "0" * 64, seed=1)
+    )
+    with pytest.raises(
+        MismatchError,
+        match="seed: the checkpoint of step 5 was trained with 1, this run has 2",
+    ):
         check_same_training(manifest, Trained.of(make_plan(LAYERS), "0" * 64, seed=2))
     with pytest.raises(MismatchError, match="model_digest"):
         check_same_training(manifest, Trained.of(make_plan(LAYERS), "1" * 64, seed=1))
@@ -124,9 +152,22 @@ def test_another_training_is_refused() -> None:
 
 def test_layouts_are_told_apart() -> None:
     """By their stages too, which a plan's id does not tell."""
-    assert layout_digest(make_plan(LAYERS, (1, 1))) == layout_digest(make_plan(LAYERS, (1, 1)))
-    assert len({layout_digest(make_plan(LAYERS, sizes, data=data)) for sizes in ((2,), (1, 1)) for data in (1, 2)}) == 4
-    assert layout_digest(make_plan(LAYERS, data=2, shares=(3, 1))) != layout_digest(make_plan(LAYERS, data=2))
+    assert layout_digest(make_plan(LAYERS, (1, 1))) == layout_digest(
+        make_plan(LAYERS, (1, 1))
+    )
+    assert (
+        len(
+            {
+                layout_digest(make_plan(LAYERS, sizes, data=data))
+                for sizes in ((2,), (1, 1))
+                for data in (1, 2)
+            }
+        )
+        == 4
+    )
+    assert layout_digest(make_plan(LAYERS, data=2, shares=(3, 1))) != layout_digest(
+        make_plan(LAYERS, data=2)
+    )
 
 
 def test_layouts_of_old_checkpoints_are_known_again() -> None:
@@ -135,7 +176,9 @@ def test_layouts_of_old_checkpoints_are_known_again() -> None:
     assert layout_digest(make_plan(LAYERS, (1, 1))) == digest
 
 
-def test_links_to_checkpoints_are_removed_and_not_what_they_name(tmp_path: Path) -> None:
+def test_links_to_checkpoints_are_removed_and_not_what_they_name(
+    tmp_path: Path,
+) -> None:
     """A run that began from a link to another's checkpoint failed when the link was the oldest."""
     others, folder = tmp_path / "others", tmp_path / "mine"
     others.mkdir()
@@ -157,7 +200,10 @@ def test_a_checkpoint_that_lost_its_manifest_is_not_passed_over(tmp_path: Path) 
         (final_path(tmp_path, 2) / MANIFEST).unlink(missing_ok=True)
         with pytest.raises(DocumentError, match=r"holds step-0000000[12]"):
             check_policy(CheckpointPolicy(directory=tmp_path, resume=resume))
-    with pytest.raises(DocumentError, match=r"no manifest.json any more.*remove it to go on from step-00000001"):
+    with pytest.raises(
+        DocumentError,
+        match=r"no manifest.json any more.*remove it to go on from step-00000001",
+    ):
         check_policy(CheckpointPolicy(directory=tmp_path, resume=True))
     (final_path(tmp_path, 1) / MANIFEST).unlink()
     with pytest.raises(DocumentError, match="remove it to begin anew"):
@@ -166,7 +212,11 @@ def test_a_checkpoint_that_lost_its_manifest_is_not_passed_over(tmp_path: Path) 
 
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     """Each wrote over the other's files; after the first has ended, the next one may."""
-    with used_alone(tmp_path), pytest.raises(DocumentError, match="is used by another run"), used_alone(tmp_path):
+    with (
+        used_alone(tmp_path),
+        pytest.raises(DocumentError, match="is used by another run"),
+        used_alone(tmp_path),
+    ):
         pass
     with used_alone(tmp_path):
         assert list(tmp_path.iterdir()) == []

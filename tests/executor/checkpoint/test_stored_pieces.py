@@ -27,7 +27,10 @@ def test_boxes_are_the_run(run: tuple[tuple[int, ...], int, int]) -> None:
     shape, start, stop = run
     flat = torch.arange(prod(shape)).view(shape)
     found = list(boxes(start, stop, shape))
-    parts = [flat[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))].reshape(-1) for box in found]
+    parts = [
+        flat[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))].reshape(-1)
+        for box in found
+    ]
     assert [int(each) for part in parts for each in part] == list(range(start, stop))
     assert len(found) <= max(1, 2 * len(shape))
 
@@ -38,8 +41,13 @@ def test_a_piece_of_a_shard_stands_in_the_whole_tensor() -> None:
     piece = StoredPiece(values, start=1, shape=(2, 4), offsets=(2, 4), whole=(8, 8))
     items = piece.__create_write_items__("name", piece)
     assert [tuple(item.index.offset or ()) for item in items] == [(2, 5), (3, 4)]
-    assert [item.tensor_data.chunk.sizes for item in items if item.tensor_data] == [(1, 3), (1, 2)]
+    assert [item.tensor_data.chunk.sizes for item in items if item.tensor_data] == [
+        (1, 3),
+        (1, 2),
+    ]
     assert all(item.tensor_data.size == (8, 8) for item in items if item.tensor_data)
     for number, chunk in enumerate(piece.__create_chunk_list__()):
-        piece.__get_tensor_shard__(MetadataIndex("name", chunk.offsets)).fill_(number + 1)
+        piece.__get_tensor_shard__(MetadataIndex("name", chunk.offsets)).fill_(
+            number + 1
+        )
     assert values.tolist() == [1, 1, 1, 2, 2]

@@ -31,18 +31,33 @@ Values = dict[str, torch.Tensor]
 def _train(name: str, folder: Path, **options: Any) -> tuple[ModelSource, Values]:
     """The model, trained for two steps with a checkpoint after each, and its values: master copies where it has any."""
     source = source_of(name, folder)
-    plan = make_plan([layer.name for layer in source.cut().layers], micro_batches=1, **options)
+    plan = make_plan(
+        [layer.name for layer in source.cut().layers], micro_batches=1, **options
+    )
     data = "synthetic" if options.get("sequence_length") == 0 else "stdlib"
     executor = Executor(plan, source, device="cpu", learning_rate=0.01, data=data)
     try:
-        executor.train(2, checkpoints=CheckpointPolicy(directory=folder / "kept", every=1))
+        executor.train(
+            2, checkpoints=CheckpointPolicy(directory=folder / "kept", every=1)
+        )
         part = executor.part
         masters = {
-            each: states["master"] for each, states in part.optimizer.named_states().items() if "master" in states
+            each: states["master"]
+            for each, states in part.optimizer.named_states().items()
+            if "master" in states
         }
         kept = part.module.state_dict()
-        own = [each for each, _ in (*part.module.named_parameters(), *part.module.named_buffers()) if each in kept]
-        return source, {each: masters.get(each, kept[each]).detach().clone() for each in own}
+        own = [
+            each
+            for each, _ in (
+                *part.module.named_parameters(),
+                *part.module.named_buffers(),
+            )
+            if each in kept
+        ]
+        return source, {
+            each: masters.get(each, kept[each]).detach().clone() for each in own
+        }
     finally:
         dist.destroy_process_group()
 
@@ -70,20 +85,40 @@ def _in_files(folder: Path) -> Values:
         ("mixtral", {"precision": "bf16"}),
         ("resnet", {"sequence_length": 0}),
     ],
-    ids=lambda each: each if isinstance(each, str) else "-".join(map(str, each.values())),
+    ids=lambda each: (
+        each if isinstance(each, str) else "-".join(map(str, each.values()))
+    ),
 )
-def test_values_are_those_of_the_run(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_values_are_those_of_the_run(
+    name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
     """Bit for bit, tied ones once, buffers too; and `--weights` gives a model of fp32 the same."""
     source, values = _train(name, tmp_path, **options)
-    written = write_weights(tmp_path / "kept", tmp_path / "w", max_shard_bytes=FILE_BYTES)
-    assert (written.checkpoint.name, written.manifest.step, written.tensors) == ("step-00000002", 2, len(values))
+    written = write_weights(
+        tmp_path / "kept", tmp_path / "w", max_shard_bytes=FILE_BYTES
+    )
+    assert (written.checkpoint.name, written.manifest.step, written.tensors) == (
+        "step-00000002",
+        2,
+        len(values),
+    )
     found = _in_files(tmp_path / "w")
     assert found.keys() == values.keys()
-    assert all(found[each].dtype == value.dtype and torch.equal(found[each], value) for each, value in values.items())
+    assert all(
+        found[each].dtype == value.dtype and torch.equal(found[each], value)
+        for each, value in values.items()
+    )
     assert Weights(tmp_path / "w").remark(source.build()) is None
     prepare = partial(source.cut().stage, start=0, stop=len(source.cut().layers))
-    again = Weights(tmp_path / "w").materialise(source, prepare, device=torch.device("cpu"), seed=1).state_dict()
-    assert all(torch.equal(again[each], value.to(again[each].dtype)) for each, value in values.items())
+    again = (
+        Weights(tmp_path / "w")
+        .materialise(source, prepare, device=torch.device("cpu"), seed=1)
+        .state_dict()
+    )
+    assert all(
+        torch.equal(again[each], value.to(again[each].dtype))
+        for each, value in values.items()
+    )
     if source.config is not None:
         _check_transformers(source.build(), tmp_path / "w", values)
 
@@ -91,28 +126,51 @@ def test_values_are_those_of_the_run(name: str, options: dict[str, Any], tmp_pat
 def _check_transformers(model: Any, folder: Path, values: Values) -> None:
     """`from_pretrained` finds every name, and no further ones."""
     model.config.save_pretrained(folder)
-    loaded, told = type(model).from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    loaded, told = type(model).from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
     assert not any(told.values())
     state = cast("torch.nn.Module", loaded).state_dict()
-    assert all(torch.equal(state[each], value.float()) for each, value in values.items())
+    assert all(
+        torch.equal(state[each], value.float()) for each, value in values.items()
+    )
 
 
 def test_files_are_split_as_transformers_does(gpt2: Path, tmp_path: Path) -> None:
     """None larger than told; an index of all names. The size of one is enough for one file, without an index."""
     split = write_weights(gpt2 / "kept", tmp_path / "split", max_shard_bytes=FILE_BYTES)
     *files, index = split.files
-    assert files == [f"model-{place:05d}-of-{len(files):05d}.safetensors" for place in range(1, len(files) + 1)]
+    assert files == [
+        f"model-{place:05d}-of-{len(files):05d}.safetensors"
+        for place in range(1, len(files) + 1)
+    ]
     assert index == INDEX
-    assert sorted(path.name for path in (tmp_path / "split").iterdir()) == sorted(split.files)
+    assert sorted(path.name for path in (tmp_path / "split").iterdir()) == sorted(
+        split.files
+    )
     told = json.loads((tmp_path / "split" / INDEX).read_text())
     held = {file: load_file(tmp_path / "split" / file) for file in files}
-    assert told["weight_map"] == {name: file for file, tensors in held.items() for name in tensors}
-    sizes = {file: [value.nbytes for value in tensors.values()] for file, tensors in held.items()}
+    assert told["weight_map"] == {
+        name: file for file, tensors in held.items() for name in tensors
+    }
+    sizes = {
+        file: [value.nbytes for value in tensors.values()]
+        for file, tensors in held.items()
+    }
     assert all(sum(each) <= FILE_BYTES or len(each) == 1 for each in sizes.values())
     total = sum(map(sum, sizes.values()))
     assert told["metadata"]["total_size"] == total
-    assert list(write_weights(gpt2 / "kept", tmp_path / "one", max_shard_bytes=total).files) == [NAME]
-    assert len(write_weights(gpt2 / "kept", tmp_path / "two", max_shard_bytes=total - 1).files) == 3
+    assert list(
+        write_weights(gpt2 / "kept", tmp_path / "one", max_shard_bytes=total).files
+    ) == [NAME]
+    assert (
+        len(
+            write_weights(
+                gpt2 / "kept", tmp_path / "two", max_shard_bytes=total - 1
+            ).files
+        )
+        == 3
+    )
 
 
 def test_older_weights_are_replaced_when_told(gpt2: Path, tmp_path: Path) -> None:
@@ -122,14 +180,18 @@ def test_older_weights_are_replaced_when_told(gpt2: Path, tmp_path: Path) -> Non
     with pytest.raises(DocumentError, match=r"is not empty: it holds config.json"):
         write_weights(gpt2 / "kept", tmp_path, max_shard_bytes=10**9)
     before = _in_files(tmp_path)
-    write_weights(gpt2 / "kept" / "step-00000001", tmp_path, max_shard_bytes=10**9, overwrite=True)
+    write_weights(
+        gpt2 / "kept" / "step-00000001", tmp_path, max_shard_bytes=10**9, overwrite=True
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", NAME]
     after = _in_files(tmp_path)
     assert after.keys() == before.keys()
     assert any(not torch.equal(after[name], value) for name, value in before.items())
 
 
-def test_a_write_that_fails_leaves_what_there_was(gpt2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_what_there_was(
+    gpt2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The older weights stay whole, and no draft is left."""
 
     def full(*_: object, **__: object) -> None:
@@ -137,8 +199,12 @@ def test_a_write_that_fails_leaves_what_there_was(gpt2: Path, tmp_path: Path, mo
 
     write_weights(gpt2 / "kept", tmp_path, max_shard_bytes=10**9)
     monkeypatch.setattr(trained_weights, "save_file", full)
-    with pytest.raises(RunError, match=r"could not be written: No space left on device"):
-        write_weights(gpt2 / "kept", tmp_path, max_shard_bytes=FILE_BYTES, overwrite=True)
+    with pytest.raises(
+        RunError, match=r"could not be written: No space left on device"
+    ):
+        write_weights(
+            gpt2 / "kept", tmp_path, max_shard_bytes=FILE_BYTES, overwrite=True
+        )
     assert [path.name for path in tmp_path.iterdir()] == [NAME]
 
 

@@ -43,7 +43,9 @@ def test_every_parameter_gets_its_value(name: str, tmp_path: Path) -> None:
     expected = dict(model.named_parameters(remove_duplicate=False))
     for start, stop in ((0, middle), (middle, len(cut.layers))):
         prepare = partial(cut.stage, start=start, stop=stop)
-        stage = Weights(tmp_path / "model.safetensors").materialise(source, prepare, device=CPU, seed=0)
+        stage = Weights(tmp_path / "model.safetensors").materialise(
+            source, prepare, device=CPU, seed=0
+        )
         held = dict(stage.named_parameters(remove_duplicate=False))
         assert held
         assert all(torch.equal(value, expected[each]) for each, value in held.items())
@@ -62,10 +64,18 @@ def test_what_save_pretrained_writes(tmp_path: Path) -> None:
     for path in (tmp_path / "whole", tmp_path / "base.safetensors"):
         found = (
             Weights(path)
-            .materialise(source, lambda whole: cut.stage(whole, 0, len(cut.layers)), device=CPU, seed=0)
+            .materialise(
+                source,
+                lambda whole: cut.stage(whole, 0, len(cut.layers)),
+                device=CPU,
+                seed=0,
+            )
             .state_dict()
         )
-        assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+        assert all(
+            torch.equal(found[name], value)
+            for name, value in model.state_dict().items()
+        )
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "resnet"])
@@ -83,8 +93,14 @@ def test_buffers_that_files_hold_are_read_too(name: str, tmp_path: Path) -> None
     for stored in (state, lacking):
         save_file(stored, tmp_path / "w.safetensors")
         prepare = partial(cut.stage, start=0, stop=len(cut.layers))
-        found = Weights(tmp_path / "w.safetensors").materialise(source, prepare, device=CPU, seed=0).state_dict()
-        assert [each for each in held if not torch.equal(found[each], state[each])] == held[: len(state) - len(stored)]
+        found = (
+            Weights(tmp_path / "w.safetensors")
+            .materialise(source, prepare, device=CPU, seed=0)
+            .state_dict()
+        )
+        assert [
+            each for each in held if not torch.equal(found[each], state[each])
+        ] == held[: len(state) - len(stored)]
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
@@ -97,7 +113,10 @@ def test_experts_that_stand_one_by_one(name: str, tmp_path: Path) -> None:
     cut = source.cut()
     experts = [each for each in expected if ".experts." in each]
     for rank in range(2):
-        group = cast("Any", SimpleNamespace(get_local_rank=lambda mine=rank: mine, size=lambda: 2))
+        group = cast(
+            "Any",
+            SimpleNamespace(get_local_rank=lambda mine=rank: mine, size=lambda: 2),
+        )
         stage = Weights(tmp_path / "w").materialise(
             source,
             lambda whole: cut.stage(whole, 0, len(cut.layers)),
@@ -116,11 +135,21 @@ def test_experts_that_stand_one_by_one(name: str, tmp_path: Path) -> None:
 def test_a_run_starts_from_them(tmp_path: Path) -> None:
     """The first loss is that of a single process from the same file, and not that of the seed."""
     source = source_of("mlp", tmp_path)
-    save_file({**trained(source).state_dict(), "further": torch.zeros(1)}, tmp_path / "w.safetensors")
+    save_file(
+        {**trained(source).state_dict(), "further": torch.zeros(1)},
+        tmp_path / "w.safetensors",
+    )
     plan = make_plan([layer.name for layer in source.cut().layers], sequence_length=0)
     losses = {}
     for weights in (None, tmp_path / "w.safetensors"):
-        executor = Executor(plan, source, data="synthetic", device="cpu", weights=weights, deterministic=True)
+        executor = Executor(
+            plan,
+            source,
+            data="synthetic",
+            device="cpu",
+            weights=weights,
+            deterministic=True,
+        )
         measured = executor.train(steps=2)
         losses[weights] = measured.losses
         told = f"{weights} holds a tensor that the model does not have, such as further: left out"
@@ -128,12 +157,16 @@ def test_a_run_starts_from_them(tmp_path: Path) -> None:
         assert torch.are_deterministic_algorithms_enabled()
         executor.close()
         torch.use_deterministic_algorithms(False)
-        expected = train_reference(plan, source, steps=2, data="synthetic", weights=weights).losses
+        expected = train_reference(
+            plan, source, steps=2, data="synthetic", weights=weights
+        ).losses
         assert losses[weights] == pytest.approx(expected, abs=1e-6)
     assert abs(losses[None][0] - losses[tmp_path / "w.safetensors"][0]) > 0.01
 
 
-@pytest.mark.parametrize("name", ["gpt2", "tied-llama", "mixtral", "deepseek-v3", "resnet"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "tied-llama", "mixtral", "deepseek-v3", "resnet"]
+)
 def test_what_the_model_does_not_have_is_told(name: str, tmp_path: Path) -> None:
     """The first layers of a deeper model were taken for this one's, without a word; all of its own is used."""
     source = source_of(name, tmp_path)
@@ -150,7 +183,10 @@ def test_what_the_model_does_not_have_is_told(name: str, tmp_path: Path) -> None
     save_file(state | {"model.layers.9.norm.weight": torch.zeros(3)}, deeper)
     assert Weights(deeper).unused(source.blueprint) == ("model.layers.9.norm.weight",)
     told = Weights(deeper).remark(source.blueprint)
-    assert told == f"{deeper} holds a tensor that the model does not have, such as model.layers.9.norm.weight: left out"
+    assert (
+        told
+        == f"{deeper} holds a tensor that the model does not have, such as model.layers.9.norm.weight: left out"
+    )
 
 
 def test_other_weights_are_refused(tmp_path: Path) -> None:
@@ -161,7 +197,12 @@ def test_other_weights_are_refused(tmp_path: Path) -> None:
     cut = source.cut()
 
     def load(path: Path) -> None:
-        Weights(path).materialise(source, lambda whole: cut.stage(whole, 0, len(cut.layers)), device=CPU, seed=0)
+        Weights(path).materialise(
+            source,
+            lambda whole: cut.stage(whole, 0, len(cut.layers)),
+            device=CPU,
+            seed=0,
+        )
 
     path = tmp_path / "w.safetensors"
     save_file({each: value for each, value in state.items() if each != name}, path)
@@ -172,7 +213,9 @@ def test_other_weights_are_refused(tmp_path: Path) -> None:
         load(path)
     for quantized in (torch.float8_e4m3fn, torch.int8):
         save_file(state | {name: state[name].to(quantized)}, path)
-        with pytest.raises(MismatchError, match="not quantized"):  # its scales stand elsewhere, and were left out
+        with pytest.raises(
+            MismatchError, match="not quantized"
+        ):  # its scales stand elsewhere, and were left out
             load(path)
     path.write_text("no tensors")
     for wrong in (path, tmp_path / "nothing.safetensors"):

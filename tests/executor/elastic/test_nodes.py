@@ -26,8 +26,19 @@ from planner.executor.elastic.journal import Journal
 from planner.executor.elastic.node_rank import has_lost_others
 from planner.executor.elastic.nodes import NodesPolicy, elastic_folder
 from planner.executor.elastic.pilot import Moments, Pilot
-from planner.executor.elastic.rendezvous import Board, GatedRendezvous, endpoint, make_rendezvous
-from planner.executor.elastic.roster import ANY_GROUP, KnownPlans, Roster, group_of_node, seats
+from planner.executor.elastic.rendezvous import (
+    Board,
+    GatedRendezvous,
+    endpoint,
+    make_rendezvous,
+)
+from planner.executor.elastic.roster import (
+    ANY_GROUP,
+    KnownPlans,
+    Roster,
+    group_of_node,
+    seats,
+)
 from planner.executor.elastic.weigh import Pace, Rebalanced
 from planner.executor.failures import doing
 from planner.executor.settings import RunSettings
@@ -54,7 +65,11 @@ class Planner:
     def for_nodes(self, roster: Roster) -> Plan | Infeasible:
         """All devices."""
         self.asked.append(roster.devices)
-        return Infeasible(reasons=("too large",)) if self.refuses else plan_of(*sorted(roster.devices, reverse=True))
+        return (
+            Infeasible(reasons=("too large",))
+            if self.refuses
+            else plan_of(*sorted(roster.devices, reverse=True))
+        )
 
     def busy_seconds(self, plan: Plan) -> tuple[float, ...]:
         """All ranks alike."""
@@ -68,7 +83,9 @@ class Planner:
 def plan_of(*devices: int) -> Plan:
     """Of nodes with so many devices each, three in all at most."""
     sizes = {1: (3,), 2: (1, 2), 3: (1, 1, 1)}[sum(devices)]
-    return on_nodes(make_plan(LAYERS, sizes), devices, step_seconds=2.0 ** (3 - sum(devices)))
+    return on_nodes(
+        make_plan(LAYERS, sizes), devices, step_seconds=2.0 ** (3 - sum(devices))
+    )
 
 
 def test_every_device_knows_its_rank() -> None:
@@ -90,11 +107,15 @@ def of_kinds(plan: Plan) -> Plan:
     """The plan, whose nodes are of a kind each: `a`, then `b`."""
     cluster = plan.request.cluster
     groups = [
-        group.model_copy(update={"name": name, "device": DeviceSpec(id=name, memory_bytes=1 << 30)})
+        group.model_copy(
+            update={"name": name, "device": DeviceSpec(id=name, memory_bytes=1 << 30)}
+        )
         for group, name in zip(cluster.node_groups, "ab", strict=True)
     ]
     cluster = cluster.model_copy(update={"node_groups": tuple(groups)})
-    return plan.model_copy(update={"request": plan.request.model_copy(update={"cluster": cluster})})
+    return plan.model_copy(
+        update={"request": plan.request.model_copy(update={"cluster": cluster})}
+    )
 
 
 def test_every_kind_of_node_plays_its_own_part() -> None:
@@ -102,8 +123,14 @@ def test_every_kind_of_node_plays_its_own_part() -> None:
     plan = of_kinds(plan_of(2, 1))
     assert Roster.of(plan.request.cluster) == Roster((2, 1), ("a", "b"))
     assert seats(plan, Roster((4, 2), ("b", "a"))) == {(1, 0): 0, (1, 1): 1, (0, 0): 2}
-    assert seats(plan, Roster((4, 1, 2), ("b", "a", "a"))) == {(2, 0): 0, (2, 1): 1, (0, 0): 2}
-    assert seats(plan, Roster((2, 2), ("a", "a"))) is None, "no node of the other kind has come"
+    assert seats(plan, Roster((4, 1, 2), ("b", "a", "a"))) == {
+        (2, 0): 0,
+        (2, 1): 1,
+        (0, 0): 2,
+    }
+    assert seats(plan, Roster((2, 2), ("a", "a"))) is None, (
+        "no node of the other kind has come"
+    )
     assert seats(plan, Roster((1, 4), ("a", "b"))) is None
     both = Roster((1, 1, 4), ("b", "a", "a"))
     assert both.key == Roster((4, 1, 1), ("a", "b", "a")).key == "a.4-a.1-b.1"
@@ -133,7 +160,9 @@ def test_plans_are_known_again(tmp_path: Path) -> None:
     assert known.find(Roster((2, 1))) == known.by_id(plan_of(2, 1).id) == plan_of(2, 1)
     assert known.by_id("another") is None
     job = plan_of(1).request.job.model_copy(update={"optimizer": "sgd"})
-    other = plan_of(1).model_copy(update={"request": plan_of(1).request.model_copy(update={"job": job})})
+    other = plan_of(1).model_copy(
+        update={"request": plan_of(1).request.model_copy(update={"job": job})}
+    )
     assert KnownPlans(tmp_path / "plans", other).find(Roster((1, 2))) is None
 
 
@@ -142,10 +171,22 @@ def test_the_journal_outlives_who_writes_it(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "elastic" / "journal.jsonl")
     assert journal.last_launch() is None
     for launch, steps in (("0.0", (0, 1, 2)), ("1.0", (2, 3))):
-        journal.write("launch", launch=launch, plan_id="p", devices=2, nodes=(1, 1), first_step=steps[0])
+        journal.write(
+            "launch",
+            launch=launch,
+            plan_id="p",
+            devices=2,
+            nodes=(1, 1),
+            first_step=steps[0],
+        )
         for step in steps:
             held_out = 7.0 if step == 2 else None
-            row = {"loss": float(step), "seconds": 1.0, "warning": None, "validation_loss": held_out}
+            row = {
+                "loss": float(step),
+                "seconds": 1.0,
+                "warning": None,
+                "validation_loss": held_out,
+            }
             journal.write("step", launch=launch, step=step, **row)
         with (tmp_path / "elastic" / "journal.jsonl").open("a") as file:
             file.write('{"kind": "step", "la')
@@ -155,7 +196,10 @@ def test_the_journal_outlives_who_writes_it(tmp_path: Path) -> None:
         (2, (2.0, 3.0)),
     ]
     assert [one.first_step for one in journal.segments(before="1.0")] == [0]
-    held_out = [[(each.step, each.loss) for each in one.validation_losses] for one in journal.segments(before="9.0")]
+    held_out = [
+        [(each.step, each.loss) for each in one.validation_losses]
+        for one in journal.segments(before="9.0")
+    ]
     assert held_out == [[(2, 7.0)], [(2, 7.0)]]
     last = journal.last_launch()
     assert last is not None
@@ -163,24 +207,53 @@ def test_the_journal_outlives_who_writes_it(tmp_path: Path) -> None:
     journal.write("end", launch="1.0", how="stopped")
     last = journal.last_launch()
     assert last is not None
-    assert (last[1], journal.broken()) == ({"kind": "end", "launch": "1.0", "how": "stopped"}, 1)
+    assert (last[1], journal.broken()) == (
+        {"kind": "end", "launch": "1.0", "how": "stopped"},
+        1,
+    )
 
 
 def test_what_a_failed_run_trained_stands_in_the_journal(tmp_path: Path) -> None:
     """Of all its launches, by the plan of the last one; of a run that trained nothing, or all, nothing is left."""
-    journal, known, first = Journal(tmp_path / "journal.jsonl"), KnownPlans(tmp_path, plan_of(1, 1)), plan_of(1, 1)
+    journal, known, first = (
+        Journal(tmp_path / "journal.jsonl"),
+        KnownPlans(tmp_path, plan_of(1, 1)),
+        plan_of(1, 1),
+    )
     settings = RunSettings(model="gpt2", device="cpu")
     assert journal.unfinished(known, first, settings, "why") is None
     known.keep(Roster((1,)), plan_of(1))
     for launch, plan, steps in (("0.0", first, (0, 1, 2)), ("1.0", plan_of(1), (2, 3))):
         devices = len(plan.placement)
-        journal.write("launch", launch=launch, plan_id=plan.id, devices=devices, nodes=(1,), first_step=steps[0])
+        journal.write(
+            "launch",
+            launch=launch,
+            plan_id=plan.id,
+            devices=devices,
+            nodes=(1,),
+            first_step=steps[0],
+        )
         for step in steps:
-            journal.write("step", launch=launch, step=step, loss=float(step), seconds=1.0, warning=None)
+            journal.write(
+                "step",
+                launch=launch,
+                step=step,
+                loss=float(step),
+                seconds=1.0,
+                warning=None,
+            )
     left = journal.unfinished(known, first, settings, "why")
     assert left is not None
-    assert (left.plan_id, left.devices, left.unfinished, left.ranks) == (plan_of(1).id, "1 x cpu", "why", ())
-    assert (left.first_step, left.losses_by_step) == (2, {0: 0.0, 1: 1.0, 2: 2.0, 3: 3.0})
+    assert (left.plan_id, left.devices, left.unfinished, left.ranks) == (
+        plan_of(1).id,
+        "1 x cpu",
+        "why",
+        (),
+    )
+    assert (left.first_step, left.losses_by_step) == (
+        2,
+        {0: 0.0, 1: 1.0, 2: 2.0, 3: 3.0},
+    )
     journal.write("end", launch="1.0", how="done")
     assert journal.unfinished(known, first, settings, "why") is None
 
@@ -191,19 +264,38 @@ def agree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(agreement_module, "newest_step", lambda folder: KEPT)
     journal, said = Journal(tmp_path / "journal.jsonl"), list[str]()
 
-    def make(planner: Planner, restarts: int = 3) -> tuple[Agreement, Journal, list[str]]:
+    def make(
+        planner: Planner, restarts: int = 3
+    ) -> tuple[Agreement, Journal, list[str]]:
         known = KnownPlans(tmp_path / "plans", plan_of(1, 1))
-        options: dict[str, Any] = {"checkpoints": tmp_path, "restarts": restarts, "log": said.append}
-        return Agreement(plan_of(1, 1), planner, known, journal, **options), journal, said
+        options: dict[str, Any] = {
+            "checkpoints": tmp_path,
+            "restarts": restarts,
+            "log": said.append,
+        }
+        return (
+            Agreement(plan_of(1, 1), planner, known, journal, **options),
+            journal,
+            said,
+        )
 
     return make
 
 
 def begin(journal: Journal, *nodes: int, launch: str = "0.0") -> None:
     """A launch that trains ten steps."""
-    journal.write("launch", launch=launch, plan_id="p", devices=sum(nodes), nodes=nodes, first_step=0)
+    journal.write(
+        "launch",
+        launch=launch,
+        plan_id="p",
+        devices=sum(nodes),
+        nodes=nodes,
+        first_step=0,
+    )
     for step in range(10):
-        journal.write("step", launch=launch, step=step, loss=1.0, seconds=1.0, warning=None)
+        journal.write(
+            "step", launch=launch, step=step, loss=1.0, seconds=1.0, warning=None
+        )
 
 
 def test_a_run_begins_by_its_own_plan(agree: Any) -> None:
@@ -222,10 +314,20 @@ def test_what_is_left_is_planned_for_once(agree: Any) -> None:
     assert agreement.choose(Roster((1,))) == plan_of(1)
     lost, moved = journal.decisions()
     assert (lost.kind, lost.step, moved.kind, moved.step) == ("lost", 10, "moved", KEPT)
-    wanted = {"nodes_before": 2, "nodes_now": 1, "devices_lost": 1, "steps_trained": 10, "steps_kept": KEPT}
+    wanted = {
+        "nodes_before": 2,
+        "nodes_now": 1,
+        "devices_lost": 1,
+        "steps_trained": 10,
+        "steps_kept": KEPT,
+    }
     assert lost.figures == wanted
     assert said == [f"elastic: {lost.text}", f"elastic: {moved.text}"]
-    assert agreement.choose(Roster((1, 2))) == agreement.choose(Roster((2, 1))) == plan_of(2, 1)
+    assert (
+        agreement.choose(Roster((1, 2)))
+        == agreement.choose(Roster((2, 1)))
+        == plan_of(2, 1)
+    )
     assert planner.asked == [(1,), (1, 2)]
 
 
@@ -239,14 +341,19 @@ def test_a_move_is_no_loss(agree: Any) -> None:
     begin(journal, 1, 1, launch="1.0")
     journal.write("end", launch="1.0", how="stopped")
     agreement.choose(Roster((1,)))
-    assert "told to stop on 2 nodes of 1 device after 10 steps" in journal.decisions()[1].text
+    assert (
+        "told to stop on 2 nodes of 1 device after 10 steps"
+        in journal.decisions()[1].text
+    )
 
 
 def test_a_run_gives_up(agree: Any) -> None:
     """Where it is lost again and again, or nothing fits on what is left."""
     agreement, journal, _ = agree(Planner(refuses=True), restarts=1)
     begin(journal, 1, 1)
-    with pytest.raises(RunError, match="no plan can be run on 1 node of 1 device: too large"):
+    with pytest.raises(
+        RunError, match="no plan can be run on 1 node of 1 device: too large"
+    ):
         agreement.choose(Roster((1,)))
     begin(journal, 1, 1, launch="1.0")
     with pytest.raises(RunError, match="lost 2 times; restarts allowed: 1"):
@@ -259,24 +366,34 @@ def pilot_of(
     """A pilot of a run on two nodes, with a checkpoint after every fourth step."""
     journal, pace = Journal(folder / "journal.jsonl"), Pace(plan_of(1, 1), 0)
     known, moments = KnownPlans(folder / "plans", plan_of(1)), Moments(steps, 4)
-    told: dict[str, Any] = {"waiting": lambda: Roster(waiting[0]), "meeting_seconds": 7.0, "log": lambda line: None}
+    told: dict[str, Any] = {
+        "waiting": lambda: Roster(waiting[0]),
+        "meeting_seconds": 7.0,
+        "log": lambda line: None,
+    }
     pilot = Pilot("0.0", pace, Roster((1, 1)), planner, known, journal, moments, **told)
     pilot.begin(0)
     return pilot, journal
 
 
-def train(pilot: Pilot, until: int, *, first: int = 0, busy: tuple[float, ...] = (1.0, 1.0)) -> int:
+def train(
+    pilot: Pilot, until: int, *, first: int = 0, busy: tuple[float, ...] = (1.0, 1.0)
+) -> int:
     """Steps of one second, in each of which the planner answers, until the pilot wants to stop; returns the steps."""
     for step in range(first, until):
         wants = pilot.wants_to_stop()
         pilot.on_step(Metrics(step, 1.0, 1.0, 1.0, busy_seconds=busy))
-        pilot._pool.submit(int).result(WAIT_SECONDS)  # behind all that the planner was asked
+        pilot._pool.submit(int).result(
+            WAIT_SECONDS
+        )  # behind all that the planner was asked
         if wants:
             return step + 1
     return until
 
 
-def test_a_run_grows_at_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_grows_at_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not when the node comes, but after the fourth step from then on; its plan is kept for the next round."""
     monkeypatch.setattr("planner.executor.elastic.pilot.LOOK_SECONDS", 0.0)
     planner, waiting = Planner(), list[tuple[int, ...]]([()])
@@ -294,13 +411,18 @@ def test_a_run_grows_at_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert 7 <= grown.figures["move_seconds"] < 8
 
 
-def test_a_run_stays_where_nothing_is_gained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_stays_where_nothing_is_gained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Told once; and a node that has gone before the answer comes is not waited for."""
     monkeypatch.setattr("planner.executor.elastic.pilot.LOOK_SECONDS", 0.0)
     pilot, journal = pilot_of(tmp_path, Planner(refuses=True), [(1,)])
     assert train(pilot, 20) == 20
     (stayed,) = journal.decisions()
-    assert (stayed.kind, stayed.text) == ("stayed", "no plan for 3 nodes of 1 device: too large")
+    assert (stayed.kind, stayed.text) == (
+        "stayed",
+        "no plan for 3 nodes of 1 device: too large",
+    )
     assert pilot.end(stopped=False) == ("done", None)
     waiting: list[tuple[int, ...]] = [(1,)]
     pilot, _ = pilot_of(tmp_path, Planner(), waiting)
@@ -327,7 +449,9 @@ def test_slow_ranks_lose_layers_without_a_rendezvous(tmp_path: Path) -> None:
 def test_only_lost_peers_are_worth_another_try() -> None:
     """Whatever it was raised from."""
     gone = RunError("the checkpoint could not be written.")
-    gone.__cause__ = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
+    gone.__cause__ = RuntimeError(
+        "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
+    )
     assert has_lost_others(gone)
     assert has_lost_others(DistNetworkError("The client socket has failed"))
     assert not has_lost_others(ValueError("a mistake"))
@@ -344,7 +468,14 @@ def rendezvous(store: TCPStore, number: int, devices: int) -> GatedRendezvous:
     }
     return make_rendezvous(
         RendezvousParameters(
-            "planner", f"127.0.0.1:{store.port}", "gate", 2, 3, f"127.0.0.{number}", is_host=False, **settings
+            "planner",
+            f"127.0.0.1:{store.port}",
+            "gate",
+            2,
+            3,
+            f"127.0.0.{number}",
+            is_host=False,
+            **settings,
         )
     )
 
@@ -362,7 +493,13 @@ def test_nodes_wait_at_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     monkeypatch.setenv("PLANNER_RENDEZVOUS_ROUND", "")
     monkeypatch.setenv("PLANNER_RENDEZVOUS_BEGAN", "")
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    store = TCPStore(
+        "127.0.0.1",
+        0,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=30),
+    )
     first, second, third = (rendezvous(store, number, number) for number in (1, 2, 3))
     board = Board(store, "gate")
     with ThreadPoolExecutor() as pool:
@@ -371,7 +508,8 @@ def test_nodes_wait_at_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
         late = pool.submit(third.next_rendezvous)
         wait_for(
             lambda: (
-                (first.num_nodes_waiting(), second.num_nodes_waiting(), board.waiting()) == (0, 0, Roster((3,), ("g",)))
+                (first.num_nodes_waiting(), second.num_nodes_waiting(), board.waiting())
+                == (0, 0, Roster((3,), ("g",)))
             )
         )
         board.admit(0)
@@ -394,7 +532,10 @@ def test_nodes_wait_at_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (RendezvousConnectionError("The connection to the C10d store has failed."), "lived on a node that is lost"),
+        (
+            RendezvousConnectionError("The connection to the C10d store has failed."),
+            "lived on a node that is lost",
+        ),
         (RendezvousClosedError("closed"), "has ended, without this node"),
         (RendezvousTimeoutError("late"), "not enough nodes came in time"),
     ],
@@ -408,11 +549,19 @@ def test_agents_say_what_to_do(error: Exception, told: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("least", 0), ("least", 3), ("devices", 0), ("restarts", -1)], ids=lambda each: str(each)
+    ("field", "value"),
+    [("least", 0), ("least", 3), ("devices", 0), ("restarts", -1)],
+    ids=lambda each: str(each),
 )
 def test_numbers_must_make_sense(field: str, value: int) -> None:
     """Refused before anything starts."""
-    numbers: dict[str, Any] = {"least": 1, "most": 2, "devices": 1, "restarts": 1, field: value}
+    numbers: dict[str, Any] = {
+        "least": 1,
+        "most": 2,
+        "devices": 1,
+        "restarts": 1,
+        field: value,
+    }
     with pytest.raises(DocumentError, match="nodes" if field == "least" else field):
         NodesPolicy(run_id="r", ranks=(), rendezvous="h:1", **numbers)
 

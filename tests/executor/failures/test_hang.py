@@ -21,11 +21,18 @@ PHASE = "in the sum of the loss"
         (None, "2B0", "in 2B0", ""),
         (None, "1W0", "in 1W0", ""),
         ("1F2", "1F2", "in 1F2", ", for the output of stage 0"),
-        ("reduce", "1B3", "in the reduction of gradients", ", for the gradient of stage 2"),
+        (
+            "reduce",
+            "1B3",
+            "in the reduction of gradients",
+            ", for the gradient of stage 2",
+        ),
         ("optimizer", None, "in the update", ""),
     ],
 )
-def test_where(recorded: str | None, action: str | None, told: str, needed: str) -> None:
+def test_where(
+    recorded: str | None, action: str | None, told: str, needed: str
+) -> None:
     """Of three stages: the first forward and the last backward need nobody."""
     found = None if action is None else _Action.from_str(action)
     assert where(recorded, found, PHASE) == told
@@ -34,6 +41,8 @@ def test_where(recorded: str | None, action: str | None, told: str, needed: str)
 
 def test_timeouts_are_told_from_other_errors() -> None:
     """By their words, which is all that torch gives."""
-    assert is_timeout(RuntimeError("[gloo] Timed out waiting 4000ms for recv operation to complete"))
+    assert is_timeout(
+        RuntimeError("[gloo] Timed out waiting 4000ms for recv operation to complete")
+    )
     assert is_timeout(RuntimeError("Watchdog caught collective operation timeout"))
     assert not is_timeout(RuntimeError("Connection closed by peer"))

@@ -13,7 +13,12 @@ import pytest
 from torch.distributed import DistStoreError, HashStore  # type: ignore[attr-defined]
 
 from planner.errors import StoppedError
-from planner.executor.failures.failure import read_late, read_stopped, write_late, write_stopped
+from planner.executor.failures.failure import (
+    read_late,
+    read_stopped,
+    write_late,
+    write_stopped,
+)
 from planner.executor.failures.stopping import StopRequest
 
 GRACE_SECONDS, HANGING_SECONDS = 0.5, 2.5
@@ -30,7 +35,9 @@ def hang(seconds: float) -> None:
 def test_a_step_that_outlasts_the_grace_is_left() -> None:
     """Before the grace is over, from another thread, however the main one hangs."""
     begun, late = time.monotonic(), list[float]()
-    with StopRequest(GRACE_SECONDS, lambda: late.append(time.monotonic() - begun)) as asked:
+    with StopRequest(
+        GRACE_SECONDS, lambda: late.append(time.monotonic() - begun)
+    ) as asked:
         os.kill(os.getpid(), signal.SIGTERM)
         hang(HANGING_SECONDS)
         assert asked()
@@ -51,7 +58,10 @@ def test_a_step_that_ends_in_time_is_not_left() -> None:
     until = time.monotonic() + 10
     while threading.active_count() > threads and time.monotonic() < until:
         time.sleep(0.01)
-    assert (threading.active_count(), signal.getsignal(signal.SIGTERM)) == (threads, before)
+    assert (threading.active_count(), signal.getsignal(signal.SIGTERM)) == (
+        threads,
+        before,
+    )
     assert late == [], "and no thread is left that could add to it"
     assert signal.set_wakeup_fd(-1) == -1
 
@@ -63,7 +73,9 @@ def test_the_launcher_tells_what_is_kept(tmp_path: Path) -> None:
     assert "kept nothing" in str(read_stopped(notes))
     assert read_late(notes, seconds=10) is None
     write_late(notes, checkpoints, 7.5)
-    assert "within the grace of 7.5 seconds, and are lost; no checkpoint" in str(read_stopped(notes))
+    assert "within the grace of 7.5 seconds, and are lost; no checkpoint" in str(
+        read_stopped(notes)
+    )
     (checkpoints / "step-00000004").mkdir(parents=True)
     (checkpoints / "step-00000004" / "manifest.json").touch()
     write_late(notes, checkpoints, 7.5)
@@ -76,7 +88,9 @@ def test_the_launcher_tells_what_is_kept(tmp_path: Path) -> None:
     assert "did after 5 steps" in str(read_stopped(notes))
 
 
-@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # this process has threads
+@pytest.mark.filterwarnings(
+    "ignore:.*use of fork:DeprecationWarning"
+)  # this process has threads
 def test_children_of_the_user_are_ended_by_sigterm() -> None:
     """They neither note it instead, nor wake the thread of the rank, which would leave as if it had been told to."""
     late: list[bool] = []

@@ -30,20 +30,32 @@ class OneOfTwo:
         self.mine = (experts // half) == self.rank
         return Routes(None, None, experts[self.mine] - self.rank * half)
 
-    def exchange(self, rows: torch.Tensor, sent: list[int] | None, received: list[int] | None) -> torch.Tensor:
+    def exchange(
+        self, rows: torch.Tensor, sent: list[int] | None, received: list[int] | None
+    ) -> torch.Tensor:
         """There, rows of other experts are left out; back, they are zeros."""
         if rows.shape[0] == self.mine.shape[0]:
             return rows[self.mine]
-        return rows.new_zeros(self.mine.shape[0], rows.shape[1]).index_put((self.mine.nonzero()[:, 0],), rows)
+        return rows.new_zeros(self.mine.shape[0], rows.shape[1]).index_put(
+            (self.mine.nonzero()[:, 0],), rows
+        )
 
 
 def _experts(folder: Path, rank: int | None) -> torch.nn.Module:
     """The first layer's experts, whole or a share that leaves the rows of others out."""
-    whole = materialise(source_of("mixtral", folder), lambda model: model, device=torch.device("cpu"), seed=3)
+    whole = materialise(
+        source_of("mixtral", folder),
+        lambda model: model,
+        device=torch.device("cpu"),
+        seed=3,
+    )
     module = whole.get_submodule(EXPERTS)
     if rank is not None:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            module.register_parameter(name, torch.nn.Parameter(local_share(parameter.detach(), rank, 2).clone()))
+            module.register_parameter(
+                name,
+                torch.nn.Parameter(local_share(parameter.detach(), rank, 2).clone()),
+            )
         share_out(module, 2, OneOfTwo(rank=rank))
     return module
 
@@ -67,16 +79,30 @@ def test_shares_add_up_to_the_whole(tmp_path: Path) -> None:
 def test_a_rank_without_rows_has_gradients_of_zero(tmp_path: Path) -> None:
     """Its experts' gradients come nevertheless: those who hold the same experts wait for them."""
     part = _experts(tmp_path, 1)
-    part(torch.randn(3, 32), torch.tensor([[0, 1], [1, 0], [0, 1]]), torch.rand(3, 2)).sum().backward()
-    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in part.parameters())
+    part(
+        torch.randn(3, 32), torch.tensor([[0, 1], [1, 0], [0, 1]]), torch.rand(3, 2)
+    ).sum().backward()
+    assert all(
+        parameter.grad is not None and not parameter.grad.any()
+        for parameter in part.parameters()
+    )
 
 
 def test_every_rank_holds_its_share_alone(tmp_path: Path) -> None:
     """Of two ranks each holds half of the experts' elements, and all of everything else."""
     source = source_of("mixtral", tmp_path)
     names = [layer.name for layer in source.cut().layers]
-    held = [dry_run(make_plan(names, data=2, expert=degree), source).ranks[0].built.parameters for degree in (1, 2)]
-    experts = sum(each.numel() for module in experts_of(source.blueprint).values() for each in module.parameters())
+    held = [
+        dry_run(make_plan(names, data=2, expert=degree), source)
+        .ranks[0]
+        .built.parameters
+        for degree in (1, 2)
+    ]
+    experts = sum(
+        each.numel()
+        for module in experts_of(source.blueprint).values()
+        for each in module.parameters()
+    )
     assert held[0] - held[1] == experts // 2
 
 
@@ -86,10 +112,16 @@ def test_tensor_ranks_hold_whole_experts_of_a_share(tmp_path: Path) -> None:
     names = [layer.name for layer in source.cut().layers]
     shared = {"tensor": 2, "sequence_parallel": True}
     held = [
-        dry_run(make_plan(names, data=2, expert=degree, **shared), source).ranks[0].built.parameters  # type: ignore[arg-type]
+        dry_run(make_plan(names, data=2, expert=degree, **shared), source)
+        .ranks[0]
+        .built.parameters  # type: ignore[arg-type]
         for degree in (1, 2)
     ]
-    experts = sum(each.numel() for module in experts_of(source.blueprint).values() for each in module.parameters())
+    experts = sum(
+        each.numel()
+        for module in experts_of(source.blueprint).values()
+        for each in module.parameters()
+    )
     assert held[0] - held[1] == experts // 2 - experts // 4
 
 
@@ -100,9 +132,17 @@ def test_whole_experts_stand_one_block_at_a_time(tmp_path: Path) -> None:
 
     def narrow(name: str, module: torch.nn.Module) -> None:
         if name.rpartition(".")[0] == "model.layers":
-            alive.append(sum(1 for each in experts_of(root[0]).values() if not each.gate_up_proj.is_meta))
+            alive.append(
+                sum(
+                    1
+                    for each in experts_of(root[0]).values()
+                    if not each.gate_up_proj.is_meta
+                )
+            )
             for experts in experts_of(module).values():
-                experts.gate_up_proj = torch.nn.Parameter(local_share(experts.gate_up_proj.detach(), 0, 2).clone())
+                experts.gate_up_proj = torch.nn.Parameter(
+                    local_share(experts.gate_up_proj.detach(), 0, 2).clone()
+                )
 
     root: list[torch.nn.Module] = []
 
@@ -114,8 +154,13 @@ def test_whole_experts_stand_one_block_at_a_time(tmp_path: Path) -> None:
     assert alive == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize(("model", "degree", "error"), [("llama", 2, UnsupportedError), ("mixtral", 3, LayoutError)])
-def test_models_that_cannot_share_are_refused(model: str, degree: int, error: type[Exception], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "degree", "error"),
+    [("llama", 2, UnsupportedError), ("mixtral", 3, LayoutError)],
+)
+def test_models_that_cannot_share_are_refused(
+    model: str, degree: int, error: type[Exception], tmp_path: Path
+) -> None:
     """No experts, or a number that the degree does not divide."""
     check = partial(check_experts, source_of(model, tmp_path))
     check(1)
@@ -129,5 +174,8 @@ def test_tensor_ranks_share_out_tokens_beside_experts(tmp_path: Path) -> None:
     check(2, 2, sequence_parallel=True)
     with pytest.raises(UnsupportedError, match="tensor-parallel ranks share out"):
         check(1, 2)
-    with pytest.raises(LayoutError, match=r"expert_parallel_degree\(2\) \* tensor_parallel_degree\(4\) = 8 ranks"):
+    with pytest.raises(
+        LayoutError,
+        match=r"expert_parallel_degree\(2\) \* tensor_parallel_degree\(4\) = 8 ranks",
+    ):
         check(2, 4, sequence_parallel=True)

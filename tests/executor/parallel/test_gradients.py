@@ -35,7 +35,9 @@ def _parameters(dtype: torch.dtype) -> list[nn.Parameter]:
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("position", [0, 25, 49])
-def test_one_number_is_enough_to_overflow(mesh: Mesh, bad: float, position: int) -> None:
+def test_one_number_is_enough_to_overflow(
+    mesh: Mesh, bad: float, position: int
+) -> None:
     """Wherever it stands, and whatever stands beside it."""
     parameters = _parameters(torch.float16)
     parameters[1].grad[10] = 65504.0

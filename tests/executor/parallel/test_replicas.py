@@ -27,7 +27,9 @@ def model(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     """Three layers, of which each fills more than one bucket of 300 bytes; some parameters in bf16, some frozen."""
     monkeypatch.setattr(replicas, "BUCKET_BYTES", 300)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 10).bfloat16())
+    model = nn.Sequential(
+        nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 10).bfloat16()
+    )
     model[0].bias.requires_grad_(False)
     return model
 
@@ -38,20 +40,38 @@ def _backward(model: nn.Module, seed: int) -> None:
     model[2](hidden.bfloat16()).float().square().sum().backward()
 
 
-def test_gradients_are_views_that_accumulate_as_plain_ones(group: dist.ProcessGroup, model: nn.Module) -> None:
+def test_gradients_are_views_that_accumulate_as_plain_ones(
+    group: dist.ProcessGroup, model: nn.Module
+) -> None:
     """Two micro-batches add up in the buckets to what they add up to without; the tensors stay where they are."""
     for seed in (1, 2):
         _backward(model, seed)
-    plain = {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
+    plain = {
+        name: value.grad.clone()
+        for name, value in model.named_parameters()
+        if value.grad is not None
+    }
     model.zero_grad()
     reducer = GradientReducer({0: model.parameters()}, lambda _: group)
-    places = {name: value.grad.data_ptr() for name, value in model.named_parameters() if value.grad is not None}
+    places = {
+        name: value.grad.data_ptr()
+        for name, value in model.named_parameters()
+        if value.grad is not None
+    }
     _backward(model, 1)
     reducer.arm(0)
     _backward(model, 2)
     reducer.finish()
-    held = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
-    assert held.keys() == plain.keys() == {n for n, p in model.named_parameters() if p.requires_grad}
+    held = {
+        name: value.grad
+        for name, value in model.named_parameters()
+        if value.grad is not None
+    }
+    assert (
+        held.keys()
+        == plain.keys()
+        == {n for n, p in model.named_parameters() if p.requires_grad}
+    )
     for name, gradient in held.items():
         assert torch.equal(gradient, plain[name]), name
         assert gradient.data_ptr() == places[name], name
@@ -64,7 +84,9 @@ def test_only_the_last_backward_reduces(
     reduced: list[torch.Tensor] = []
     all_reduce = dist.all_reduce
     monkeypatch.setattr(
-        dist, "all_reduce", lambda flat, **options: [reduced.append(flat), all_reduce(flat, **options)][1]
+        dist,
+        "all_reduce",
+        lambda flat, **options: [reduced.append(flat), all_reduce(flat, **options)][1],
     )
     reducer = GradientReducer({0: model.parameters()}, lambda _: group)
     for _ in range(2):
@@ -80,7 +102,9 @@ def test_only_the_last_backward_reduces(
         assert len(reduced) == during
 
 
-def test_unused_parameters_are_reduced_at_the_end(group: dist.ProcessGroup, model: nn.Module) -> None:
+def test_unused_parameters_are_reduced_at_the_end(
+    group: dist.ProcessGroup, model: nn.Module
+) -> None:
     """A parameter that the step did not use has a zero gradient, and nobody waits for it."""
     reducer = GradientReducer({0: model.parameters()}, lambda _: group)
     reducer.arm(0)
@@ -97,10 +121,18 @@ def test_stages_of_a_rank_are_reduced_by_themselves(
     reduced: list[int] = []
     all_reduce = dist.all_reduce
     monkeypatch.setattr(
-        dist, "all_reduce", lambda flat, **options: [reduced.append(flat.numel()), all_reduce(flat, **options)][1]
+        dist,
+        "all_reduce",
+        lambda flat, **options: [
+            reduced.append(flat.numel()),
+            all_reduce(flat, **options),
+        ][1],
     )
     shared = model[1].weight
-    reducer = GradientReducer({0: model[0].parameters(), 1: [*model[1].parameters()], 2: [shared]}, lambda _: group)
+    reducer = GradientReducer(
+        {0: model[0].parameters(), 1: [*model[1].parameters()], 2: [shared]},
+        lambda _: group,
+    )
     reducer.arm(0)
     assert model[0].weight.grad is not None
     model[0].weight.grad += 1
@@ -122,7 +154,12 @@ def test_buckets_are_reduced_in_one_order(
     reduced: list[int] = []
     all_reduce = dist.all_reduce
     monkeypatch.setattr(
-        dist, "all_reduce", lambda flat, **options: [reduced.append(flat.data_ptr()), all_reduce(flat, **options)][1]
+        dist,
+        "all_reduce",
+        lambda flat, **options: [
+            reduced.append(flat.data_ptr()),
+            all_reduce(flat, **options),
+        ][1],
     )
     reducer = GradientReducer({0: model.parameters()}, lambda _: group)
     reducer.arm(0)

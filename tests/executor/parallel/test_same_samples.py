@@ -21,10 +21,16 @@ def _batch(value: int) -> Batch:
 
 
 def _compare(
-    read: list[tuple[tuple[int, int], Batch | None]], monkeypatch: pytest.MonkeyPatch, *, rank: int = 0
+    read: list[tuple[tuple[int, int], Batch | None]],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    rank: int = 0,
 ) -> None:
     """On one of the ranks that have read this."""
-    mesh, rows = cast("Any", SimpleNamespace(grid=SimpleNamespace(size=len(read)))), list[Any]()
+    mesh, rows = (
+        cast("Any", SimpleNamespace(grid=SimpleNamespace(size=len(read)))),
+        list[Any](),
+    )
     gather = "planner.executor.parallel.same_samples.dist.all_gather_object"
     monkeypatch.setattr(gather, lambda told, mine: rows.append(mine))
     for numbers, batch in read:
@@ -34,13 +40,26 @@ def _compare(
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_ranks_must_read_the_same_samples(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_must_read_the_same_samples(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The last stage's targets were those of other inputs where a callable drew anew, and the run learned nothing."""
     read = [(FIRST, _batch(1)), (FIRST, None), (FIRST, _batch(2))]
-    with pytest.raises(DocumentError, match=r"data: gave rank 2 other samples than rank 0 for the numbers 0\.\.1"):
+    with pytest.raises(
+        DocumentError,
+        match=r"data: gave rank 2 other samples than rank 0 for the numbers 0\.\.1",
+    ):
         _compare(read, monkeypatch, rank=rank)
 
 
 def test_replicas_read_samples_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only those of the same numbers are compared."""
-    _compare([(FIRST, _batch(1)), (SECOND, _batch(2)), (FIRST, _batch(1)), (SECOND, _batch(2))], monkeypatch)
+    _compare(
+        [
+            (FIRST, _batch(1)),
+            (SECOND, _batch(2)),
+            (FIRST, _batch(1)),
+            (SECOND, _batch(2)),
+        ],
+        monkeypatch,
+    )

@@ -32,14 +32,21 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 def _model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)))
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS))
+    )
 
 
 def _sharded(
-    model: nn.Sequential, level: int, group: dist.ProcessGroup, recomputed: tuple[int, ...] = ()
+    model: nn.Sequential,
+    level: int,
+    group: dist.ProcessGroup,
+    recomputed: tuple[int, ...] = (),
 ) -> ZeroShards:
     layers = [
-        LayerParameters(0, (layer,), dict(layer.named_parameters(f"{index}")), index in recomputed)
+        LayerParameters(
+            0, (layer,), dict(layer.named_parameters(f"{index}")), index in recomputed
+        )
         for index, layer in enumerate(model)
     ]
     shards = ZeroShards(level, lambda _: Sharers(group), layers, {})
@@ -49,7 +56,11 @@ def _sharded(
 
 def _gradients(model: nn.Module, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
     model(inputs).square().sum().backward()
-    return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+    return {
+        name: each.grad.clone()
+        for name, each in model.named_parameters()
+        if each.grad is not None
+    }
 
 
 def _backward(shards: ZeroShards, model: nn.Module, inputs: torch.Tensor) -> None:
@@ -89,7 +100,9 @@ def test_stage_three_holds_two_layers(group: dist.ProcessGroup) -> None:
     waiting: list[int] = []
 
     def count(*_: object) -> None:
-        held.append(sum(layer[0].weight.untyped_storage().size() > 0 for layer in model))
+        held.append(
+            sum(layer[0].weight.untyped_storage().size() > 0 for layer in model)
+        )
         waiting.append(sum(layer[0].weight.grad is not None for layer in model))
 
     for layer in model:
@@ -126,7 +139,9 @@ def test_gradients_of_two_layers_stand_whole(
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_a_layer_that_recomputes_has_its_parameters_again(mode: str, group: dist.ProcessGroup) -> None:
+def test_a_layer_that_recomputes_has_its_parameters_again(
+    mode: str, group: dist.ProcessGroup
+) -> None:
     """Also where the layer is one module, whose own parameters its recomputation reads."""
 
     def chain() -> nn.Sequential:
@@ -145,7 +160,9 @@ def test_a_layer_that_recomputes_has_its_parameters_again(mode: str, group: dist
         torch.testing.assert_close(piece.grad.view_as(wanted[name]), wanted[name])
 
 
-def test_what_is_changed_after_it_was_saved_is_refused(group: dist.ProcessGroup) -> None:
+def test_what_is_changed_after_it_was_saved_is_refused(
+    group: dist.ProcessGroup,
+) -> None:
     """As autograd refuses it where nothing packs what it saves."""
 
     class InPlace(nn.Module):
@@ -201,7 +218,10 @@ def test_updated_pieces_are_the_parameters(group: dist.ProcessGroup) -> None:
             assert torch.equal(model(inputs), doubled(inputs))
         with shards.gathered():
             wanted = dict(doubled.named_parameters())
-            assert all(torch.equal(each, wanted[name]) for name, each in model.named_parameters())
+            assert all(
+                torch.equal(each, wanted[name])
+                for name, each in model.named_parameters()
+            )
 
 
 class _Group:
@@ -235,7 +255,9 @@ def test_pieces_of_all_ranks_are_the_parameters(ranks: int) -> None:
     assert seen == {name: list(range(named[name].numel())) for name in shapes}
 
 
-def test_layers_are_gathered_ahead(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_gathered_ahead(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before the layer in front of them computes; in a backward, once a first one has told who needs its parameters."""
     model, told = _model(), list[str]()
     shards = _sharded(model, 3, group)
@@ -248,8 +270,12 @@ def test_layers_are_gathered_ahead(group: dist.ProcessGroup, monkeypatch: pytest
 
     monkeypatch.setattr(Unit, "start_gather", start_gather)
     for index, layer in enumerate(model):
-        layer.register_forward_pre_hook(lambda *_, index=index: told.append(f"run {index}"))
-        layer.register_full_backward_hook(lambda *_, index=index: told.append(f"done {index}"))
+        layer.register_forward_pre_hook(
+            lambda *_, index=index: told.append(f"run {index}")
+        )
+        layer.register_full_backward_hook(
+            lambda *_, index=index: told.append(f"done {index}")
+        )
     for _ in range(2):
         _backward(shards, model, torch.randn(3, WIDTH, requires_grad=True))
     ahead = "gather 2, run 1, gather 3, run 2, gather 4, run 3, run 4"
@@ -259,10 +285,14 @@ def test_layers_are_gathered_ahead(group: dist.ProcessGroup, monkeypatch: pytest
     )
 
 
-def test_what_no_backward_reads_is_not_gathered_for_it(group: dist.ProcessGroup) -> None:
+def test_what_no_backward_reads_is_not_gathered_for_it(
+    group: dist.ProcessGroup,
+) -> None:
     """An embedding's gradient needs no values of it."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(WIDTH, WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    model = nn.Sequential(
+        nn.Embedding(WIDTH, WIDTH), *(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    )
     shards = _sharded(model, 3, group)
     for _ in range(3):
         _backward(shards, model, torch.arange(WIDTH))

@@ -19,8 +19,14 @@ def test_stages_merge_into_the_model(model: str, tmp_path: object) -> None:
     stages = [cut.stage(source.build(), start, stop) for start, stop in borders]
     tie(stages, cut.shared_parameters)
     merged, whole = merge(stages), source.build()
-    names = {name: parameter.shape for name, parameter in whole.named_parameters(remove_duplicate=False)}
-    assert {name: each.shape for name, each in merged.named_parameters(remove_duplicate=False)} == names
+    names = {
+        name: parameter.shape
+        for name, parameter in whole.named_parameters(remove_duplicate=False)
+    }
+    assert {
+        name: each.shape
+        for name, each in merged.named_parameters(remove_duplicate=False)
+    } == names
     assert len(list(merged.parameters())) == len(list(whole.parameters()))
     assert set(merged.state_dict()) == set(whole.state_dict())
     held = {id(parameter) for stage in stages for parameter in stage.parameters()}

@@ -10,7 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining._backward import (
+    stage_backward_input,
+    stage_backward_weight,
+)
 
 from planner.executor.pipeline.split_backward import backward_input
 from planner.schedule.actions import without_collection
@@ -25,18 +28,26 @@ def _parameters(count: int) -> list[nn.Parameter]:
 
 def _inputs(count: int) -> list[torch.Tensor]:
     torch.manual_seed(1)
-    return [torch.randn(3, 3, dtype=torch.float64, requires_grad=True) for _ in range(count)]
+    return [
+        torch.randn(3, 3, dtype=torch.float64, requires_grad=True) for _ in range(count)
+    ]
 
 
-def _check(stage: Stage, parameters: list[nn.Parameter], inputs: list[torch.Tensor]) -> None:
+def _check(
+    stage: Stage, parameters: list[nn.Parameter], inputs: list[torch.Tensor]
+) -> None:
     """Two micro-batches, both split, W after the second I: as one backward of both."""
     tensors = [*parameters, *inputs]
     for tensor in tensors:
         tensor.grad = None
     for micro_batch in range(2):
         outputs = stage(*inputs)
-        torch.autograd.backward(list(outputs), [torch.ones_like(output) + micro_batch for output in outputs])
-    wanted = [None if tensor.grad is None else tensor.grad.clone() for tensor in tensors]
+        torch.autograd.backward(
+            list(outputs), [torch.ones_like(output) + micro_batch for output in outputs]
+        )
+    wanted = [
+        None if tensor.grad is None else tensor.grad.clone() for tensor in tensors
+    ]
     for tensor in tensors:
         tensor.grad = None
     halves = []
@@ -44,12 +55,15 @@ def _check(stage: Stage, parameters: list[nn.Parameter], inputs: list[torch.Tens
         outputs = stage(*inputs)
         gradients = [torch.ones_like(output) + micro_batch for output in outputs]
         halves.append(backward_input(outputs, gradients, inputs, parameters))
-    assert all(parameter.grad is None for parameter in parameters), "I leaves the parameters alone"
+    assert all(parameter.grad is None for parameter in parameters), (
+        "I leaves the parameters alone"
+    )
     for _, weights in halves:
         weights.run()
     found = [parameter.grad for parameter in parameters]
     found += [
-        None if first is None else first + second for first, second in zip(halves[0][0], halves[1][0], strict=True)
+        None if first is None else first + second
+        for first, second in zip(halves[0][0], halves[1][0], strict=True)
     ]
     for ours, theirs in zip(found, wanted, strict=True):
         assert (ours is None) == (theirs is None)
@@ -65,7 +79,11 @@ def test_a_chain_of_layers() -> None:
 def test_a_parameter_at_several_places() -> None:
     """A scale of a layer's input and of its output, beside other weights at the same places."""
     scale, weight, bias = _parameters(3)
-    _check(lambda x: [((x * scale) @ weight + bias) * (scale + bias)], [scale, weight, bias], _inputs(1))
+    _check(
+        lambda x: [((x * scale) @ weight + bias) * (scale + bias)],
+        [scale, weight, bias],
+        _inputs(1),
+    )
 
 
 def test_a_bias_computed_once_for_all_layers() -> None:
@@ -84,7 +102,11 @@ def test_a_bias_computed_once_for_all_layers() -> None:
 def test_a_parameter_that_no_input_leads_to() -> None:
     """A decoder's embedding on a later stage: an output of its own, and merged with the input further on."""
     start, weight, other = _parameters(3)
-    _check(lambda x: [torch.tanh(start) @ other, x @ weight + start], [start, weight, other], _inputs(1))
+    _check(
+        lambda x: [torch.tanh(start) @ other, x @ weight + start],
+        [start, weight, other],
+        _inputs(1),
+    )
     _check(lambda x: [torch.tanh(start) @ other], [start, other], _inputs(1))
 
 
@@ -94,7 +116,9 @@ def test_what_passes_through_and_what_is_not_used() -> None:
     frozen.requires_grad_(False)
     whole = torch.arange(3)
 
-    def stage(x: torch.Tensor, y: torch.Tensor, skipped: torch.Tensor, indices: torch.Tensor) -> list[torch.Tensor]:
+    def stage(
+        x: torch.Tensor, y: torch.Tensor, skipped: torch.Tensor, indices: torch.Tensor
+    ) -> list[torch.Tensor]:
         return [y, (x @ weight @ frozen).view(9).view(3, 3)[indices]]
 
     _check(stage, [weight, unused, frozen], [*_inputs(3), whole])
@@ -123,7 +147,9 @@ def test_weights_free_the_graph() -> None:
     with without_collection():
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda copy: copy):
             output = torch.tanh((x * scale) @ weight) * scale
-        _, weights = backward_input([output], [torch.ones_like(output)], [x], [weight, scale])
+        _, weights = backward_input(
+            [output], [torch.ones_like(output)], [x], [weight, scale]
+        )
         del output
         assert sum(copy() is not None for copy in saved) > 2
         weights.run()
@@ -142,11 +168,15 @@ def test_torchs_own_halves_fail_here() -> None:
     scale, weight = _parameters(2)
     (x,) = _inputs(1)
     output = ((x * scale) @ weight) * scale
-    _, groups = stage_backward_input([output], [torch.ones_like(x)], [x], iter([scale, weight]))
+    _, groups = stage_backward_input(
+        [output], [torch.ones_like(x)], [x], iter([scale, weight])
+    )
     with pytest.raises(RuntimeError, match="a second time"):
         stage_backward_weight(iter([scale, weight]), groups)
     start, other = _parameters(2)
-    _, groups = stage_backward_input([torch.tanh(start) @ other, x * 1], [x, x], [x], iter([start, other]))
+    _, groups = stage_backward_input(
+        [torch.tanh(start) @ other, x * 1], [x, x], [x], iter([start, other])
+    )
     stage_backward_weight(iter([start, other]), groups)
     assert start.grad is None
 
@@ -158,15 +188,25 @@ def test_any_graph(data: st.DataObject) -> None:
     parameters, inputs = _parameters(3), _inputs(2)
     count = data.draw(st.integers(1, 8))
     pick = st.integers(0, 10**6)
-    steps = [(data.draw(st.sampled_from("*@+t")), data.draw(pick), data.draw(pick)) for _ in range(count)]
-    ends = data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=3, unique=True))
+    steps = [
+        (data.draw(st.sampled_from("*@+t")), data.draw(pick), data.draw(pick))
+        for _ in range(count)
+    ]
+    ends = data.draw(
+        st.lists(st.integers(0, count - 1), min_size=1, max_size=3, unique=True)
+    )
 
     def stage(*given: torch.Tensor) -> list[torch.Tensor]:
         values = [*given, *parameters]
         made = []
         for operation, first, second in steps:
             one, other = values[first % len(values)], values[second % len(values)]
-            result = {"*": one * other, "@": one @ other, "+": one + other, "t": torch.tanh(one)}[operation]
+            result = {
+                "*": one * other,
+                "@": one @ other,
+                "+": one + other,
+                "t": torch.tanh(one),
+            }[operation]
             values.append(result)
             made.append(result)
         return [made[end] for end in ends]
@@ -182,7 +222,9 @@ def test_w_tells_who_waits_for_gradients() -> None:
     seen: list[torch.Tensor] = []
     for parameter in (weight, bias):
         parameter.register_post_accumulate_grad_hook(seen.append)
-    _, backward = backward_input([output], [torch.ones_like(output)], [given], [weight, bias])
+    _, backward = backward_input(
+        [output], [torch.ones_like(output)], [given], [weight, bias]
+    )
     assert not seen
     backward.run()
     assert {id(each) for each in seen} == {id(weight), id(bias)}

@@ -8,7 +8,9 @@ from torch import nn
 from planner.executor.pipeline.streams import RandomStreams
 
 
-def _run(model: nn.Module, streams: RandomStreams, step: int, micro_batch: int) -> torch.Tensor:
+def _run(
+    model: nn.Module, streams: RandomStreams, step: int, micro_batch: int
+) -> torch.Tensor:
     streams.step, streams.micro_batch = step, micro_batch
     torch.rand(7)  # whatever else drew numbers before
     return model(torch.ones(1, 64))

@@ -18,7 +18,15 @@ from torchao.optim.quant_utils import create_dynamic_map
 from planner.errors import UnsupportedError
 from planner.executor.support import check_plan
 from planner.executor.train import adam_8bit
-from planner.executor.train.adam_8bit import SCALE, SIGNED, Adam8bit, blocks, dequantize, quantize, runs
+from planner.executor.train.adam_8bit import (
+    SCALE,
+    SIGNED,
+    Adam8bit,
+    blocks,
+    dequantize,
+    quantize,
+    runs,
+)
 from planner.spec.recipes import QUANTIZED_BLOCK, ParameterCount, recipe
 from profiler import low_bit
 from tests.executor.plans import make_plan
@@ -31,18 +39,26 @@ RATE = 0.01
 def _gradients(step: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Of every size, some of them zero."""
     torch.manual_seed(step)
-    return (torch.randn(shape) * 10.0 ** torch.randint(-9, 1, shape) * (torch.rand(shape) > 0.1)).to(dtype)
+    return (
+        torch.randn(shape)
+        * 10.0 ** torch.randint(-9, 1, shape)
+        * (torch.rand(shape) > 0.1)
+    ).to(dtype)
 
 
 def _train(optimizer: torch.optim.Optimizer, steps: int = 4) -> None:
     for step in range(steps):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                parameter.grad = _gradients(step, tuple(parameter.shape), parameter.dtype)
+                parameter.grad = _gradients(
+                    step, tuple(parameter.shape), parameter.dtype
+                )
         optimizer.step()
 
 
-def _parameters(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[torch.nn.Parameter]:
+def _parameters(
+    dtype: torch.dtype, *shapes: tuple[int, ...]
+) -> list[torch.nn.Parameter]:
     torch.manual_seed(0)
     return [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
 
@@ -65,22 +81,39 @@ def test_it_is_torchaos_element_by_element(dtype: torch.dtype) -> None:
 
 def test_it_keeps_the_bytes_of_the_recipe_and_torchao_those_of_its_states() -> None:
     """Codes and scales of either are the recipe's bytes; torchao keeps beside them the map, once per state."""
-    (ours,), (theirs,) = _parameters(torch.float32, (64, 64)), _parameters(torch.float32, (64, 64))
+    (ours,), (theirs,) = (
+        _parameters(torch.float32, (64, 64)),
+        _parameters(torch.float32, (64, 64)),
+    )
     mine, torchaos = Adam8bit([ours], RATE), torchao.optim.Adam8bit([theirs], lr=RATE)
     _train(mine, 1)
     with torch.compiler.set_stance("force_eager"):
         _train(torchaos, 1)
     wanted = recipe("fp32", "adam-8bit").optimizer_bytes(ParameterCount(64 * 64))
-    held = {name: value.nbytes for name, value in mine.state[ours].items() if name != "step"}
+    held = {
+        name: value.nbytes for name, value in mine.state[ours].items() if name != "step"
+    }
     assert sum(held.values()) == wanted
-    assert sum(torchaos.state[theirs][name].codes.nbytes + 4 * 64 * 64 // 256 for name in SIGNED) == wanted
+    assert (
+        sum(
+            torchaos.state[theirs][name].codes.nbytes + 4 * 64 * 64 // 256
+            for name in SIGNED
+        )
+        == wanted
+    )
 
 
 def test_a_shard_goes_as_the_whole_does() -> None:
     """Of a parameter cut anywhere, all blocks but those cut in two are bit for bit those of the whole one."""
-    elements, ends = 10 * QUANTIZED_BLOCK + 60, (0, 40, 700, 5 * QUANTIZED_BLOCK, 10 * QUANTIZED_BLOCK + 60)
+    elements, ends = (
+        10 * QUANTIZED_BLOCK + 60,
+        (0, 40, 700, 5 * QUANTIZED_BLOCK, 10 * QUANTIZED_BLOCK + 60),
+    )
     (whole,) = _parameters(torch.float32, (elements,))
-    pieces = [torch.nn.Parameter(whole[start:stop].detach().clone()) for start, stop in pairwise(ends)]
+    pieces = [
+        torch.nn.Parameter(whole[start:stop].detach().clone())
+        for start, stop in pairwise(ends)
+    ]
     alone, shared = Adam8bit([whole], RATE), Adam8bit(pieces, RATE, ends[:-1])
     for step in range(4):
         torch.manual_seed(step)
@@ -94,8 +127,15 @@ def test_a_shard_goes_as_the_whole_does() -> None:
     for cut in (40, 700):
         in_cut[cut // 256 * 256 : cut // 256 * 256 + 256] = True
     assert not differs[~in_cut].any()
-    assert (torch.cat([piece.detach() for piece in pieces]) - whole.detach()).abs().max() < RATE
-    assert [shared.state[piece]["exp_avg" + SCALE].numel() for piece in pieces] == [1, 3, 3, 6]
+    assert (
+        torch.cat([piece.detach() for piece in pieces]) - whole.detach()
+    ).abs().max() < RATE
+    assert [shared.state[piece]["exp_avg" + SCALE].numel() for piece in pieces] == [
+        1,
+        3,
+        3,
+        6,
+    ]
 
 
 def test_elements_that_do_not_lie_in_order_are_updated() -> None:
@@ -108,18 +148,28 @@ def test_elements_that_do_not_lie_in_order_are_updated() -> None:
 
 
 @given(st.integers(0, 1500), st.integers(0, 700), st.sampled_from((1, 2, 100)))
-def test_runs_are_blocks_of_the_parameter(elements: int, start: int, chunk: int) -> None:
+def test_runs_are_blocks_of_the_parameter(
+    elements: int, start: int, chunk: int
+) -> None:
     """One after the other, with every element and block once; blocks end where the parameter's do."""
     found = list(runs(elements, start, chunk * QUANTIZED_BLOCK))
     indices = [index for run in found for index in range(elements)[run.elements]]
     assert indices == list(range(elements))
-    numbers = [number for run in found for number in range(run.blocks.start, run.blocks.stop)]
+    numbers = [
+        number for run in found for number in range(run.blocks.start, run.blocks.stop)
+    ]
     assert numbers == list(range(blocks(elements, start)))
-    assert blocks(elements, start) == len({(start + index) // QUANTIZED_BLOCK for index in range(elements)})
+    assert blocks(elements, start) == len(
+        {(start + index) // QUANTIZED_BLOCK for index in range(elements)}
+    )
     for run in found:
         for offset, index in enumerate(range(elements)[run.elements]):
-            inside = run.blocks.start + (offset // QUANTIZED_BLOCK if run.is_whole else 0)
-            assert (start + index) // QUANTIZED_BLOCK - start // QUANTIZED_BLOCK == inside
+            inside = run.blocks.start + (
+                offset // QUANTIZED_BLOCK if run.is_whole else 0
+            )
+            assert (
+                start + index
+            ) // QUANTIZED_BLOCK - start // QUANTIZED_BLOCK == inside
 
 
 VALUES = st.integers(0, 2**32 - 1)
@@ -137,7 +187,9 @@ def _values(seed: int, elements: int) -> torch.Tensor:
 
 
 @given(VALUES, st.integers(40, 1500), st.integers(0, 700), st.booleans())
-def test_what_was_written_comes_back_bit_for_bit(seed: int, elements: int, start: int, signed: bool) -> None:
+def test_what_was_written_comes_back_bit_for_bit(
+    seed: int, elements: int, start: int, signed: bool
+) -> None:
     """Numbers that codes and scales stand for are quantised to codes and scales that stand for them, every bit."""
     values = _values(seed, elements) if signed else _values(seed, elements).abs()
     numbers = dequantize(*quantize(values, start, signed=signed), start, signed=signed)
@@ -149,7 +201,11 @@ def test_what_was_written_comes_back_bit_for_bit(seed: int, elements: int, start
 @given(VALUES, st.booleans())
 def test_codes_are_the_nearest_numbers_of_the_map(seed: int, signed: bool) -> None:
     """By trying all 256 for each element."""
-    values = _values(seed, QUANTIZED_BLOCK) if signed else _values(seed, QUANTIZED_BLOCK).abs()
+    values = (
+        _values(seed, QUANTIZED_BLOCK)
+        if signed
+        else _values(seed, QUANTIZED_BLOCK).abs()
+    )
     codes, scale = quantize(values, 0, signed=signed)
     numbers = torch.tensor(create_dynamic_map(signed=signed))
     away = (values.double()[:, None] / scale.double() - numbers.double()).abs()
@@ -160,7 +216,10 @@ def test_codes_are_the_nearest_numbers_of_the_map(seed: int, signed: bool) -> No
 
 def test_a_file_holds_numbers_by_torchs_names() -> None:
     """Of the parameter's shape, in fp32, as those of Adam; taken up again they go on bit for bit."""
-    (one,), (other,) = _parameters(torch.bfloat16, (33, 40)), _parameters(torch.bfloat16, (33, 40))
+    (one,), (other,) = (
+        _parameters(torch.bfloat16, (33, 40)),
+        _parameters(torch.bfloat16, (33, 40)),
+    )
     first, second = Adam8bit([one], RATE), Adam8bit([other], RATE)
     _train(first, 2)
     held = first.dequantized(one, first.state[one])
@@ -170,7 +229,9 @@ def test_a_file_holds_numbers_by_torchs_names() -> None:
     }
     with torch.no_grad():
         other.copy_(one)
-    second.state[other] = second.quantized(other, {name: value.clone() for name, value in held.items()})
+    second.state[other] = second.quantized(
+        other, {name: value.clone() for name, value in held.items()}
+    )
     _train(first, 3)
     _train(second, 3)
     assert torch.equal(one, other)
@@ -185,7 +246,9 @@ def test_without_torchao_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(low_bit, "find_spec", absent)
     assert check_plan(make_plan(["a", "b"], optimizer="adam")).size == 1
-    with pytest.raises(UnsupportedError, match=r"takes torchao.*pip install 'planner\[low-bit\]'") as caught:
+    with pytest.raises(
+        UnsupportedError, match=r"takes torchao.*pip install 'planner\[low-bit\]'"
+    ) as caught:
         check_plan(make_plan(["a", "b"], optimizer="adam-8bit"))
     assert caught.value.problems[0].field == "request.job.optimizer"
 
@@ -204,9 +267,15 @@ def _shard(device: str, steps: int = 3) -> tuple[torch.Tensor, dict[str, torch.T
 
 def test_the_update_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all whole blocks at once, as CUDA compiles it; torch's tracer alone changes no bit."""
-    traced = torch.compile(single_param_adam, fullgraph=True, dynamic=False, backend="aot_eager")
+    traced = torch.compile(
+        single_param_adam, fullgraph=True, dynamic=False, backend="aot_eager"
+    )
     plain, states = _shard("cpu")
-    monkeypatch.setattr(adam_8bit, "_updating", lambda values: nullcontext((traced, adam_8bit.NO_CHUNKS)))
+    monkeypatch.setattr(
+        adam_8bit,
+        "_updating",
+        lambda values: nullcontext((traced, adam_8bit.NO_CHUNKS)),
+    )
     other, others = _shard("cpu")
     assert torch.equal(plain, other)
     assert all(torch.equal(states[name], others[name]) for name in states)

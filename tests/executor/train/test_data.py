@@ -16,8 +16,20 @@ from planner.executor.train.data import DataSpec, load_dataset, local_part
 from planner.executor.train.loss import next_token
 from profiler.callables import load_callable
 
-TOKENS = DataSpec(input_kind="tokens", sequence_length=8, vocabulary_size=256, sample_shape=(), classes=256)
-IMAGES = DataSpec(input_kind="images", sequence_length=0, vocabulary_size=0, sample_shape=(3, 4, 4), classes=10)
+TOKENS = DataSpec(
+    input_kind="tokens",
+    sequence_length=8,
+    vocabulary_size=256,
+    sample_shape=(),
+    classes=256,
+)
+IMAGES = DataSpec(
+    input_kind="images",
+    sequence_length=0,
+    vocabulary_size=0,
+    sample_shape=(3, 4, 4),
+    classes=10,
+)
 
 
 def user_data(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,12 +68,19 @@ def short_data(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_parts_make_the_batch(step: int, counts: list[int], size: int) -> None:
     """The ranks' parts, equal or not, one after the other, are the samples of the global batch."""
     total = sum(counts)
-    shares = [Share(first=sum(counts[:rank]), count=count, total=total) for rank, count in enumerate(counts)]
-    numbers = [number for share in shares for number in range(*local_part(step, share, size))]
+    shares = [
+        Share(first=sum(counts[:rank]), count=count, total=total)
+        for rank, count in enumerate(counts)
+    ]
+    numbers = [
+        number for share in shares for number in range(*local_part(step, share, size))
+    ]
     assert numbers == list(range(step * total * size, (step + 1) * total * size))
 
 
-@pytest.mark.parametrize(("name", "spec"), [("stdlib", TOKENS), ("synthetic", TOKENS), ("synthetic", IMAGES)])
+@pytest.mark.parametrize(
+    ("name", "spec"), [("stdlib", TOKENS), ("synthetic", TOKENS), ("synthetic", IMAGES)]
+)
 def test_a_sample_depends_on_its_number_and_the_seed(name: str, spec: DataSpec) -> None:
     """Reading two samples at once or one by one gives the same; another seed gives others."""
     dataset = load_dataset(name, spec, seed=1)
@@ -75,7 +94,10 @@ def test_file_is_read_as_bytes(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_bytes(b"abcdefghABCDEFGHrest")
     (inputs,), targets = load_dataset(str(path), TOKENS, seed=0)(0, 3)
-    assert {bytes(row) for row in inputs[:2].to(torch.uint8).numpy()} == {b"abcdefgh", b"ABCDEFGH"}
+    assert {bytes(row) for row in inputs[:2].to(torch.uint8).numpy()} == {
+        b"abcdefgh",
+        b"ABCDEFGH",
+    }
     assert torch.equal(inputs[0], inputs[2])
     assert targets is inputs
     assert inputs.dtype == torch.int64
@@ -104,7 +126,10 @@ def test_users_callable_is_called_with_the_range() -> None:
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("broken_data", "KeyError: 'no such shard'"), ("short_data", "not a tensor of 2 samples")],
+    [
+        ("broken_data", "KeyError: 'no such shard'"),
+        ("short_data", "not a tensor of 2 samples"),
+    ],
 )
 def test_users_mistakes_are_named(name: str, message: str) -> None:
     """A failing or short answer is an error that names the callable."""
@@ -117,7 +142,10 @@ def test_users_mistakes_are_named(name: str, message: str) -> None:
 def test_samples_that_were_not_planned_for_are_refused(name: str) -> None:
     """They failed in a stage, without a word about the data."""
     read = load_dataset(f"{__name__}:{name}", TOKENS, seed=0)
-    with pytest.raises(DocumentError, match=r"data: .*not whole numbers of shape \(8,\)\. Mend: pad or cut"):
+    with pytest.raises(
+        DocumentError,
+        match=r"data: .*not whole numbers of shape \(8,\)\. Mend: pad or cut",
+    ):
         read(0, 2)
 
 
@@ -125,7 +153,9 @@ def test_unfit_data_is_refused(tmp_path: Path) -> None:
     """Text for images, bytes for a tiny vocabulary, an empty or a missing file."""
     with pytest.raises(UnsupportedError, match="is text, but the model takes images"):
         load_dataset("stdlib", IMAGES, seed=0)
-    small = DataSpec("tokens", sequence_length=8, vocabulary_size=100, sample_shape=(), classes=100)
+    small = DataSpec(
+        "tokens", sequence_length=8, vocabulary_size=100, sample_shape=(), classes=100
+    )
     with pytest.raises(UnsupportedError, match="vocabulary of 256, the model has 100"):
         load_dataset("stdlib", small, seed=0)
     short = tmp_path / "short.txt"
@@ -136,7 +166,9 @@ def test_unfit_data_is_refused(tmp_path: Path) -> None:
         load_dataset(str(tmp_path / "missing.txt"), TOKENS, seed=0)
 
 
-@pytest.mark.parametrize("reference", ["no.such.module:f", f"{__name__}:nothing", f"{__name__}:TOKENS", ":f"])
+@pytest.mark.parametrize(
+    "reference", ["no.such.module:f", f"{__name__}:nothing", f"{__name__}:TOKENS", ":f"]
+)
 def test_callable_that_is_none_is_refused(reference: str) -> None:
     """A wrong module, a wrong name and a thing that cannot be called."""
     with pytest.raises(DocumentError):
@@ -154,11 +186,16 @@ NO_SAMPLES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("what", NO_SAMPLES)
-def test_answers_that_are_no_samples_are_named(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_that_are_no_samples_are_named(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They ended in tracebacks, or in errors about a wrong number of inputs."""
     monkeypatch.setitem(globals(), "user_data", lambda start, stop: NO_SAMPLES[what])
     read = load_dataset(f"{__name__}:user_data", TOKENS, seed=0)
-    with pytest.raises(DocumentError, match=r"data: .*user_data\(0, 2\) returned .*Mend: return \(inputs, targets\)"):
+    with pytest.raises(
+        DocumentError,
+        match=r"data: .*user_data\(0, 2\) returned .*Mend: return \(inputs, targets\)",
+    ):
         read(0, 2)
 
 

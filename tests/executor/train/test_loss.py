@@ -24,7 +24,11 @@ def test_next_token_is_the_mean_over_all_predicted_tokens() -> None:
     """Shifted targets give what shifted logits give: every token but the first, given those before it."""
     torch.manual_seed(0)
     logits, tokens = torch.randn(3, 5, 7), torch.randint(7, (3, 5))
-    terms = [functional.cross_entropy(logits[b, i], tokens[b, i + 1]) for b in range(3) for i in range(4)]
+    terms = [
+        functional.cross_entropy(logits[b, i], tokens[b, i + 1])
+        for b in range(3)
+        for i in range(4)
+    ]
     assert torch.allclose(next_token(logits, tokens), torch.stack(terms).mean())
 
 
@@ -38,7 +42,12 @@ def test_mean_over_equal_micro_batches_is_that_of_the_batch() -> None:
 
 def test_half_precision_logits_are_summed_in_fp32() -> None:
     """The loss of bf16 logits is an fp32 number."""
-    assert next_token(torch.randn(1, 4, 8).bfloat16(), torch.zeros(1, 4, dtype=torch.long)).dtype == torch.float32
+    assert (
+        next_token(
+            torch.randn(1, 4, 8).bfloat16(), torch.zeros(1, 4, dtype=torch.long)
+        ).dtype
+        == torch.float32
+    )
 
 
 def test_loss_is_chosen_by_what_the_model_takes() -> None:
@@ -57,7 +66,9 @@ def test_losses_of_pieces_add_up_to_that_of_the_whole(pieces: int) -> None:
     logits, tokens = torch.randn(3, 8, 11), torch.randint(11, (3, 8))
     length = 8 // pieces
     parts = [
-        next_token_of_piece(logits[:, start : start + length], TokenTargets(tokens, start))
+        next_token_of_piece(
+            logits[:, start : start + length], TokenTargets(tokens, start)
+        )
         for start in range(0, 8, length)
     ]
     assert torch.allclose(sum(parts), next_token(logits, tokens))
@@ -78,14 +89,18 @@ def test_every_target_counts_alike(pieces: int) -> None:
     are all left out has none."""
     _, targets = masked(0, 6)
     logits = torch.randn(6, 16, 256)
-    whole = functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten(), ignore_index=-100)
+    whole = functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten(), ignore_index=-100
+    )
     counted = CountedTokens()
     counted.mean_targets = CountedTokens.targets(targets) / 3
     length = 16 // pieces
     losses = [
         counted(
             logits[first : first + 2, start : start + length],
-            targets[first : first + 2] if pieces == 1 else TokenTargets(targets[first : first + 2], start),
+            targets[first : first + 2]
+            if pieces == 1
+            else TokenTargets(targets[first : first + 2], start),
         )
         for first in (0, 2, 4)
         for start in range(0, 16, length)

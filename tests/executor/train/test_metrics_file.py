@@ -21,10 +21,16 @@ def test_a_full_disk_is_told_and_spoils_nothing(tmp_path: Path) -> None:
     with metrics_file(path, 0) as write:
         write(LINE)
     before, size = path.read_text(), path.stat().st_size
-    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits, handler = (
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+    )
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
-        with metrics_file(path, 1) as write, pytest.raises(RunError, match=r"metrics: .*metrics.jsonl cannot be writ"):
+        with (
+            metrics_file(path, 1) as write,
+            pytest.raises(RunError, match=r"metrics: .*metrics.jsonl cannot be writ"),
+        ):
             write(LINE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, limits[1]))
         with pytest.raises(RunError, match="make room"), metrics_file(path, 1):

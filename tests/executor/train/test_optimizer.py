@@ -26,23 +26,31 @@ def _train(module: nn.Module, optimizer: Optimizer, steps: int) -> None:
     torch.manual_seed(1)
     for _ in range(steps):
         inputs = torch.randn(8, 64)
-        module(inputs.to(next(module.parameters()).dtype)).float().square().mean().backward()
+        module(
+            inputs.to(next(module.parameters()).dtype)
+        ).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_gradients()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_bytes_are_those_of_the_recipe(name: OptimizerName, precision: Precision) -> None:
+def test_bytes_are_those_of_the_recipe(
+    name: OptimizerName, precision: Precision
+) -> None:
     """What the memory model promises is what torch holds (some count their steps in one number more)."""
     module = _linear()
-    optimizer = Optimizer(module, name=name, precision=precision, learning_rate=0.1, hidden=("weight",))
+    optimizer = Optimizer(
+        module, name=name, precision=precision, learning_rate=0.1, hidden=("weight",)
+    )
     _train(module, optimizer, 1)
     expected = recipe(precision, name)
     elements = module.weight.numel()
     assert module.weight.nbytes == expected.parameter_bytes * elements
     assert module.weight.grad.nbytes == expected.gradient_bytes * elements
-    count = ParameterCount(elements, matrix_elements=elements, factored_elements=64 + 64)
+    count = ParameterCount(
+        elements, matrix_elements=elements, factored_elements=64 + 64
+    )
     assert 0 <= optimizer.bytes - expected.optimizer_bytes(count) <= 4
 
 
@@ -64,7 +72,9 @@ def test_master_copy_keeps_what_bf16_would_lose() -> None:
     module = nn.Linear(1, 1, bias=False)
     with torch.no_grad():
         module.weight.fill_(1.0)
-    optimizer = Optimizer(module, name="sgd", precision="bf16-mixed", learning_rate=1e-4)
+    optimizer = Optimizer(
+        module, name="sgd", precision="bf16-mixed", learning_rate=1e-4
+    )
     for _ in range(100):
         module.weight.grad = torch.ones_like(module.weight)
         optimizer.step()
@@ -88,9 +98,17 @@ def test_pure_bf16_is_torchs_own_optimizer_on_bf16(name: str) -> None:
 
 def test_muon_orthogonalises_hidden_matrices_and_leaves_the_rest_to_adamw() -> None:
     """The named matrices move as with `torch.optim.Muon`, the others as with AdamW."""
-    ours, theirs = (nn.Sequential(_linear(), _linear(), nn.Linear(64, 2)) for _ in range(2))
+    ours, theirs = (
+        nn.Sequential(_linear(), _linear(), nn.Linear(64, 2)) for _ in range(2)
+    )
     theirs.load_state_dict(ours.state_dict())
-    _train(ours, Optimizer(ours, name="muon", precision="fp32", learning_rate=0.01, hidden={"1.weight"}), 3)
+    _train(
+        ours,
+        Optimizer(
+            ours, name="muon", precision="fp32", learning_rate=0.01, hidden={"1.weight"}
+        ),
+        3,
+    )
     rest = [value for name, value in theirs.named_parameters() if name != "1.weight"]
     muon = torch.optim.Muon([theirs[1].weight], lr=0.01, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(rest, lr=0.01, fused=True)
@@ -121,7 +139,9 @@ def test_gradients_are_unscaled_without_underflow() -> None:
     module = nn.Linear(1, 1, bias=False)
     with torch.no_grad():
         module.weight.fill_(0.0)
-    optimizer = Optimizer(module, name="sgd", precision="fp16-mixed", learning_rate=2.0**16)
+    optimizer = Optimizer(
+        module, name="sgd", precision="fp16-mixed", learning_rate=2.0**16
+    )
     gradient, scale = 2.0**-20, 2.0**16
     assert torch.tensor(gradient / scale).half() == 0
     module.weight.grad = torch.full_like(module.weight, gradient)
@@ -155,5 +175,8 @@ def test_gradients_keep_their_place() -> None:
 
 def test_unknown_optimizer_is_refused() -> None:
     """The error lists those that are known."""
-    with pytest.raises(UnsupportedError, match="use sgd, momentum, adam, adamw, adam-8bit, adafactor or muon"):
+    with pytest.raises(
+        UnsupportedError,
+        match="use sgd, momentum, adam, adamw, adam-8bit, adafactor or muon",
+    ):
         make_optimizer("lion", [torch.zeros(1, requires_grad=True)], 0.1)

@@ -23,7 +23,9 @@ from planner.spec.job import OptimizerName
 from tests.executor.plans import make_plan, source_of
 
 Theirs = Callable[..., torch.optim.Optimizer]
-ALL = OptimizerOptions(weight_decay=0.3, beta1=0.5, beta2=0.7, epsilon=0.1, momentum=0.4)
+ALL = OptimizerOptions(
+    weight_decay=0.3, beta1=0.5, beta2=0.7, epsilon=0.1, momentum=0.4
+)
 ADAM: dict[str, Any] = {"betas": (0.5, 0.7), "eps": 0.1}
 CASES: dict[str, tuple[str, Theirs, dict[str, Any]]] = {
     "sgd": ("sgd", torch.optim.SGD, {}),
@@ -32,7 +34,11 @@ CASES: dict[str, tuple[str, Theirs, dict[str, Any]]] = {
     "adamw": ("adamw", torch.optim.AdamW, {**ADAM, "fused": True}),
     "adam-8bit": ("adam-8bit", torchao.optim.Adam8bit, ADAM),
     "adafactor": ("adafactor", torch.optim.Adafactor, {"foreach": False}),
-    "muon": ("muon", torch.optim.Muon, {"momentum": 0.4, "adjust_lr_fn": "match_rms_adamw"}),
+    "muon": (
+        "muon",
+        torch.optim.Muon,
+        {"momentum": 0.4, "adjust_lr_fn": "match_rms_adamw"},
+    ),
     "muon, rest": ("muon", torch.optim.AdamW, {**ADAM, "fused": True}),
 }
 
@@ -43,14 +49,21 @@ def _chosen(optimizer: str) -> OptimizerOptions:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("offloaded", [None, [["weight"]]])
-def test_options_reach_every_optimizer(case: str, offloaded: list[list[str]] | None) -> None:
+def test_options_reach_every_optimizer(
+    case: str, offloaded: list[list[str]] | None
+) -> None:
     """The parameters are those of torch's or torchao's optimizer with the same numbers, to the last bit."""
     name, kind, given = CASES[case]
     torch.manual_seed(0)
     ours, theirs = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
     theirs.load_state_dict(ours.state_dict())
     hidden = ("weight",) if case == "muon" else ()
-    made: dict[str, Any] = {"precision": "fp32", "learning_rate": 0.01, "hidden": hidden, "offloaded": offloaded}
+    made: dict[str, Any] = {
+        "precision": "fp32",
+        "learning_rate": 0.01,
+        "hidden": hidden,
+        "offloaded": offloaded,
+    }
     optimizer = Optimizer(ours, name=name, options=_chosen(name), **made)
     plain = kind(theirs.parameters(), lr=0.01, weight_decay=0.3, **given)
     with torch.compiler.set_stance("force_eager"):
@@ -67,8 +80,12 @@ def test_the_table_is_complete() -> None:
     assert set(OPTIONS) == set(get_args(OptimizerName))
     for optimizer, known in OPTIONS.items():
         _chosen(optimizer).check(optimizer)
-        for name in {"weight_decay", "beta1", "beta2", "epsilon", "momentum"} - set(known):
-            with pytest.raises(DocumentError, match=f"{optimizer}, which has no {name}") as caught:
+        for name in {"weight_decay", "beta1", "beta2", "epsilon", "momentum"} - set(
+            known
+        ):
+            with pytest.raises(
+                DocumentError, match=f"{optimizer}, which has no {name}"
+            ) as caught:
                 OptimizerOptions(**{name: 0.5}).check(optimizer)
             assert caught.value.problems[0].field == name
 
@@ -88,7 +105,13 @@ def test_one_beta_leaves_the_other_as_torch_has_it() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("weight_decay", -0.1), ("weight_decay", float("inf")), ("beta1", 1.0), ("beta2", -0.1), ("epsilon", 0.0)),
+        *(
+            ("weight_decay", -0.1),
+            ("weight_decay", float("inf")),
+            ("beta1", 1.0),
+            ("beta2", -0.1),
+            ("epsilon", 0.0),
+        ),
         *(("momentum", 0.0), ("momentum", float("nan"))),
     ],
 )
@@ -127,4 +150,6 @@ def test_a_run_that_resumes_goes_on_along_the_curve(tmp_path: Path) -> None:
     assert _numbers(executor) == (0.01, (0.9, 0.999), 1e-8)
     executor.close()
     with pytest.raises(DocumentError, match="leave it out"):
-        Executor(plan, source, device="cpu", optimizer_options=OptimizerOptions(momentum=0.5))
+        Executor(
+            plan, source, device="cpu", optimizer_options=OptimizerOptions(momentum=0.5)
+        )

@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 
 from planner.errors import RunError
 from planner.executor.train import scaling
-from planner.executor.train.scaling import INITIAL_SCALE, MAXIMUM_SCALE, LossScaler, scaler_for
+from planner.executor.train.scaling import (
+    INITIAL_SCALE,
+    MAXIMUM_SCALE,
+    LossScaler,
+    scaler_for,
+)
 
 
 def _torch_scales(overflows: list[bool]) -> list[float]:
@@ -44,7 +49,9 @@ def test_scales_are_those_of_grad_scaler(overflows: list[bool]) -> None:
 def test_defaults_are_those_of_grad_scaler() -> None:
     """Start and interval."""
     assert torch.amp.GradScaler("cpu").get_growth_interval() == scaling.GROWTH_INTERVAL
-    assert torch.amp.GradScaler("cpu")._init_scale == INITIAL_SCALE == LossScaler().scale
+    assert (
+        torch.amp.GradScaler("cpu")._init_scale == INITIAL_SCALE == LossScaler().scale
+    )
 
 
 def test_scale_stays_in_fp32() -> None:
@@ -64,7 +71,10 @@ def test_overflow_at_the_lowest_scale_is_an_error() -> None:
         scaler.update(overflowed=True)
 
 
-@pytest.mark.parametrize(("precision", "scaled"), [("fp32", 0), ("fp16-mixed", 1), ("bf16-mixed", 0), ("bf16", 0)])
+@pytest.mark.parametrize(
+    ("precision", "scaled"),
+    [("fp32", 0), ("fp16-mixed", 1), ("bf16-mixed", 0), ("bf16", 0)],
+)
 def test_only_fp16_is_scaled(precision: str, scaled: bool) -> None:
     """bf16 has fp32's range."""
     assert (scaler_for(precision) is not None) == scaled

@@ -13,7 +13,9 @@ from planner.executor.train.spikes import LEAST, SpikeWatch
 def spikes(losses: list[float]) -> list[int]:
     """Steps that are told."""
     watch = SpikeWatch()
-    return [step for step, loss in enumerate(losses) if watch.look(step, loss) is not None]
+    return [
+        step for step, loss in enumerate(losses) if watch.look(step, loss) is not None
+    ]
 
 
 def noisy(steps: int, seed: int = 0) -> list[float]:

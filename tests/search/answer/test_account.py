@@ -26,8 +26,18 @@ def explained(framework: str = "planner", **layout: object) -> tuple[Forecast, A
 
 def total(rank: RankAccount, ending: str, whole: str) -> float:
     """Sum of a rank's parts of one unit."""
-    names = [each.name for each in fields(rank) if each.name.endswith(ending) and "host" not in each.name]
-    return float(sum(getattr(rank, name) for name in names if name not in (whole, "capacity_bytes")))
+    names = [
+        each.name
+        for each in fields(rank)
+        if each.name.endswith(ending) and "host" not in each.name
+    ]
+    return float(
+        sum(
+            getattr(rank, name)
+            for name in names
+            if name not in (whole, "capacity_bytes")
+        )
+    )
 
 
 @settings(max_examples=30)
@@ -40,24 +50,45 @@ def total(rank: RankAccount, ending: str, whole: str) -> float:
 def test_parts_add_up(stages: int, data: int, schedule: str, framework: str) -> None:
     """Seconds of every rank add up to its step, the last rank's step is the forecast's, bytes add up to the peak."""
     forecast, found = explained(
-        framework, pipeline_parallel_degree=stages, data_parallel_degree=data, schedule=schedule
+        framework,
+        pipeline_parallel_degree=stages,
+        data_parallel_degree=data,
+        schedule=schedule,
     )
     for rank in found.ranks:
-        assert total(rank, "_seconds", "step_seconds") == pytest.approx(rank.step_seconds)
+        assert total(rank, "_seconds", "step_seconds") == pytest.approx(
+            rank.step_seconds
+        )
         assert total(rank, "_bytes", "peak_bytes") == rank.peak_bytes
         assert rank.idle_seconds >= -1e-12
         assert rank.hidden_seconds <= 0
     steps = [rank.step_seconds for rank in found.ranks]
-    assert max(steps) == steps[found.last_rank] == pytest.approx(forecast.prediction.step_seconds)
+    assert (
+        max(steps)
+        == steps[found.last_rank]
+        == pytest.approx(forecast.prediction.step_seconds)
+    )
 
 
 def test_stages_make_the_ranks_work() -> None:
     """All micro-batches of a rank's stages are its work."""
     _, found = explained(pipeline_parallel_degree=2, schedule="1f1b")
     for rank in found.ranks:
-        names = ("forward", "backward", "recompute", "collectives", "offload", "gathers", "exchange")
-        mine = [stage for stage in found.stages if stage.pipeline_rank == rank.pipeline_rank]
-        once = sum(getattr(stage, f"{name}_seconds") for stage in mine for name in names)
+        names = (
+            "forward",
+            "backward",
+            "recompute",
+            "collectives",
+            "offload",
+            "gathers",
+            "exchange",
+        )
+        mine = [
+            stage for stage in found.stages if stage.pipeline_rank == rank.pipeline_rank
+        ]
+        once = sum(
+            getattr(stage, f"{name}_seconds") for stage in mine for name in names
+        )
         assert rank.work_seconds == pytest.approx(found.micro_batches * once)
     assert [stage.in_flight for stage in found.stages] == [2, 1]
     assert found.stages[-1].transfer_seconds == 0 < found.stages[0].transfer_seconds
@@ -77,12 +108,28 @@ def test_every_part_names_its_equations() -> None:
 
 def test_several_stages_per_rank() -> None:
     """Interleaved stages are predicted with equal or given numbers of layers, and lie on their schedule's ranks."""
-    interleaved = {"pipeline_parallel_degree": 2, "virtual_stages_per_rank": 2, "schedule": "interleaved-1f1b"}
+    interleaved = {
+        "pipeline_parallel_degree": 2,
+        "virtual_stages_per_rank": 2,
+        "schedule": "interleaved-1f1b",
+    }
     forecast, found = explained(**interleaved)
-    assert [(stage.pipeline_rank, len(stage.layers)) for stage in forecast.stages] == [(0, 1), (1, 1), (0, 1), (1, 1)]
-    assert max(rank.step_seconds for rank in found.ranks) == pytest.approx(forecast.prediction.step_seconds)
+    assert [(stage.pipeline_rank, len(stage.layers)) for stage in forecast.stages] == [
+        (0, 1),
+        (1, 1),
+        (0, 1),
+        (1, 1),
+    ]
+    assert max(rank.step_seconds for rank in found.ranks) == pytest.approx(
+        forecast.prediction.step_seconds
+    )
     again, _ = explained(**interleaved, layers_per_stage=(1, 1, 1, 1))
     assert again == forecast
-    with pytest.raises(LayoutError, match=r"virtual_stages_per_rank\(2\) and the model 4 layers"):
+    with pytest.raises(
+        LayoutError, match=r"virtual_stages_per_rank\(2\) and the model 4 layers"
+    ):
         explained(**interleaved, layers_per_stage=(2, 2))
-    assert explained(**interleaved, recompute="per-layer")[0].prediction == forecast.prediction
+    assert (
+        explained(**interleaved, recompute="per-layer")[0].prediction
+        == forecast.prediction
+    )

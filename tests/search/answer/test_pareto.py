@@ -19,15 +19,23 @@ Figures = tuple[int, float, int]
 def part(machines: Cluster, nodes: int, devices_per_node: int) -> Cluster:
     """Some of a cluster of one group, written out."""
     update = {"nodes": nodes, "devices_per_node": devices_per_node}
-    return machines.model_copy(update={"node_groups": (machines.node_groups[0].model_copy(update=update),)})
+    return machines.model_copy(
+        update={"node_groups": (machines.node_groups[0].model_copy(update=update),)}
+    )
 
 
 def parts(machines: Cluster) -> list[Cluster]:
     """Divisors of the nodes, and of one node's devices."""
     group = machines.node_groups[0]
-    found = [part(machines, 1, n) for n in range(1, group.devices_per_node) if group.devices_per_node % n == 0]
+    found = [
+        part(machines, 1, n)
+        for n in range(1, group.devices_per_node)
+        if group.devices_per_node % n == 0
+    ]
     return found + [
-        part(machines, n, group.devices_per_node) for n in range(1, group.nodes + 1) if group.nodes % n == 0
+        part(machines, n, group.devices_per_node)
+        for n in range(1, group.nodes + 1)
+        if group.nodes % n == 0
     ]
 
 
@@ -42,20 +50,29 @@ def each_alone(model: ModelProfile, machines: Cluster, step: Job) -> list[Figure
             lean = step.model_copy(update={"memory_headroom": headroom})
             best = plan(request(model, one, lean, top=0), model)
             if isinstance(best, Plan):
-                found.append((one.devices, best.prediction.step_seconds, int(share * memory)))
+                found.append(
+                    (one.devices, best.prediction.step_seconds, int(share * memory))
+                )
     return found
 
 
-def front_of(model: ModelProfile, machines: Cluster, step: Job) -> tuple[Plan, list[Figures]]:
+def front_of(
+    model: ModelProfile, machines: Cluster, step: Job
+) -> tuple[Plan, list[Figures]]:
     """The plan, and the figures of its front."""
     found = plan(request(model, machines, step, pareto=True), model)
     assert isinstance(found, Plan)
-    return found, [(point.devices, point.step_seconds, point.peak_bytes) for point in found.pareto]
+    return found, [
+        (point.devices, point.step_seconds, point.peak_bytes) for point in found.pareto
+    ]
 
 
 def is_reached(one: Figures, front: list[Figures]) -> bool:
     """Is there a point with no more devices and memory that is as fast?"""
-    return any(point[0] <= one[0] and point[1] <= one[1] * (1 + 1e-9) and point[2] <= one[2] for point in front)
+    return any(
+        point[0] <= one[0] and point[1] <= one[1] * (1 + 1e-9) and point[2] <= one[2]
+        for point in front
+    )
 
 
 @settings(max_examples=30)
@@ -69,14 +86,22 @@ def test_nothing_beats_the_front(instance: Instance) -> None:
     found, front = front_of(model, machines, step)
     assert all(is_reached(one, front) for one in alone)
     for devices, seconds, _ in front:
-        assert seconds >= min(step for count, step, _ in alone if count == devices) * (1 - 1e-9)
+        assert seconds >= min(step for count, step, _ in alone if count == devices) * (
+            1 - 1e-9
+        )
     assert check(found, model).problems == ()
 
 
 def tight() -> tuple[ModelProfile, Cluster, Job]:
     """Layers that recompute where memory is short."""
     model = with_recompute(activation=20_000_000, kept=1_000_000, parameters=100_000)
-    machines = cluster(8, nodes=2, memory_bytes=100_000_000, intra=link(1e11, 1e-6), inter=link(1e10, 1e-5))
+    machines = cluster(
+        8,
+        nodes=2,
+        memory_bytes=100_000_000,
+        intra=link(1e11, 1e-6),
+        inter=link(1e10, 1e-5),
+    )
     return model, machines, job(16)
 
 
@@ -88,7 +113,14 @@ def test_less_memory_is_slower() -> None:
     assert len(most) > 1
     assert sorted(most, key=lambda one: one[1]) == sorted(most, key=lambda one: -one[2])
     for _, seconds, peak in most:
-        lean = plan(request(model, machines, step.model_copy(update={"memory_headroom": float(10**8 - peak)})), model)
+        lean = plan(
+            request(
+                model,
+                machines,
+                step.model_copy(update={"memory_headroom": float(10**8 - peak)}),
+            ),
+            model,
+        )
         assert isinstance(lean, Plan)
         assert lean.prediction.step_seconds == pytest.approx(seconds)
 
@@ -106,10 +138,14 @@ def test_prices_stand_beside_where_they_are_known() -> None:
     """Half the devices at the same step cost half."""
     model, machines, step = tight()
     group = machines.node_groups[0].model_copy(update={"price_per_hour": 3.6})
-    found, _ = front_of(model, machines.model_copy(update={"node_groups": (group,)}), step)
+    found, _ = front_of(
+        model, machines.model_copy(update={"node_groups": (group,)}), step
+    )
     assert found.pareto[0].cost_per_token == pytest.approx(found.cost_per_token)
     for point in found.pareto:
-        assert point.cost_per_token == pytest.approx(point.step_seconds * point.devices * 1e-3 / (16 * 128))
+        assert point.cost_per_token == pytest.approx(
+            point.step_seconds * point.devices * 1e-3 / (16 * 128)
+        )
 
 
 def test_a_front_that_was_stopped_says_so() -> None:
@@ -124,7 +160,9 @@ def test_a_front_that_was_stopped_says_so() -> None:
     plan(request(model, machines, step), model, callbacks=Callbacks(should_stop=count))
     left = iter([False] * calls[0])
     asked = request(model, machines, step, pareto=True)
-    found = plan(asked, model, callbacks=Callbacks(should_stop=lambda: next(left, True)))
+    found = plan(
+        asked, model, callbacks=Callbacks(should_stop=lambda: next(left, True))
+    )
     assert isinstance(found, Plan)
     assert found.pareto == ()
     assert "not whole" in found.explanation[-1]
@@ -142,11 +180,14 @@ def test_node_groups_in_any_order() -> None:
     """The plan of two node groups stands on the front, whichever group its first stages stand on."""
     model, group = with_recompute(), cluster(2).node_groups[0]
     assert not isinstance(group.device, str)
-    small = group.device.model_copy(update={"memory_bytes": group.device.memory_bytes // 2})
+    small = group.device.model_copy(
+        update={"memory_bytes": group.device.memory_bytes // 2}
+    )
     machines = Cluster(node_groups=(group.model_copy(update={"device": small}), group))
     for each in (machines, Cluster(node_groups=tuple(reversed(machines.node_groups)))):
         found, front = front_of(model, each, job(8, pipeline_parallel_degree=4))
-        assert (found.prediction.step_seconds, max(row.peak_bytes for row in found.prediction.memory)) in {
-            figures[1:] for figures in front
-        }
+        assert (
+            found.prediction.step_seconds,
+            max(row.peak_bytes for row in found.prediction.memory),
+        ) in {figures[1:] for figures in front}
         assert check(found, model).problems == ()

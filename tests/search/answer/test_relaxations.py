@@ -44,7 +44,10 @@ def test_more_memory_gains_what_a_plan_with_more_memory_gains(memory: int) -> No
     told, best = by_name(found.relaxations), found.prediction.step_seconds
     for share in (16, 4, 1):
         extra = 1 << (memory * MIB // share).bit_length() - 1
-        better = plan(request(heavy(), cluster(2, memory_bytes=memory * MIB + extra), step), heavy())
+        better = plan(
+            request(heavy(), cluster(2, memory_bytes=memory * MIB + extra), step),
+            heavy(),
+        )
         assert isinstance(better, Plan)
         row = told.pop(f"{gibibytes(extra)} more per device", None)
         if row is None:
@@ -53,7 +56,9 @@ def test_more_memory_gains_what_a_plan_with_more_memory_gains(memory: int) -> No
             best = row.step_seconds
             assert row.optimal
             assert row.step_seconds == pytest.approx(better.prediction.step_seconds)
-            assert row.gain == pytest.approx(1 - row.step_seconds / found.prediction.step_seconds)
+            assert row.gain == pytest.approx(
+                1 - row.step_seconds / found.prediction.step_seconds
+            )
     assert check(found, heavy()).problems == ()
 
 
@@ -63,7 +68,10 @@ def test_a_headroom_in_parts_is_apart() -> None:
     found = full(heavy(), cluster(2, memory_bytes=80 * MIB), step)
     row = by_name(found.relaxations)["8 MiB more per device, headroom apart"]
     wide = cluster(2, memory_bytes=48 * MIB)  # 40 MiB that the job may use, and 8 more
-    better = plan(request(heavy(), wide, job(16, pipeline_parallel_degree=2, schedule="1f1b")), heavy())
+    better = plan(
+        request(heavy(), wide, job(16, pipeline_parallel_degree=2, schedule="1f1b")),
+        heavy(),
+    )
     assert isinstance(better, Plan)
     assert row.step_seconds == pytest.approx(better.prediction.step_seconds)
 
@@ -71,14 +79,19 @@ def test_a_headroom_in_parts_is_apart() -> None:
 def test_a_constraint_costs_what_the_job_without_it_gains() -> None:
     """Each constraint by itself; one that costs nothing is not told."""
     model = profile(layer(parameters=1000, output=1000) * 4, sizes=(1, 2))
-    found = full(model, cluster(4), job(16, pipeline_parallel_degree=4, schedule="gpipe"))
+    found = full(
+        model, cluster(4), job(16, pipeline_parallel_degree=4, schedule="gpipe")
+    )
     told = by_name(found.relaxations)
     free = plan(request(model, cluster(4), job(16, schedule="gpipe")), model)
     assert isinstance(free, Plan)
     row = told["without pipeline_parallel_degree = 4"]
     assert row.constraint == "constraints.pipeline_parallel_degree"
     assert row.step_seconds == pytest.approx(free.prediction.step_seconds)
-    assert any("Without pipeline_parallel_degree = 4" in sentence for sentence in found.explanation)
+    assert any(
+        "Without pipeline_parallel_degree = 4" in sentence
+        for sentence in found.explanation
+    )
     idle = full(model, cluster(4), job(16, data_parallel_degree={"min": 1}))
     assert not any(one.constraint.startswith("constraints") for one in idle.relaxations)
 
@@ -87,12 +100,18 @@ def test_a_batch_that_does_not_divide_costs_per_sample() -> None:
     """Three devices share nine samples better than eight: the gain is per sample."""
     model = profile(layer(parameters=100_000, output=10**6) * 4)
     found = full(model, cluster(3), job(8))
-    rows = {one.change: one for one in found.relaxations if one.constraint == "global_batch_size"}
+    rows = {
+        one.change: one
+        for one in found.relaxations
+        if one.constraint == "global_batch_size"
+    }
     better = plan(request(model, cluster(3), job(9)), model)
     assert isinstance(better, Plan)
     row = rows["a global batch of 9"]
     per_sample = better.prediction.step_seconds / 9
-    assert row.gain == pytest.approx(1 - per_sample / (found.prediction.step_seconds / 8))
+    assert row.gain == pytest.approx(
+        1 - per_sample / (found.prediction.step_seconds / 8)
+    )
     assert check(found, model).problems == ()
 
 
@@ -106,24 +125,35 @@ def test_brief_relaxes_nothing() -> None:
 
 def test_the_caller_may_stop_it() -> None:
     """Stopped as soon as the plan is proven, nothing is relaxed."""
-    machines, step = cluster(2, memory_bytes=64 * MIB), job(16, schedule="1f1b", pipeline_parallel_degree=2)
+    machines, step = (
+        cluster(2, memory_bytes=64 * MIB),
+        job(16, schedule="1f1b", pipeline_parallel_degree=2),
+    )
     calls = [0]
 
     def count() -> bool:
         calls[0] += 1
         return False
 
-    plan(request(heavy(), machines, step), heavy(), callbacks=Callbacks(should_stop=count))
+    plan(
+        request(heavy(), machines, step),
+        heavy(),
+        callbacks=Callbacks(should_stop=count),
+    )
     left = iter([False] * calls[0])
     asked = request(heavy(), machines, step, explain="full")
-    found = plan(asked, heavy(), callbacks=Callbacks(should_stop=lambda: next(left, True)))
+    found = plan(
+        asked, heavy(), callbacks=Callbacks(should_stop=lambda: next(left, True))
+    )
     assert isinstance(found, Plan)
     assert found.search.optimal
     assert found.relaxations == ()
     assert full(heavy(), machines, step).relaxations
 
 
-def remedies(model: ModelProfile, machines: Cluster, step: Job) -> dict[str, Relaxation]:
+def remedies(
+    model: ModelProfile, machines: Cluster, step: Job
+) -> dict[str, Relaxation]:
     """What would help, by constraint."""
     found = plan(request(model, machines, step), model)
     assert isinstance(found, Infeasible)
@@ -160,14 +190,23 @@ def test_the_constraint_that_forbids_recomputation_is_found() -> None:
 
 def test_constraints_that_only_together_can_be_left_out() -> None:
     """Each of two constraints leaves no layout by itself: without both a plan fits, and the answer says so."""
-    found = remedies(heavy(), cluster(4), job(8, micro_batch_size=3, pipeline_parallel_degree=3))
-    assert found["constraints"].change == "without micro_batch_size, pipeline_parallel_degree"
+    found = remedies(
+        heavy(), cluster(4), job(8, micro_batch_size=3, pipeline_parallel_degree=3)
+    )
+    assert (
+        found["constraints"].change
+        == "without micro_batch_size, pipeline_parallel_degree"
+    )
 
 
 def test_the_headroom_is_found() -> None:
     """What the headroom keeps would be enough."""
     model = heavy()
-    least = next(size for size in range(1, 64) if fits(model, cluster(4, memory_bytes=size * MIB), job(8)))
+    least = next(
+        size
+        for size in range(1, 64)
+        if fits(model, cluster(4, memory_bytes=size * MIB), job(8))
+    )
     found = remedies(model, cluster(4, memory_bytes=least * MIB), job(8, headroom=0.5))
     assert found["memory_headroom"].change == "no memory headroom"
 
@@ -176,24 +215,45 @@ def test_more_nodes_are_found() -> None:
     """A model too large for one node fits on more: as many as told, and not on one node less."""
     model = profile(layer(parameters=1_000_000) * 16)
     memory = 60_000_000
-    row = remedies(model, cluster(1, memory_bytes=memory), job(16, zero_stage=0))["devices"]
+    row = remedies(model, cluster(1, memory_bytes=memory), job(16, zero_stage=0))[
+        "devices"
+    ]
     more = int(row.change.split()[0])
-    assert fits(model, cluster(1 + more, nodes=1 + more, memory_bytes=memory), job(16, zero_stage=0))
+    assert fits(
+        model,
+        cluster(1 + more, nodes=1 + more, memory_bytes=memory),
+        job(16, zero_stage=0),
+    )
     assert row.layout.devices == 1 + more
-    assert not fits(model, cluster(more, nodes=more, memory_bytes=memory), job(16, zero_stage=0))
+    assert not fits(
+        model, cluster(more, nodes=more, memory_bytes=memory), job(16, zero_stage=0)
+    )
 
 
 def test_missing_memory_is_told_of_several_kinds_of_devices() -> None:
     """With the memory told, a fraction of headroom apart, a plan fits on two kinds of devices; both are named."""
-    model, step = counted(parameters=1_000_000), job(8, headroom=0.1, schedule="1f1b", zero_stage=0)
+    model, step = (
+        counted(parameters=1_000_000),
+        job(8, headroom=0.1, schedule="1f1b", zero_stage=0),
+    )
 
     def machines(extra: int) -> Cluster:
         sizes = {1.0: 10 * MIB + extra, 2.0: 12 * MIB + extra}
-        return Cluster(node_groups=tuple(group(slower, memory_bytes=size) for slower, size in sizes.items()))
+        return Cluster(
+            node_groups=tuple(
+                group(slower, memory_bytes=size) for slower, size in sizes.items()
+            )
+        )
 
-    found, row = plan(request(model, machines(0), step), model), remedies(model, machines(0), step)["memory"]
+    found, row = (
+        plan(request(model, machines(0), step), model),
+        remedies(model, machines(0), step)["memory"],
+    )
     assert isinstance(found, Infeasible)
-    assert "9 MiB of the 10 MiB of toy-1, 10.79 MiB of the 12 MiB of toy-2" in found.reasons[0]
+    assert (
+        "9 MiB of the 10 MiB of toy-1, 10.79 MiB of the 12 MiB of toy-2"
+        in found.reasons[0]
+    )
     missing = found.nearest[0].missing_bytes
     assert row.change == f"{gibibytes(missing)} more per device, headroom apart"
     assert fits(model, machines(-(-10 * missing // 9)), step)
@@ -212,7 +272,14 @@ def test_without_any_layout_the_nearest_batch_is_found() -> None:
 def test_without_any_layout_the_constraint_is_found() -> None:
     """A constraint that no layout meets: without it there is a plan."""
     model = profile(layer() * 2)
-    found = plan(request(model, cluster(2), job(8, data_parallel_degree=2, pipeline_parallel_degree=2)), model)
+    found = plan(
+        request(
+            model,
+            cluster(2),
+            job(8, data_parallel_degree=2, pipeline_parallel_degree=2),
+        ),
+        model,
+    )
     assert isinstance(found, Infeasible)
     assert {one.constraint for one in found.relaxations} >= {
         "constraints.data_parallel_degree",
@@ -223,9 +290,13 @@ def test_without_any_layout_the_constraint_is_found() -> None:
 def test_the_time_limit_ends_the_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
     """A space of layouts is made for every change: none is begun once the time is over."""
     model, begun = profile(layer(parameters=1_000_000) * 16), list[object]()
-    question = request(model, cluster(1, memory_bytes=60_000_000), job(16, zero_stage=0))
+    question = request(
+        model, cluster(1, memory_bytes=60_000_000), job(16, zero_stage=0)
+    )
     spaces = relaxing.space_of
-    monkeypatch.setattr(relaxing, "space_of", lambda work: begun.append(work) or spaces(work))
+    monkeypatch.setattr(
+        relaxing, "space_of", lambda work: begun.append(work) or spaces(work)
+    )
     assert isinstance(plan(question, model), Infeasible)
     assert len(begun) > 1
     begun.clear()
@@ -236,28 +307,51 @@ def test_the_time_limit_ends_the_remedies(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(
     ("schedule", "uneven", "memory"),
-    [("1f1b", (1, 7), 100), ("zb-h1", (1, 7), 1000), ("interleaved-1f1b", (1, 1, 1, 5), 300)],
+    [
+        ("1f1b", (1, 7), 100),
+        ("zb-h1", (1, 7), 1000),
+        ("interleaved-1f1b", (1, 1, 1, 5), 300),
+    ],
 )
 def test_a_fixed_division_costs_what_its_layout_gains_without(
     schedule: str, uneven: tuple[int, ...], memory: int
 ) -> None:
     """Of the same layout, divided by the search, and with other layers recomputed: told in per cent, where it gains."""
-    model = profile(layer(activation=20 * MIB, kept=MIB, parameters=100_000, modes=("none", "full")) * 8)
-    wishes, machines = {"pipeline_parallel_degree": 2, "schedule": schedule}, cluster(2, memory_bytes=memory * MIB)
+    model = profile(
+        layer(activation=20 * MIB, kept=MIB, parameters=100_000, modes=("none", "full"))
+        * 8
+    )
+    wishes, machines = (
+        {"pipeline_parallel_degree": 2, "schedule": schedule},
+        cluster(2, memory_bytes=memory * MIB),
+    )
     told = {}
     for division in (uneven, "even"):
-        found = plan(request(model, machines, job(16, **wishes, layers_per_stage=division)), model)
+        found = plan(
+            request(model, machines, job(16, **wishes, layers_per_stage=division)),
+            model,
+        )
         assert isinstance(found, Plan)
-        told[division] = [each for each in found.explanation if each.startswith("Without layers_per_stage")]
+        told[division] = [
+            each
+            for each in found.explanation
+            if each.startswith("Without layers_per_stage")
+        ]
         if division == uneven:
             word = "per-layer" if schedule == "1f1b" else found.layout.recompute
-            layout = PredictionLayout(**{**found.layout.model_dump(), "recompute": word})
+            layout = PredictionLayout(
+                **{**found.layout.model_dump(), "recompute": word}
+            )
             free = predict(model, machines, job(16), layout)
             assert free.fits
-            saved = 100 * (1 - free.prediction.step_seconds / found.prediction.step_seconds)
+            saved = 100 * (
+                1 - free.prediction.step_seconds / found.prediction.step_seconds
+            )
     asked = ",".join(map(str, uneven))
     assert saved > 5
     assert told == {
-        uneven: [f"Without layers_per_stage = {asked} the same layout takes {saved:.2g} % less time."],
+        uneven: [
+            f"Without layers_per_stage = {asked} the same layout takes {saved:.2g} % less time."
+        ],
         "even": [],
     }

@@ -32,13 +32,24 @@ class Column:
     def in_flight(self) -> list[int]:
         """Micro-batches that every rank holds at once."""
         ranks = range(len(self.loads), 0, -1)
-        return [self.micro_batches if self.schedule == "gpipe" else min(self.micro_batches, behind) for behind in ranks]
+        return [
+            self.micro_batches
+            if self.schedule == "gpipe"
+            else min(self.micro_batches, behind)
+            for behind in ranks
+        ]
 
     @property
     def filling(self) -> Filling:
         """What is tested."""
         is_gpipe = self.schedule == "gpipe"
-        return Filling.of(self.loads, self.micro_batches, self.in_flight, is_gpipe=is_gpipe, transfers=self.transfers)
+        return Filling.of(
+            self.loads,
+            self.micro_batches,
+            self.in_flight,
+            is_gpipe=is_gpipe,
+            transfers=self.transfers,
+        )
 
     def peak(self, rank: int, cut: tuple[int, ...], modes: tuple[int, ...]) -> float:
         """Bytes of a rank."""
@@ -47,24 +58,42 @@ class Column:
         assert load.boundary_bytes is not None
         received = RECEIVE_BUFFERS * load.boundary_bytes[cut[rank] - 1] if rank else 0.0
         sent = RECEIVE_BUFFERS if rank < len(self.loads) - 1 else 0
-        held = sum(load.ogp_bytes[each, 0] + units * load.activation_bytes[each, modes[each]] for each in layers)
-        return float(held + (units + sent) * load.boundary_bytes[cut[rank + 1] - 1] + received)
+        held = sum(
+            load.ogp_bytes[each, 0] + units * load.activation_bytes[each, modes[each]]
+            for each in layers
+        )
+        return float(
+            held + (units + sent) * load.boundary_bytes[cut[rank + 1] - 1] + received
+        )
 
     def ticks(self, cut: tuple[int, ...], modes: tuple[int, ...]) -> float:
         """Of a step."""
-        stages = [[(each, modes[each]) for each in range(a, b)] for a, b in pairwise(cut)]
+        stages = [
+            [(each, modes[each]) for each in range(a, b)] for a, b in pairwise(cut)
+        ]
         pairs = list(zip(self.loads, stages, strict=True))
-        moved = tuple(each[last - 1] for each, last in zip(self.transfers, cut[1:-1], strict=True))
+        moved = tuple(
+            each[last - 1] for each, last in zip(self.transfers, cut[1:-1], strict=True)
+        )
         durations = Durations(
-            forward=tuple(sum(load.forward[at] for at in stage) for load, stage in pairs),
-            backward_input=tuple(sum(load.backward[at] for at in stage) for load, stage in pairs),
+            forward=tuple(
+                sum(load.forward[at] for at in stage) for load, stage in pairs
+            ),
+            backward_input=tuple(
+                sum(load.backward[at] for at in stage) for load, stage in pairs
+            ),
             backward_weight=(0.0,) * len(pairs),
             transfer_forward=moved,
             transfer_backward=moved,
         )
-        schedule = build(self.schedule, ranks=len(pairs), micro_batches=self.micro_batches)
+        schedule = build(
+            self.schedule, ranks=len(pairs), micro_batches=self.micro_batches
+        )
         ends = [row[-1] for row in simulate(schedule, durations).finish_seconds]
-        tails = [sum(np.broadcast_to(load.tail, load.forward.shape)[at] for at in stage) for load, stage in pairs]
+        tails = [
+            sum(np.broadcast_to(load.tail, load.forward.shape)[at] for at in stage)
+            for load, stage in pairs
+        ]
         return float(max(end + tail for end, tail in zip(ends, tails, strict=True)))
 
 
@@ -75,9 +104,20 @@ def columns(draw: st.DrawFn) -> Column:
     ranks, shape = draw(st.integers(1, 4)), (_LAYERS, _MODES)
     forward = dice.integers(1, 10, (_LAYERS, 1)) * np.ones(shape)
     backward = np.cumsum(dice.integers(1, 12, shape), axis=1).astype(np.float64)
-    ogp, activations = dice.integers(0, 50, (_LAYERS, 1)) * np.ones(shape), dice.integers(0, 30, shape).astype(float)
-    tail, boundaries = dice.integers(0, 20, (_LAYERS, 1)) * np.ones(shape), dice.integers(0, 9, _LAYERS).astype(float)
-    room = draw(st.sampled_from((0.8, 1.2, 2.0, 5.0))) * (ogp.sum() + ranks * activations.sum()) / 2 / ranks
+    ogp, activations = (
+        dice.integers(0, 50, (_LAYERS, 1)) * np.ones(shape),
+        dice.integers(0, 30, shape).astype(float),
+    )
+    tail, boundaries = (
+        dice.integers(0, 20, (_LAYERS, 1)) * np.ones(shape),
+        dice.integers(0, 9, _LAYERS).astype(float),
+    )
+    room = (
+        draw(st.sampled_from((0.8, 1.2, 2.0, 5.0)))
+        * (ogp.sum() + ranks * activations.sum())
+        / 2
+        / ranks
+    )
     loads = tuple(
         RankLoad(
             forward=speed * forward,
@@ -91,8 +131,15 @@ def columns(draw: st.DrawFn) -> Column:
         )
         for speed in dice.choice((10.0, 17.0, 31.0), ranks)
     )
-    transfers = tuple(tuple(dice.integers(0, 40, _LAYERS).tolist()) for _ in range(ranks - 1))
-    return Column(draw(st.sampled_from(("gpipe", "1f1b"))), loads, draw(st.sampled_from((1, 3, 9))), transfers)
+    transfers = tuple(
+        tuple(dice.integers(0, 40, _LAYERS).tolist()) for _ in range(ranks - 1)
+    )
+    return Column(
+        draw(st.sampled_from(("gpipe", "1f1b"))),
+        loads,
+        draw(st.sampled_from((1, 3, 9))),
+        transfers,
+    )
 
 
 @settings(max_examples=60)
@@ -103,7 +150,10 @@ def test_no_stage_map_that_fits_is_faster_than_the_bound(column: Column) -> None
     for inner in combinations(range(1, _LAYERS), len(column.loads) - 1):
         cut = (0, *inner, _LAYERS)
         for modes in product(range(_MODES), repeat=_LAYERS):
-            if all(column.peak(p, cut, modes) <= load.room_bytes for p, load in enumerate(column.loads)):
+            if all(
+                column.peak(p, cut, modes) <= load.room_bytes
+                for p, load in enumerate(column.loads)
+            ):
                 found.append((column.ticks(cut, modes), cut))
     if not found:
         return
@@ -114,7 +164,9 @@ def test_no_stage_map_that_fits_is_faster_than_the_bound(column: Column) -> None
     assert filling.bound(0, _NO_LIMIT) <= ticks
     windows = filling.windows(ticks)
     assert windows is not None
-    assert all(a <= b <= c for a, b, c in zip(windows.least, cut, windows.most, strict=True))
+    assert all(
+        a <= b <= c for a, b, c in zip(windows.least, cut, windows.most, strict=True)
+    )
     narrowed = filling.below(1.3 * ticks)
     assert narrowed is not None
     assert narrowed.leaves(ticks)
@@ -131,13 +183,19 @@ def test_gpipe_does_nothing_that_the_windows_of_1f1b_exclude(column: Column) -> 
     for inner in combinations(range(1, _LAYERS), ranks - 1):
         cut = (0, *inner, _LAYERS)
         for modes in product(range(_MODES), repeat=_LAYERS):
-            if all(gpipe.peak(p, cut, modes) <= load.room_bytes for p, load in enumerate(gpipe.loads)):
+            if all(
+                gpipe.peak(p, cut, modes) <= load.room_bytes
+                for p, load in enumerate(gpipe.loads)
+            ):
                 found.append((gpipe.ticks(cut, modes), cut))
     if found:
         ticks, cut = min(found)
         windows = replace(gpipe, schedule="1f1b").filling.windows(ticks)
         assert windows is not None
-        assert all(a <= b <= c for a, b, c in zip(windows.least, cut, windows.most, strict=True))
+        assert all(
+            a <= b <= c
+            for a, b, c in zip(windows.least, cut, windows.most, strict=True)
+        )
 
 
 def test_what_is_asked_in_narrower_windows_is_told_as_well() -> None:
@@ -152,7 +210,10 @@ def test_what_is_asked_in_narrower_windows_is_told_as_well() -> None:
 
 
 def _rank(work: tuple[int, ...], held: tuple[int, ...], room: int) -> RankLoad:
-    ticks, bytes_ = np.array([work], dtype=np.float64).T, np.array([held], dtype=np.float64).T
+    ticks, bytes_ = (
+        np.array([work], dtype=np.float64).T,
+        np.array([held], dtype=np.float64).T,
+    )
     return RankLoad(ticks, 2 * ticks, bytes_, 0 * bytes_, room, in_order=True)
 
 

@@ -35,11 +35,21 @@ def model() -> ModelProfile:
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: order[0])
-def test_no_layout_with_experts_beats_its_bound(order: tuple[str, int, RecomputeWord]) -> None:
+def test_no_layout_with_experts_beats_its_bound(
+    order: tuple[str, int, RecomputeWord],
+) -> None:
     """Whatever shares out states, and however near the limit: (K11) to (K13) raise no bound above the step."""
     nodes = DEVICES // DEVICES_PER_NODE
-    machines = Cluster(node_groups=(NodeGroup(device=DEVICE, nodes=nodes, devices_per_node=DEVICES_PER_NODE),))
-    split = {"tensor_parallel_degree": TENSOR, "expert_parallel_degree": EXPERT, "micro_batch_size": MICRO_BATCH}
+    machines = Cluster(
+        node_groups=(
+            NodeGroup(device=DEVICE, nodes=nodes, devices_per_node=DEVICES_PER_NODE),
+        )
+    )
+    split = {
+        "tensor_parallel_degree": TENSOR,
+        "expert_parallel_degree": EXPERT,
+        "micro_batch_size": MICRO_BATCH,
+    }
     step = Job(global_batch_size=SAMPLES, sequence_length=4096, constraints=split)
     work, (whole,) = workload(model(), machines, step), parts_of(machines)[-1:]
     family = (MICRO_BATCH, TENSOR, 1, EXPERT, False), 1, PIPELINE
@@ -49,13 +59,19 @@ def test_no_layout_with_experts_beats_its_bound(order: tuple[str, int, Recompute
         assert found.fits
         for limit in (1.00001, 1.01, 1.5):
             bounds = PartBounds(work, [whole])
-            plain = bounds.of_part(whole)[family][max(0, zero - 1), class_of(Order(*order))]
+            plain = bounds.of_part(whole)[family][
+                max(0, zero - 1), class_of(Order(*order))
+            ]
             bounds.raised_to([limit * ticks])
-            raised = bounds.of_part(whole)[family][max(0, zero - 1), class_of(Order(*order))]
+            raised = bounds.of_part(whole)[family][
+                max(0, zero - 1), class_of(Order(*order))
+            ]
             assert 0 < plain <= raised <= ticks
 
 
-def _layout(order: tuple[str, int, RecomputeWord], zero: ZeroStage, shards: int | None) -> PredictionLayout:
+def _layout(
+    order: tuple[str, int, RecomputeWord], zero: ZeroStage, shards: int | None
+) -> PredictionLayout:
     schedule, virtual, recompute = order
     return PredictionLayout(
         data_parallel_degree=DEVICES // PIPELINE,

@@ -16,17 +16,26 @@ LAYER_BYTES = 16_000_000
 """Of OGP."""
 
 
-def least_seconds(memory_bytes: int, kind: int, asked_seconds: float, step: Job) -> float:
+def least_seconds(
+    memory_bytes: int, kind: int, asked_seconds: float, step: Job
+) -> float:
     """Of a class of orders on a pipeline of all devices, once it is asked for steps of so many seconds."""
     model = profile(layer(activation=1000, parameters=LAYER_BYTES // 16) * LAYERS)
-    (whole,) = parts_of(cluster(RANKS, memory_bytes=memory_bytes, intra=link(1e15)))[-1:]
+    (whole,) = parts_of(cluster(RANKS, memory_bytes=memory_bytes, intra=link(1e15)))[
+        -1:
+    ]
     bounds = PartBounds(workload(model, whole.cluster, step), [whole])
     bounds.raised_to([asked_seconds / TICK_SECONDS])
-    return float(bounds.of_part(whole)[(1, 1, 1, 1, False), 1, RANKS][0, kind]) * TICK_SECONDS
+    return (
+        float(bounds.of_part(whole)[(1, 1, 1, 1, False), 1, RANKS][0, kind])
+        * TICK_SECONDS
+    )
 
 
 @pytest.mark.parametrize("kind", [SEARCHED, PER_LAYER, ALIKE, SPLIT])
-def test_where_every_rank_has_room_for_two_layers_nine_do_not_fit_on_four(kind: int) -> None:
+def test_where_every_rank_has_room_for_two_layers_nine_do_not_fit_on_four(
+    kind: int,
+) -> None:
     """Though all together have: no step is long enough. With room for three, the bound stays what the work takes."""
     for_two, for_three = (int((count + 0.5) * LAYER_BYTES) for count in (2, 3))
     assert RANKS * for_two > LAYERS * LAYER_BYTES

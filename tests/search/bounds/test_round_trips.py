@@ -52,12 +52,18 @@ def _layer(draw: random.Random) -> Draft:
 
 
 def _layouts_of(part: Family) -> list[Layout]:
-    return [part.layout(zero, order, rank_order) for zero, rank_order in part.ways for order in part.orders]
+    return [
+        part.layout(zero, order, rank_order)
+        for zero, rank_order in part.ways
+        for order in part.orders
+    ]
 
 
 def _sized(one: NodeGroup, memory_bytes: int) -> NodeGroup:
     assert not isinstance(one.device, str)
-    return one.model_copy(update={"device": one.device.model_copy(update={"memory_bytes": memory_bytes})})
+    return one.model_copy(
+        update={"device": one.device.model_copy(update={"memory_bytes": memory_bytes})}
+    )
 
 
 @st.composite
@@ -65,9 +71,15 @@ def cases(draw: st.DrawFn) -> Case:
     """Up to five layers with skips on two or three groups of devices, up to twelve micro-batches."""
     dice = random.Random(draw(st.integers(0, 10**9)))
     count = dice.choice((3, 4, 5))
-    pairs = [sorted(dice.sample(range(count), 2)) for _ in range(dice.choice((0, 1, 2)))]
+    pairs = [
+        sorted(dice.sample(range(count), 2)) for _ in range(dice.choice((0, 1, 2)))
+    ]
     edges = [(first, last, dice.randint(1, 900) * 1003) for first, last in pairs]
-    model = as_counted(profile([_layer(dice) for _ in range(count)], sizes=(1,), degrees=(1,), edges=edges))
+    model = as_counted(
+        profile(
+            [_layer(dice) for _ in range(count)], sizes=(1,), degrees=(1,), edges=edges
+        )
+    )
     groups = tuple(
         group(
             dice.choice((1.0, 1.7, 3.1)),
@@ -92,8 +104,18 @@ def cases(draw: st.DrawFn) -> Case:
         layout = layout.model_copy(update={"micro_batch_shares": None})
     priced = list(price_layout(model, Cluster(node_groups=groups), step, layout))
     fullest = dice.choice(priced).peaks
-    sized = Cluster(node_groups=tuple(_sized(each, fullest[place]) for place, each in enumerate(groups)))
-    return Case(model, sized, step, layout, min(one.nanoseconds for one in priced if one.fits(fullest)))
+    sized = Cluster(
+        node_groups=tuple(
+            _sized(each, fullest[place]) for place, each in enumerate(groups)
+        )
+    )
+    return Case(
+        model,
+        sized,
+        step,
+        layout,
+        min(one.nanoseconds for one in priced if one.fits(fullest)),
+    )
 
 
 @settings(max_examples=20)
@@ -105,15 +127,23 @@ def test_no_bound_is_above_the_fastest_stage_map_that_fits(case: Case) -> None:
     costs = layout_costs(work, case.layout)
     modes = choices(costs, ("per-layer",))
     assert priced_bound(costs, modes, NO_LIMIT) <= case.nanoseconds
-    parts = [part for family in space_of(work).families for part in portions(work, family, NO_LIMIT)]
+    parts = [
+        part
+        for family in space_of(work).families
+        for part in portions(work, family, NO_LIMIT)
+    ]
     own = [bound for bound, part in parts if case.layout in _layouts_of(part)]
     again = [
         bound_of(work, part, case.nanoseconds + 1)
         for _, part in parts
-        if part.ways_before is not None and not part.is_dealt and case.layout in _layouts_of(part)
+        if part.ways_before is not None
+        and not part.is_dealt
+        and case.layout in _layouts_of(part)
     ]
     assert max(again, default=0) <= case.nanoseconds
-    assert max(own, default=0) <= case.nanoseconds  # none where another order of the node groups stands for this one
+    assert (
+        max(own, default=0) <= case.nanoseconds
+    )  # none where another order of the node groups stands for this one
     search = LayoutSearch(costs, modes)
     search.start()
     assert search.bound <= case.nanoseconds

@@ -17,10 +17,14 @@ from planner.validate import check
 from tests.builders import cluster, job, layer, profile, request
 from tests.strategies import also_split, with_operations
 
-PLAIN = profile(layer(parameters=1000, activation=5000, exchange=100, flops=900) * 8, degrees=(1, 2))
+PLAIN = profile(
+    layer(parameters=1000, activation=5000, exchange=100, flops=900) * 8, degrees=(1, 2)
+)
 
 
-def model_of(*, weights: bool = True, operations: bool = True, split: str | None = None) -> ModelProfile:
+def model_of(
+    *, weights: bool = True, operations: bool = True, split: str | None = None
+) -> ModelProfile:
     """Eight layers; with rows that list kernels, with weights or without, and rows that split layers one more way."""
     layers = tuple(map(with_operations, PLAIN.layers)) if operations else PLAIN.layers
     if not weights:
@@ -31,13 +35,20 @@ def model_of(*, weights: bool = True, operations: bool = True, split: str | None
 
 def without_products(layer: LayerProfile) -> LayerProfile:
     """The layer with rows that list attention alone."""
-    rows = tuple(row.model_copy(update={"operations": row.operations[:1]}) for row in layer.measurements)
+    rows = tuple(
+        row.model_copy(update={"operations": row.operations[:1]})
+        for row in layer.measurements
+    )
     return layer.model_copy(update={"measurements": rows})
 
 
 def cut(model: ModelProfile, **constraints: Any) -> list[Layout]:
     """Layouts of several chunks on four devices."""
-    return [one for one in layouts(workload(model, cluster(4), job(8, **constraints))) if one.sequence_chunks > 1]
+    return [
+        one
+        for one in layouts(workload(model, cluster(4), job(8, **constraints)))
+        if one.sequence_chunks > 1
+    ]
 
 
 def test_profiles_of_split_sequences_show_that_they_can_be_cut() -> None:
@@ -51,7 +62,9 @@ def test_profiles_of_split_sequences_show_that_they_can_be_cut() -> None:
     assert not cut(model_of(operations=False, split="context"))
 
 
-@pytest.mark.parametrize("wish", [{"sequence_chunks": 4}, {"schedule": "seqpipe", "sequence_chunks": (1, 4)}])
+@pytest.mark.parametrize(
+    "wish", [{"sequence_chunks": 4}, {"schedule": "seqpipe", "sequence_chunks": (1, 4)}]
+)
 def test_a_job_may_ask_for_chunks(wish: dict[str, Any]) -> None:
     """(D13): it vouches for the model; the tokens of a chunk are shared out over tensor-parallel ranks, too."""
     found = cut(model_of(split="sequence"), **wish)
@@ -59,12 +72,22 @@ def test_a_job_may_ask_for_chunks(wish: dict[str, Any]) -> None:
     assert {one.sequence_parallel for one in found} == {False, True}
 
 
-@pytest.mark.parametrize(("split", "chunks"), [("sequence", {2, 4}), ("sequence and context", {2})])
+@pytest.mark.parametrize(
+    ("split", "chunks"), [("sequence", {2, 4}), ("sequence and context", {2})]
+)
 def test_chunks_divide_the_tokens_of_a_rank(split: str, chunks: set[int]) -> None:
     """(D13): eight tokens on two tensor-parallel ranks make four chunks at most; on two context-parallel ones, two."""
     model = at_length(model_of(split=split), 8)
-    work = workload(model, cluster(8), job(8, sequence_chunks=(1, 2, 4, 8)).model_copy(update={"sequence_length": 8}))
-    shared = [one for one in layouts(work) if one.sequence_parallel and one.sequence_chunks > 1]
+    work = workload(
+        model,
+        cluster(8),
+        job(8, sequence_chunks=(1, 2, 4, 8)).model_copy(update={"sequence_length": 8}),
+    )
+    shared = [
+        one
+        for one in layouts(work)
+        if one.sequence_parallel and one.sequence_chunks > 1
+    ]
     assert {one.sequence_chunks for one in shared} == chunks
 
 
@@ -73,7 +96,10 @@ def at_length(model: ModelProfile, tokens: int) -> ModelProfile:
     layers = tuple(
         one.model_copy(
             update={
-                "measurements": tuple(row.model_copy(update={"sequence_length": tokens}) for row in one.measurements)
+                "measurements": tuple(
+                    row.model_copy(update={"sequence_length": tokens})
+                    for row in one.measurements
+                )
             }
         )
         for one in model.layers
@@ -95,12 +121,18 @@ def test_chunks_win_where_the_bubble_is_large() -> None:
 @pytest.mark.parametrize(
     ("model", "tokens", "cause"),
     [
-        (model_of(operations=False), None, "the profile has no operation that is attention"),
+        (
+            model_of(operations=False),
+            None,
+            "the profile has no operation that is attention",
+        ),
         (at_length(model_of(), 0), 0, "the job has no sequence"),
         (at_length(model_of(), 9), 9, "9 tokens are no multiple of 2, 4 or 8"),
     ],
 )
-def test_why_no_layout_has_chunks_is_told(model: ModelProfile, tokens: int | None, cause: str) -> None:
+def test_why_no_layout_has_chunks_is_told(
+    model: ModelProfile, tokens: int | None, cause: str
+) -> None:
     """Not only that none has, where the job asks for them."""
     asked = job(8, sequence_chunks=2)
     if tokens is not None:
@@ -110,7 +142,9 @@ def test_why_no_layout_has_chunks_is_told(model: ModelProfile, tokens: int | Non
     assert cause in found.reasons[0]
 
 
-WHOLE = model_of(split="context").model_copy(update={"whole_sequences": "attends to later tokens"})
+WHOLE = model_of(split="context").model_copy(
+    update={"whole_sequences": "attends to later tokens"}
+)
 
 
 def test_sequences_that_stay_whole_are_never_cut() -> None:
@@ -121,7 +155,12 @@ def test_sequences_that_stay_whole_are_never_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    "wish", [{"sequence_chunks": 4}, {"context_parallel_degree": 2}, {"schedule": ("seqpipe", "seqvpp")}]
+    "wish",
+    [
+        {"sequence_chunks": 4},
+        {"context_parallel_degree": 2},
+        {"schedule": ("seqpipe", "seqvpp")},
+    ],
 )
 def test_pieces_of_whole_sequences_are_refused(wish: dict[str, Any]) -> None:
     """The job that leaves nothing else hears why, not that nothing fits."""
@@ -133,19 +172,28 @@ def test_pieces_of_whole_sequences_are_refused(wish: dict[str, Any]) -> None:
     assert problem.mend
 
 
-@pytest.mark.parametrize("pieces", [{"sequence_chunks": 2, "schedule": "seqpipe"}, {"context_parallel_degree": 2}])
+@pytest.mark.parametrize(
+    "pieces",
+    [{"sequence_chunks": 2, "schedule": "seqpipe"}, {"context_parallel_degree": 2}],
+)
 def test_layouts_that_cut_whole_sequences_have_no_price(pieces: dict[str, Any]) -> None:
     """`planner predict` refuses what the executor would refuse, and the independent check finds it in a plan."""
     model, asked = (
         model_of(split="context"),
         job(8, pipeline_parallel_degree=4 // pieces.get("context_parallel_degree", 1)),
     )
-    found = plan(request(model, cluster(4), job(8, **asked.constraints, **pieces), top=0), model)
+    found = plan(
+        request(model, cluster(4), job(8, **asked.constraints, **pieces), top=0), model
+    )
     assert isinstance(found, Plan)
     assert check(found, model).problems == ()
     priced = PredictionLayout.model_validate(found.layout.model_dump())
     assert predict(model, cluster(4), asked, priced).prediction.step_seconds > 0
     with pytest.raises(UnsupportedError, match="attends to later tokens"):
         predict(WHOLE, cluster(4), asked, priced)
-    told = found.model_copy(update={"request": request(WHOLE, cluster(4), asked, top=0)})
-    assert any("attends to later tokens" in problem for problem in check(told, WHOLE).problems)
+    told = found.model_copy(
+        update={"request": request(WHOLE, cluster(4), asked, top=0)}
+    )
+    assert any(
+        "attends to later tokens" in problem for problem in check(told, WHOLE).problems
+    )

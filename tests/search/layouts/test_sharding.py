@@ -23,7 +23,9 @@ SLOW = {"nodes": 2, "inter": link(1e7, 1e-5)}
 def planned(memory_bytes: int, **wishes: Any) -> Plan:
     """Of eight devices on two nodes with a slow network between them, each with four micro-batches."""
     step = job(32, pipeline_parallel_degree=1, schedule="1f1b", **wishes)
-    found = plan(request(MODEL, cluster(8, memory_bytes=memory_bytes, **SLOW), step), MODEL)
+    found = plan(
+        request(MODEL, cluster(8, memory_bytes=memory_bytes, **SLOW), step), MODEL
+    )
     assert isinstance(found, Plan)
     check_plan(found)
     assert check(found, MODEL).problems == ()
@@ -34,7 +36,10 @@ def test_a_node_shares_out_what_the_network_is_too_slow_for() -> None:
     """64 MB of states: where a rank has room for a quarter, but not for ZeRO 1, the four of a node share them out."""
     found = planned(21_500_000)
     assert (found.layout.zero_stage, found.layout.zero_shard_degree) == (3, 4)
-    assert any("ranks that share out its states all instead of 4" in one.reason for one in found.alternatives)
+    assert any(
+        "ranks that share out its states all instead of 4" in one.reason
+        for one in found.alternatives
+    )
     whole = planned(21_500_000, zero_stage=3, zero_shard_degree=8)
     assert whole.layout.zero_shard_degree is None
     assert whole.prediction.step_seconds > 3 * found.prediction.step_seconds
@@ -49,11 +54,17 @@ def test_groups_can_be_asked_for(zero_stage: int) -> None:
     assert planned(10**9, zero_shard_degree=1).layout.zero_stage == 0
 
 
-def opened(memory_bytes: int, model: ModelProfile = MODEL) -> list[tuple[int, int | None]]:
+def opened(
+    memory_bytes: int, model: ModelProfile = MODEL
+) -> list[tuple[int, int | None]]:
     """ZeRO stage and groups worth opening of the only family of eight devices on one node."""
-    work = workload(model, cluster(8, memory_bytes=memory_bytes), job(8, pipeline_parallel_degree=1))
+    work = workload(
+        model, cluster(8, memory_bytes=memory_bytes), job(8, pipeline_parallel_degree=1)
+    )
     (family,) = space_of(work).families
-    layouts = [one[2].layout for one in module.worth_opening(work, family, ("per-layer",))]
+    layouts = [
+        one[2].layout for one in module.worth_opening(work, family, ("per-layer",))
+    ]
     return [(layout.zero_stage, layout.zero_shard_degree) for layout in layouts]
 
 
@@ -62,7 +73,9 @@ def test_dominated_groups_are_left_out() -> None:
     assert [found for found in opened(10**9) if found[0] < 2] == [(1, None)]
 
 
-def test_smaller_groups_than_do_not_fit_are_not_priced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smaller_groups_than_do_not_fit_are_not_priced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Eight ranks hold 8 MB each, and 4 MB of two layers whole; groups of four do not fit: those of two are not
     looked at. With shared parameters, of which a few bytes may be spared, all are."""
     priced: list[tuple[int, int | None]] = []

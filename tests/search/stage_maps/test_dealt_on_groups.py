@@ -54,27 +54,53 @@ def sizes_of(told: Forecast) -> list[int]:
         ("hanayo", 2, [2, 2, 1, 1, 1, 1, 2, 2]),
     ],
 )
-def test_layers_are_dealt_by_speed(schedule: str, virtual: int, sizes: list[int]) -> None:
+def test_layers_are_dealt_by_speed(
+    schedule: str, virtual: int, sizes: list[int]
+) -> None:
     """Devices twice as fast get twice as many layers, whatever the schedule's way down the ranks."""
-    told = forecast(_TWO, pipeline_parallel_degree=4, schedule=schedule, virtual_stages_per_rank=virtual)
+    told = forecast(
+        _TWO,
+        pipeline_parallel_degree=4,
+        schedule=schedule,
+        virtual_stages_per_rank=virtual,
+    )
     assert sizes_of(told) == sizes
 
 
 def test_the_way_back_to_the_first_rank_is_that_between_the_groups() -> None:
     """Of the seven boundaries of an interleaved pipeline three lie between the groups, the middle one from the last
     rank to the first."""
-    fields = {"pipeline_parallel_degree": 4, "schedule": "interleaved-1f1b", "virtual_stages_per_rank": 2}
-    machines = Cluster(node_groups=(group(1, inter=link(1e9)), group(2, inter=link(1e9))))
-    costs = layout_costs(workload(counted(12, output=10**6), machines, job(4)), Layout(**fields))
-    moved = [costs.of_replica.transfers_behind(stage)[0] * TICK_SECONDS for stage in range(7)]
+    fields = {
+        "pipeline_parallel_degree": 4,
+        "schedule": "interleaved-1f1b",
+        "virtual_stages_per_rank": 2,
+    }
+    machines = Cluster(
+        node_groups=(group(1, inter=link(1e9)), group(2, inter=link(1e9)))
+    )
+    costs = layout_costs(
+        workload(counted(12, output=10**6), machines, job(4)), Layout(**fields)
+    )
+    moved = [
+        costs.of_replica.transfers_behind(stage)[0] * TICK_SECONDS for stage in range(7)
+    ]
     near, between = 1e6 / 1e11, 1e6 / 1e9
-    assert moved == pytest.approx([near, between, near, between, near, between, near], abs=1e-6)
+    assert moved == pytest.approx(
+        [near, between, near, between, near, between, near], abs=1e-6
+    )
 
 
-@pytest.mark.parametrize("fields", [{"schedule": "zb-h1"}, {"schedule": "looped-bfs", "virtual_stages_per_rank": 2}])
+@pytest.mark.parametrize(
+    "fields",
+    [{"schedule": "zb-h1"}, {"schedule": "looped-bfs", "virtual_stages_per_rank": 2}],
+)
 def test_replicas_that_differ_take_gpipe_or_1f1b(fields: dict[str, object]) -> None:
     """Each replica is a pipeline in a node group of its own: no other schedule, nor several stages per rank."""
-    degrees = {"data_parallel_degree": 2, "pipeline_parallel_degree": 2, "rank_order": "tp-cp-pp-dp"}
+    degrees = {
+        "data_parallel_degree": 2,
+        "pipeline_parallel_degree": 2,
+        "rank_order": "tp-cp-pp-dp",
+    }
     with pytest.raises(UnsupportedError, match="where replicas differ"):
         forecast(_TWO, **degrees, **fields)
 
@@ -91,30 +117,54 @@ def test_schedules_that_node_groups_do_not_take(schedule: str) -> None:
 def test_no_step_is_faster_than_its_bounds(instance: Given) -> None:
     """(D11), (E11), (E14) and (E15) on layers as they are dealt and as hypothesis cuts them; (E5) finds what overflows
     only where something does."""
-    layout = Layout.model_validate(instance.layout.model_dump(exclude={"layers_per_stage"}))
+    layout = Layout.model_validate(
+        instance.layout.model_dump(exclude={"layers_per_stage"})
+    )
     if layout.schedule not in DEALT or len(instance.cluster.node_groups) == 1:
         return
     work = workload(instance.profile, instance.cluster, instance.job)
     costs = layout_costs(work, layout)
-    own, modes, ranks = costs.of_replica, uniform_modes(costs, layout.recompute), ranks_of(costs)
-    layers, traits, schedule = uniform(costs, modes), layout_traits(own), layout_schedule(own)
-    least = costs.micro_batches * Speeds.of(work, next(iter(work.sizes))).ticks(columns_of(work, layout)[0].groups)
+    own, modes, ranks = (
+        costs.of_replica,
+        uniform_modes(costs, layout.recompute),
+        ranks_of(costs),
+    )
+    layers, traits, schedule = (
+        uniform(costs, modes),
+        layout_traits(own),
+        layout_schedule(own),
+    )
+    least = costs.micro_batches * Speeds.of(work, next(iter(work.sizes))).ticks(
+        columns_of(work, layout)[0].groups
+    )
     for sizes in (layers.dealt(ranks), tuple(instance.layout.layers_per_stage or ())):
         stages = choose(own, layers.stage_map(sizes))
         ticks = evaluate(own, schedule, stages).total_ticks
-        bounds = layers.bound(sizes, ranks, ends_low=traits.ends_low), least_on_ranks(costs, modes), least
+        bounds = (
+            layers.bound(sizes, ranks, ends_low=traits.ends_low),
+            least_on_ranks(costs, modes),
+            least,
+        )
         assert max(*bounds, steady_ticks(own, stages)) <= ticks
-        assert layers.may_hold(sizes, traits) or not all(each.fits for each in rank_memory(own, schedule, stages))
+        assert layers.may_hold(sizes, traits) or not all(
+            each.fits for each in rank_memory(own, schedule, stages)
+        )
 
 
 @st.composite
 def pipelines(draw: st.DrawFn) -> tuple[ModelProfile, Cluster, Job]:
     """Two node groups of one or two devices, all of them in one pipeline under a schedule that deals layers."""
     alike = draw(st.booleans())
-    groups = [draw(node_groups(alike=alike, shapes=((1, 1), (1, 2), (2, 1)))) for _ in range(2)]
+    groups = [
+        draw(node_groups(alike=alike, shapes=((1, 1), (1, 2), (2, 1))))
+        for _ in range(2)
+    ]
     model, first = draw(models(most_layers=6)), groups[0].device
     assert not isinstance(first, str)
-    assume(alike or any(row.forward_flops for one in model.layers for row in one.measurements))
+    assume(
+        alike
+        or any(row.forward_flops for one in model.layers for row in one.measurements)
+    )
     told = model.model_copy(update={"device": first.id}) if alike else as_counted(model)
     machines = Cluster(node_groups=tuple(groups))
     wishes = {"pipeline_parallel_degree": machines.devices, "schedule": DEALT}
@@ -123,15 +173,21 @@ def pipelines(draw: st.DrawFn) -> tuple[ModelProfile, Cluster, Job]:
 
 @settings(max_examples=40)
 @given(pipelines())
-def test_the_plan_is_the_optimum_of_dealt_pipelines(drawn: tuple[ModelProfile, Cluster, Job]) -> None:
+def test_the_plan_is_the_optimum_of_dealt_pipelines(
+    drawn: tuple[ModelProfile, Cluster, Job],
+) -> None:
     """Over both orders of the node groups, and every schedule that deals layers, stages per rank and recomputation."""
     model, machines, step = drawn
-    orders = [Cluster(node_groups=groups) for groups in (machines.node_groups, machines.node_groups[::-1])]
+    orders = [
+        Cluster(node_groups=groups)
+        for groups in (machines.node_groups, machines.node_groups[::-1])
+    ]
     steps = [
         priced.nanoseconds
         for order in orders
         for layout, _ in layouts(model, order, step)
-        if layout.schedule in DEALT and layout.pipeline_parallel_degree == machines.devices
+        if layout.schedule in DEALT
+        and layout.pipeline_parallel_degree == machines.devices
         for priced in price_layout(model, order, step, layout)
     ]
     found = plan(request(model, machines, step, top=0), model)
@@ -139,7 +195,9 @@ def test_the_plan_is_the_optimum_of_dealt_pipelines(drawn: tuple[ModelProfile, C
         assert isinstance(found, Infeasible)
         return
     assert isinstance(found, Plan)
-    assert found.prediction.step_seconds == pytest.approx(min(steps) * TICK_SECONDS, rel=1e-12)
+    assert found.prediction.step_seconds == pytest.approx(
+        min(steps) * TICK_SECONDS, rel=1e-12
+    )
     assert found.search.optimal
     assert check(found, model).problems == ()
     check_plan(found)

@@ -26,7 +26,17 @@ from tests.search.test_mixed import Case, cases
 from tests.strategies import Instance, instances
 
 GPT2 = ["embedding", *(f"transformer.h.{number}" for number in range(6)), "head"]
-T5 = ["embedding", "encoder.0", "encoder.1", "encoder.norm", "decoder.0", "decoder.1", "decoder.2", "norm", "head.1"]
+T5 = [
+    "embedding",
+    "encoder.0",
+    "encoder.1",
+    "encoder.norm",
+    "decoder.0",
+    "decoder.1",
+    "decoder.2",
+    "norm",
+    "head.1",
+]
 PLAIN = ["stem", "group1_block0", "group1_block1", "classifier"]
 
 
@@ -40,10 +50,17 @@ def renamed(model: ModelProfile, names: Sequence[str]) -> ModelProfile:
     to = dict(zip((one.name for one in model.layers), names, strict=True))
     return model.model_copy(
         update={
-            "layers": tuple(one.model_copy(update={"name": to[one.name]}) for one in model.layers),
-            "edges": tuple(one.model_copy(update={"from_": to[one.from_], "to": to[one.to]}) for one in model.edges),
+            "layers": tuple(
+                one.model_copy(update={"name": to[one.name]}) for one in model.layers
+            ),
+            "edges": tuple(
+                one.model_copy(update={"from_": to[one.from_], "to": to[one.to]})
+                for one in model.edges
+            ),
             "shared_parameters": tuple(
-                one.model_copy(update={"layers": tuple(map(to.__getitem__, one.layers))})
+                one.model_copy(
+                    update={"layers": tuple(map(to.__getitem__, one.layers))}
+                )
                 for one in model.shared_parameters
             ),
         }
@@ -54,7 +71,10 @@ def partitions(layers: int) -> st.SearchStrategy[tuple[int, ...]]:
     """Of so many layers."""
     cuts = st.sets(st.integers(1, layers - 1)) if layers > 1 else st.just(set[int]())
     return cuts.map(
-        lambda found: tuple(b - a for a, b in zip((0, *sorted(found)), (*sorted(found), layers), strict=True))
+        lambda found: tuple(
+            b - a
+            for a, b in zip((0, *sorted(found)), (*sorted(found), layers), strict=True)
+        )
     )
 
 
@@ -63,8 +83,13 @@ def divided(draw: st.DrawFn, model: ModelProfile) -> tuple[ModelProfile, Constra
     """The model with some of its layers numbered, and a division."""
     count = len(model.layers)
     flags = draw(st.lists(st.booleans(), min_size=count, max_size=count))
-    names = [f"list.{sum(flags[:place])}" if flag else f"other{place}" for place, flag in enumerate(flags)]
-    wish: Constraint = draw(st.one_of(st.sampled_from(DIVISION_WORDS), partitions(count)))
+    names = [
+        f"list.{sum(flags[:place])}" if flag else f"other{place}"
+        for place, flag in enumerate(flags)
+    ]
+    wish: Constraint = draw(
+        st.one_of(st.sampled_from(DIVISION_WORDS), partitions(count))
+    )
     return renamed(model, names), wish
 
 
@@ -76,7 +101,12 @@ def divided(draw: st.DrawFn, model: ModelProfile) -> tuple[ModelProfile, Constra
         (GPT2, "even", 7, None),
         (GPT2, "even-layers", 4, (2, 2, 2, 2)),  # 1, 2, 2, 1 blocks
         (GPT2, "even-layers", 7, (2, 1, 1, 1, 1, 1, 1)),
-        (T5, "even", 2, (5, 4)),  # encoder.norm goes with encoder.1; head.1 is no list, for nothing is 0
+        (
+            T5,
+            "even",
+            2,
+            (5, 4),
+        ),  # encoder.norm goes with encoder.1; head.1 is no list, for nothing is 0
         (T5, "even", 3, (4, 2, 3)),
         (T5, "even", 5, (2, 2, 1, 1, 3)),
         (PLAIN, "even", 3, (2, 1, 1)),
@@ -84,7 +114,9 @@ def divided(draw: st.DrawFn, model: ModelProfile) -> tuple[ModelProfile, Constra
         (PLAIN, (1, 3), 3, None),
     ],
 )
-def test_layers_of_every_stage(names: list[str], wish: Constraint, stages: int, sizes: tuple[int, ...] | None) -> None:
+def test_layers_of_every_stage(
+    names: list[str], wish: Constraint, stages: int, sizes: tuple[int, ...] | None
+) -> None:
     """Numbered layers are shared out, the first stages have one more, and the others go with the one before them."""
     model = named(names)
     work = workload(model, cluster(8), job(8, layers_per_stage=wish))
@@ -103,7 +135,11 @@ def test_plan_is_the_optimum_of_what_is_left(data: st.DataObject) -> None:
     """The least time of all stage maps that obey the division, in all schedules, and as `predict` prices its own."""
     drawn = data.draw(instances())
     model, wish = data.draw(divided(drawn.profile))
-    instance = Instance(model, drawn.cluster, drawn.job.model_copy(update={"constraints": {"layers_per_stage": wish}}))
+    instance = Instance(
+        model,
+        drawn.cluster,
+        drawn.job.model_copy(update={"constraints": {"layers_per_stage": wish}}),
+    )
     asked = request(model, instance.cluster, instance.job, top=2)
     priced = price_all(model, instance.cluster, instance.job)
     found = plan(asked, model)
@@ -111,30 +147,43 @@ def test_plan_is_the_optimum_of_what_is_left(data: st.DataObject) -> None:
         assert isinstance(found, Infeasible)
         return
     assert isinstance(found, Plan)
-    assert found.prediction.step_seconds == pytest.approx(min(one.nanoseconds for one in priced) * TICK_SECONDS)
+    assert found.prediction.step_seconds == pytest.approx(
+        min(one.nanoseconds for one in priced) * TICK_SECONDS
+    )
     assert found.search.optimal
     assert check(found, model).problems == ()
     counts = tuple(len(stage.layers) for stage in found.stages)
     free = instance.job.model_copy(update={"constraints": {}})
     told = predict(
-        model, instance.cluster, free, PredictionLayout(**found.layout.model_dump(), layers_per_stage=counts)
+        model,
+        instance.cluster,
+        free,
+        PredictionLayout(**found.layout.model_dump(), layers_per_stage=counts),
     )
     assert told.prediction.step_seconds == pytest.approx(found.prediction.step_seconds)
 
 
 @settings(max_examples=5)
 @given(cases(), st.data())
-def test_plan_on_node_groups_is_the_optimum_of_what_is_left(case: Case, data: st.DataObject) -> None:
+def test_plan_on_node_groups_is_the_optimum_of_what_is_left(
+    case: Case, data: st.DataObject
+) -> None:
     """The same where ranks differ."""
     model, wish = data.draw(divided(case.profile))
     step = case.job.model_copy(update={"constraints": {"layers_per_stage": wish}})
-    fitting = [one.nanoseconds for one in price_all_mixed(model, case.cluster, step) if one.fits(case.memory)]
+    fitting = [
+        one.nanoseconds
+        for one in price_all_mixed(model, case.cluster, step)
+        if one.fits(case.memory)
+    ]
     found = plan(request(model, case.cluster, step, top=1), model)
     if not fitting:
         assert isinstance(found, Infeasible)
         return
     assert isinstance(found, Plan)
-    assert found.prediction.step_seconds == pytest.approx(min(fitting) * TICK_SECONDS, rel=1e-12)
+    assert found.prediction.step_seconds == pytest.approx(
+        min(fitting) * TICK_SECONDS, rel=1e-12
+    )
     assert found.search.optimal
     assert check(found, model).problems == ()
 
@@ -142,7 +191,11 @@ def test_plan_on_node_groups_is_the_optimum_of_what_is_left(case: Case, data: st
 @pytest.mark.parametrize(
     ("wishes", "wrong", "mend"),
     [
-        ({"layers_per_stage": (2, 3)}, "2,3 adds up to 5 layers, the model has 4", "add up to 4"),
+        (
+            {"layers_per_stage": (2, 3)},
+            "2,3 adds up to 5 layers, the model has 4",
+            "add up to 4",
+        ),
         (
             {"layers_per_stage": (2, 2), "pipeline_parallel_degree": 4},
             "2,2 lists 2 stages, which is no pipeline_parallel_degree x virtual_stages_per_rank with "
@@ -151,7 +204,9 @@ def test_plan_on_node_groups_is_the_optimum_of_what_is_left(case: Case, data: st
         ),
     ],
 )
-def test_lists_that_cannot_be_are_refused(wishes: dict[str, Any], wrong: str, mend: str) -> None:
+def test_lists_that_cannot_be_are_refused(
+    wishes: dict[str, Any], wrong: str, mend: str
+) -> None:
     """With the field, what is wrong with the value, and the mend."""
     model = four_equal_layers()
     with pytest.raises(LayoutError, match=wrong) as caught:
@@ -172,13 +227,26 @@ def test_lists_that_cannot_be_are_refused(wishes: dict[str, Any], wrong: str, me
 def test_checks_find_stages_that_do_not_obey(other: Constraint, wrong: str) -> None:
     """A plan whose request fixes another division, by a list or by a rule, does not hold."""
     model = named(GPT2)
-    found = plan(request(model, cluster(2), job(8, pipeline_parallel_degree=2, layers_per_stage=(2, 6))), model)
+    found = plan(
+        request(
+            model,
+            cluster(2),
+            job(8, pipeline_parallel_degree=2, layers_per_stage=(2, 6)),
+        ),
+        model,
+    )
     assert isinstance(found, Plan)
     assert check(found, model).ok
     constraints = {**found.request.job.constraints, "layers_per_stage": other}
     step = found.request.job.model_copy(update={"constraints": constraints})
-    forged = found.model_copy(update={"request": found.request.model_copy(update={"job": step})})
-    (told,) = (each for each in check(forged, model).problems if each.startswith("stages: layers against the job's"))
+    forged = found.model_copy(
+        update={"request": found.request.model_copy(update={"job": step})}
+    )
+    (told,) = (
+        each
+        for each in check(forged, model).problems
+        if each.startswith("stages: layers against the job's")
+    )
     assert wrong in told
 
 

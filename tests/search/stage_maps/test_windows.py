@@ -37,23 +37,40 @@ def test_windows_hold_every_stage_map_that_is_fast_enough_and_fits(
         for one in maps:
             if one.nanoseconds < limit and one.peak <= memory_of(instance):
                 behind = (0, *accumulate(one.layers_per_stage))
-                assert all(a <= b <= c for a, b, c in zip(windows.least, behind, windows.most, strict=True))
+                assert all(
+                    a <= b <= c
+                    for a, b, c in zip(windows.least, behind, windows.most, strict=True)
+                )
 
 
 def test_windows_are_narrower_where_memory_makes_layers_recompute() -> None:
     """Four of six layers would take the first rank 96 ms of 100; but it holds two micro-batches, for which 500 MB
     have no room unless one and a half layers recompute, which makes 108 ms (W5)."""
-    drafts = builders.layer(forward=1e-3, modes=("none", "full"), activation=100_000_000) * 6
+    drafts = (
+        builders.layer(forward=1e-3, modes=("none", "full"), activation=100_000_000) * 6
+    )
     work = workload(builders.profile(drafts), builders.cluster(2), builders.job(8))
-    costs = layout_costs(work, Layout(pipeline_parallel_degree=2, schedule="1f1b", recompute="per-layer"))
-    kinds, room, limit = Kinds.of(allowed_modes(costs, ("per-layer",))), 500_000_000, 100_000_000
+    costs = layout_costs(
+        work, Layout(pipeline_parallel_degree=2, schedule="1f1b", recompute="per-layer")
+    )
+    kinds, room, limit = (
+        Kinds.of(allowed_modes(costs, ("per-layer",))),
+        500_000_000,
+        100_000_000,
+    )
     by_work = within(reach(costs, kinds, warm_ups(costs), room, limit), 6)
     assert by_work == Windows((0, 3, 6), (0, 4, 6))
-    assert windows_of(costs, kinds, warm_ups(costs), room, limit) == Windows((0, 3, 6), (0, 3, 6))
+    assert windows_of(costs, kinds, warm_ups(costs), room, limit) == Windows(
+        (0, 3, 6), (0, 3, 6)
+    )
 
 
 def test_without_limits_every_stage_has_a_layer() -> None:
     """Five layers on three ranks: the second starts before layer 1, 2 or 3, the third before 2, 3 or 4."""
     windows = Windows.everywhere(5, 3)
-    assert (windows.least, windows.most, windows.width) == ((0, 1, 2, 5), (0, 3, 4, 5), 3)
+    assert (windows.least, windows.most, windows.width) == (
+        (0, 1, 2, 5),
+        (0, 3, 4, 5),
+        3,
+    )
     assert not windows.is_empty
