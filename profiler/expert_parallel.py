@@ -139,9 +139,8 @@ def degrees(source: ModelSource) -> tuple[int, ...]:
 
 def common_experts(source: ModelSource) -> int:
     """The largest number that divides the experts of every layer; 0 where there are none that are known here."""
-    return gcd(
-        *(int(module.num_experts) for module in experts_of(source.blueprint).values())
-    )  # type: ignore[arg-type]
+    modules = experts_of(source.blueprint).values()
+    return gcd(*(int(module.num_experts) for module in modules))  # type: ignore[arg-type]
 
 
 def local_share(parameter: Tensor, rank: int, ranks: int) -> Tensor:

@@ -112,11 +112,8 @@ class Modulation(nn.Module):
 
     def forward(self, condition: Tensor) -> tuple[Tensor, ...]:
         """(batch, width) -> parts of shape (batch, 1, width)."""
-        return (
-            self.linear(self.activation(condition))
-            .unsqueeze(1)
-            .chunk(self.parts, dim=2)
-        )  # type: ignore[no-any-return]
+        modulation: Tensor = self.linear(self.activation(condition))
+        return tuple(modulation.unsqueeze(1).chunk(self.parts, dim=2))
 
 
 class Block(nn.Module):
