@@ -1,1 +1,1 @@
-"""The planning service over HTTP: `api.app.create_app` builds it, `api.serve.serve` runs it."""
+"""The planning service over HTTP: `planner.api.app.create_app` builds it, `planner.api.serve.serve` runs it."""

@@ -10,19 +10,18 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
-import planner
-from api import pages, problems
-from api.dependencies import Services
-from api.documents import ProblemDocument
-from api.guard import Guard
-from api.hosts import names_of
-from api.jobs import Jobs
-from api.keys import keys_of
-from api.metrics import Metrics
-from api.middleware import BodyLimit, Head, RequestContext
-from api.profiles import Profiles
-from api.retention import keep_swept
-from api.routes import (
+from planner.api import pages, problems
+from planner.api.dependencies import Services
+from planner.api.documents import ProblemDocument
+from planner.api.guard import Guard
+from planner.api.hosts import names_of
+from planner.api.jobs import Jobs
+from planner.api.keys import keys_of
+from planner.api.metrics import Metrics
+from planner.api.middleware import BodyLimit, Head, RequestContext
+from planner.api.profiles import Profiles
+from planner.api.retention import keep_swept
+from planner.api.routes import (
     catalogue,
     exports,
     health,
@@ -32,10 +31,11 @@ from api.routes import (
     predictions,
     profiles,
 )
-from api.settings import Settings
-from api.solver import Search, Work
-from api.solvers import Solvers
-from api.store import Store
+from planner.api.settings import Settings
+from planner.api.solver import Search, Work
+from planner.api.solvers import Solvers
+from planner.api.store import Store
+from planner.version import __version__
 
 
 def create_app(
@@ -46,12 +46,12 @@ def create_app(
     app = FastAPI(
         title="planner",
         summary="Finds the fastest way to train a PyTorch model on a cluster, and proves it",
-        version=planner.__version__,
+        version=__version__,
         lifespan=_lifespan(settings, work or Search()),
         generate_unique_id_function=_operation_id,
         separate_input_output_schemas=False,
         responses=problems.RESPONSES,
-        docs_url=None,  # Swagger UI and ReDoc come from other sites, which clusters often cannot reach: see api.pages
+        docs_url=None,  # Swagger UI and ReDoc come from other sites, which clusters often cannot reach: see planner.api.pages
         redoc_url=None,
         redirect_slashes=False,
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from api.errors import PreconditionError
+from planner.api.errors import PreconditionError
 
 FOREVER = "public, max-age=31536000, immutable"
 REVALIDATE = "no-cache"

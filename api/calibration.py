@@ -7,8 +7,8 @@ import io
 from collections.abc import Iterable
 from typing import Any
 
+from planner.profiler import catalogue
 from planner.spec import Layout, MeasuredRun, Plan
-from profiler import catalogue
 
 COLUMNS = (
     *("source_id", "system", "hardware", "model", "precision", "status", "notes"),

@@ -9,15 +9,15 @@ from urllib.request import parse_http_list
 
 from fastapi import Depends, Header, Request
 
-from api.errors import NotFoundError
-from api.guard import client_of
-from api.jobs import Jobs
-from api.links import root_of
-from api.metrics import Metrics
-from api.profiles import Profiles
-from api.settings import Settings
-from api.solvers import Solvers
-from api.store import JobRow, PlanRow, Store
+from planner.api.errors import NotFoundError
+from planner.api.guard import client_of
+from planner.api.jobs import Jobs
+from planner.api.links import root_of
+from planner.api.metrics import Metrics
+from planner.api.profiles import Profiles
+from planner.api.settings import Settings
+from planner.api.solvers import Solvers
+from planner.api.store import JobRow, PlanRow, Store
 from planner.errors import DocumentError
 from planner.spec import Plan
 

@@ -20,19 +20,19 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Send
 from starlette.types import Scope as Connection
 
-from api.errors import (
+from planner.api.errors import (
     ForbiddenError,
     ForeignSiteError,
     HostError,
     ServiceError,
     UnauthorizedError,
 )
-from api.hosts import is_own
-from api.keys import Key, Scope, find
-from api.links import path_within
-from api.problems import problem_response
+from planner.api.hosts import is_own
+from planner.api.keys import Key, Scope, find
+from planner.api.links import path_within
+from planner.api.problems import problem_response
 
-logger = logging.getLogger("api")
+logger = logging.getLogger("planner.api")
 
 OPEN = frozenset({"/healthz", "/readyz"})
 OPEN_FOLDER = "/problems/"

@@ -17,19 +17,19 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict
 from functools import partial
 
-from api.documents import Answer, JobProgress, JobView, ProblemDocument
-from api.errors import InternalError, NotFoundError, SolverError
-from api.metrics import Metrics
-from api.problems import document_of
-from api.profiles import Profiles
-from api.settings import Settings
-from api.solver import PlanTask, Reported
-from api.solvers import Solvers, Ticket
-from api.store import EventRow, JobRow, PlanRow, Store, now
+from planner.api.documents import Answer, JobProgress, JobView, ProblemDocument
+from planner.api.errors import InternalError, NotFoundError, SolverError
+from planner.api.metrics import Metrics
+from planner.api.problems import document_of
+from planner.api.profiles import Profiles
+from planner.api.settings import Settings
+from planner.api.solver import PlanTask, Reported
+from planner.api.solvers import Solvers, Ticket
+from planner.api.store import EventRow, JobRow, PlanRow, Store, now
 from planner.errors import PlannerError
 from planner.spec import Infeasible, Plan, PlanRequest, canonical_json
 
-logger = logging.getLogger("api")
+logger = logging.getLogger("planner.api")
 
 MAX_ATTEMPTS = 3
 """A job that the service died under this often is not tried again."""

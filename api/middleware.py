@@ -11,11 +11,11 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api.errors import BodyTooLargeError, InternalError, MediaTypeError
-from api.links import root_of
-from api.problems import CarriedError, problem_response
+from planner.api.errors import BodyTooLargeError, InternalError, MediaTypeError
+from planner.api.links import root_of
+from planner.api.problems import CarriedError, problem_response
 
-logger = logging.getLogger("api")
+logger = logging.getLogger("planner.api")
 
 LOCATIONS = ("Location", "Content-Location")
 DEFAULTS = {

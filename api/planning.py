@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from fastapi.concurrency import run_in_threadpool
 
-from api.dependencies import Services, StoredResult
-from api.documents import PlanCreate
-from api.errors import LimitError
-from api.profiles import ResolvedProfile
-from api.store import JobRow
+from planner.api.dependencies import Services, StoredResult
+from planner.api.documents import PlanCreate
+from planner.api.errors import LimitError
+from planner.api.profiles import ResolvedProfile
+from planner.api.store import JobRow
 from planner.spec import Options, PlanRequest
 
 

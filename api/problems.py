@@ -4,7 +4,7 @@ PlannerError, ServiceError          -> its own code, title and status
 wrong body, parameter or header     -> DocumentError (422), one entry per mistake, each with field, pointer and mend
 unknown path, wrong method          -> 404, 405
 the database's disk is full, read-only -> 503
-anything else                       -> 500 with the request's id; the traceback goes to the log only (`api.middleware`)
+anything else                       -> 500 with the request's id; the traceback goes to the log only (`planner.api.middleware`)
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from api.documents import ErrorItem, ProblemDocument
-from api.errors import (
+from planner.api.documents import ErrorItem, ProblemDocument
+from planner.api.errors import (
     InternalError,
     MediaTypeError,
     MethodError,
@@ -32,11 +32,11 @@ from api.errors import (
     ServiceError,
     status_of,
 )
-from api.links import path_within
+from planner.api.links import path_within
 from planner.errors import DocumentError, PlannerError, Problem
 from planner.spec.document import Location, located_problems, path_of
 
-logger = logging.getLogger("api")
+logger = logging.getLogger("planner.api")
 
 MEDIA_TYPE = "application/problem+json"
 MOST_ERRORS = 50

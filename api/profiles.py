@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import cast
 
-from api.documents import PlanCreate, PredictionCreate
-from api.errors import LimitError, NotFoundError
-from api.settings import Settings
-from api.store import Store
+from planner.api.documents import PlanCreate, PredictionCreate
+from planner.api.errors import LimitError, NotFoundError
+from planner.api.settings import Settings
+from planner.api.store import Store
 from planner.spec import Cluster, Job, ModelProfile, digest
 from planner.spec.job import COMPUTE_TYPE
 from planner.spec.profile import DataType
@@ -138,7 +138,7 @@ class Profiles:
 
 
 def _counted(model: str, sequence_length: int, dtype: DataType) -> ResolvedProfile:
-    from profiler.counted import counted_profile
+    from planner.profiler.counted import counted_profile
 
     profile = counted_profile(model, sequence_length=sequence_length, dtype=dtype)
     return ResolvedProfile(digest(profile), profile, model)

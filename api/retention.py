@@ -7,11 +7,11 @@ import logging
 import sqlite3
 from dataclasses import asdict
 
-from api.metrics import Metrics
-from api.settings import Settings
-from api.store import Store, days_ago
+from planner.api.metrics import Metrics
+from planner.api.settings import Settings
+from planner.api.store import Store, days_ago
 
-logger = logging.getLogger("api")
+logger = logging.getLogger("planner.api")
 
 SECONDS_BETWEEN_SWEEPS = 3600.0
 

@@ -8,11 +8,11 @@ import socket
 import uvicorn
 from fastapi import FastAPI
 
-from api.app import create_app
-from api.hosts import is_loopback
-from api.keys import keys_of
-from api.settings import Settings
-from api.store import Store
+from planner.api.app import create_app
+from planner.api.hosts import is_loopback
+from planner.api.keys import keys_of
+from planner.api.settings import Settings
+from planner.api.store import Store
 from planner.errors import DocumentError
 
 SHUTDOWN_SECONDS = 10

@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from planner.errors import DocumentError, Problem
+from planner.profiler.cores import available_cores
 from planner.spec.document import problems_of
-from profiler.cores import available_cores
 
 ENVIRONMENT_PREFIX = "PLANNER_"
 MEBIBYTE = 1 << 20

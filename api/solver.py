@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
-from api.documents import Answer
-from api.errors import SolverError
+from planner.api.documents import Answer
+from planner.api.errors import SolverError
 from planner.errors import PlannerError
 from planner.spec import Cluster, Job, ModelProfile, Plan, PlanRequest, PredictionLayout
 

@@ -10,14 +10,27 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from api.documents import Answer
-from api.errors import NotReadyError, QueueFullError, SolverError, TooManyJobsError
-from api.metrics import Metrics
-from api.settings import Settings
-from api.solver import Answered, Crashed, Refused, Reported, SolverProcess, Task, Work
+from planner.api.documents import Answer
+from planner.api.errors import (
+    NotReadyError,
+    QueueFullError,
+    SolverError,
+    TooManyJobsError,
+)
+from planner.api.metrics import Metrics
+from planner.api.settings import Settings
+from planner.api.solver import (
+    Answered,
+    Crashed,
+    Refused,
+    Reported,
+    SolverProcess,
+    Task,
+    Work,
+)
 from planner.errors import PlannerError
 
-logger = logging.getLogger("api")
+logger = logging.getLogger("planner.api")
 
 ProgressHandler = Callable[[Reported], None]
 

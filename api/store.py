@@ -18,7 +18,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from api.documents import FINISHED, JobStatus
+from planner.api.documents import FINISHED, JobStatus
 from planner.errors import DocumentError, RunError
 
 SCHEMA_VERSION = 1

@@ -22,6 +22,10 @@ from typing import Any
 
 from benchmarks.executor_launch import Ranks
 from benchmarks.executor_model import LENGTH
+from planner.profiler.cores import available_cores
+from planner.profiler.links import LinkOptions, launch_links
+from planner.profiler.measure import profile as measure
+from planner.profiler.models import load_model
 from planner.search import make_request, plan_layout
 from planner.spec import (
     Cluster,
@@ -33,10 +37,6 @@ from planner.spec import (
     Plan,
     PredictionLayout,
 )
-from profiler.cores import available_cores
-from profiler.links import LinkOptions, launch_links
-from profiler.measure import profile as measure
-from profiler.models import load_model
 
 MODEL = "benchmarks.executor_model:small"
 GLOBAL_BATCH_SIZE, MICRO_BATCH_SIZE = 8, 1

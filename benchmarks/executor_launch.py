@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from planner.profiler.measure_load import threads_per_rank
 from planner.spec import Plan
-from profiler.measure_load import threads_per_rank
 
 POLL_SECONDS = 0.05
 STOP = "stop"

@@ -32,9 +32,9 @@ from planner.executor.executor import data_spec
 from planner.executor.parallel.shares import share_of
 from planner.executor.train.data import load_dataset, local_part
 from planner.executor.train.loss import next_token
+from planner.profiler.cores import available_cores
+from planner.profiler.models import ModelSource, load_model
 from planner.spec import Plan, read
-from profiler.cores import available_cores
-from profiler.models import ModelSource, load_model
 
 LEARNING_RATE = 3e-4
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}

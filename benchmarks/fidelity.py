@@ -46,12 +46,12 @@ from planner.fidelity.outcomes import outcomes
 from planner.fidelity.picture import Point, svg
 from planner.fidelity.remarks import Remarks, RowKey, read_remarks
 from planner.fidelity.rows import Dataset, read_runs
+from planner.profiler.counted import counted_profile
 from planner.search.bounds.layout import BOUNDED, Totals, lower_bound, warm_ups
 from planner.search.layouts.space import layouts
 from planner.search.stage_maps.segments import allowed_modes
 from planner.spec import Cluster, Job, Layout, NodeGroup
 from planner.spec.units import seconds
-from profiler.counted import counted_profile
 
 PRICED_MODEL, PRICED_LENGTH = "llama-3.1-405b", 4096
 STAGES, MICRO_BATCHES = 64, 512

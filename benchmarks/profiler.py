@@ -29,6 +29,12 @@ from torch.nn.functional import cross_entropy
 
 from planner.cost import price
 from planner.errors import PlannerError
+from planner.profiler import count, measure
+from planner.profiler.measure_device import device_spec
+from planner.profiler.measure_timing import Mark, time_phases
+from planner.profiler.models import ModelSource, load_model
+from planner.profiler.sources import from_config
+from planner.profiler.watch import saved_tensors
 from planner.search import predict
 from planner.spec import (
     Cluster,
@@ -39,12 +45,6 @@ from planner.spec import (
     PredictionLayout,
 )
 from planner.spec.profile import Measurement
-from profiler import count, measure
-from profiler.measure_device import device_spec
-from profiler.measure_timing import Mark, time_phases
-from profiler.models import ModelSource, load_model
-from profiler.sources import from_config
-from profiler.watch import saved_tensors
 
 WIDTH, LAYERS, VOCABULARY, TOKENS, MICRO_BATCH_SIZE = 128, 4, 1000, 128, 4
 BUDGET_SECONDS, QUICK_SECONDS = 5.0, 0.5

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 
 from benchmarks.search_rows import CHECKED, NOT_SEARCHED, PROVEN_GAP, Planned, Row
 from planner.errors import PlannerError
+from planner.profiler.counted import counted_profile
 from planner.search import make_request, plan
 from planner.spec import (
     Cluster,
@@ -27,7 +28,6 @@ from planner.spec import (
     Plan,
 )
 from planner.validate import check
-from profiler.counted import counted_profile
 from tests import builders
 from tests.brute_force import Priced
 from tests.search.test_brute_force import answer, memory_of, tight_instances

@@ -1,3 +1,3 @@
-"""Which split of a PyTorch model over a cluster trains fastest, how we know, and how to run it."""
+"""Find the fastest way to train a PyTorch model on a cluster, prove it, and run it."""
 
-__version__ = "0.1.0"
+from planner.version import __version__ as __version__

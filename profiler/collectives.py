@@ -2,7 +2,7 @@
 
 torch's collectives join and cut tensors along their first dimension; along any other one DTensor moves the pieces by a
 chunk and a cat, before a reduce-scatter and after an all-gather. Selective recomputation keeps what a collective gives
-(`profiler.recompute`). Nothing here is a kernel: the cost model prices exchanges by the links.
+(`planner.profiler.recompute`). Nothing here is a kernel: the cost model prices exchanges by the links.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Count what every layer costs, without a device: on meta tensors, which have shapes but no values.
 
-Layers of one kind are counted once (`profiler.layer_count` says how one is counted), and share their rows.
+Layers of one kind are counted once (`planner.profiler.layer_count` says how one is counted), and share their rows.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from planner.errors import DocumentError, UnsupportedError
+from planner.profiler.compute_type import building_in, cast, cast_inputs
+from planner.profiler.cut import Borders, LayerCut, Size, TensorChain
+from planner.profiler.cut_whole import same_numbers
+from planner.profiler.expert_parallel import common_experts, experts_of
+from planner.profiler.layer_count import LayerRun, LayerTrace
+from planner.profiler.models import ModelSource
+from planner.profiler.parameters import hidden_matrices, shapes_of
+from planner.profiler.progress import Progress
+from planner.profiler.quantities import LayerCount, Limits, layer_profiles, rows_of
+from planner.profiler.sequence_parallel import refusal
+from planner.profiler.shard import Exchanges, border_split, shard_layer
+from planner.profiler.splits import WHOLE, Split, splits
+from planner.profiler.tensor_parallel import refusal as tensor_refusal
 from planner.spec.profile import DataType, Measurement, ModelProfile, RecomputeMode
-from profiler.compute_type import building_in, cast, cast_inputs
-from profiler.cut import Borders, LayerCut, Size, TensorChain
-from profiler.cut_whole import same_numbers
-from profiler.expert_parallel import common_experts, experts_of
-from profiler.layer_count import LayerRun, LayerTrace
-from profiler.models import ModelSource
-from profiler.parameters import hidden_matrices, shapes_of
-from profiler.progress import Progress
-from profiler.quantities import LayerCount, Limits, layer_profiles, rows_of
-from profiler.sequence_parallel import refusal
-from profiler.shard import Exchanges, border_split, shard_layer
-from profiler.splits import WHOLE, Split, splits
-from profiler.tensor_parallel import refusal as tensor_refusal
 
 TORCH_TYPES: dict[DataType, torch.dtype] = {
     "fp32": torch.float32,
@@ -406,7 +406,7 @@ def check_spread(
     *,
     sequence_parallel: bool = False,
 ) -> None:
-    """Refuse degrees that a mixture's experts cannot be spread over (`profiler.expert_parallel`).
+    """Refuse degrees that a mixture's experts cannot be spread over (`planner.profiler.expert_parallel`).
 
     Raises:
         UnsupportedError: tensor-parallel ranks that do not share out the tokens.
@@ -446,7 +446,7 @@ def check_context(
             mend="give degrees that divide the sequence length.",
         )
     if max(degrees) > 1:
-        from profiler.sequence import check_pieces
+        from planner.profiler.sequence import check_pieces
 
         check_pieces(source)
 

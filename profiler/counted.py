@@ -1,6 +1,6 @@
 """Counted profiles of catalogue models without torch: stored polynomials, evaluated at the job's sizes.
 
-python -m profiler.counted --write [NAME...]      count with torch and store (after a change of model or counting)
+python -m planner.profiler.counted --write [NAME...]      count with torch and store (after a change of model or counting)
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from planner.errors import DocumentError, UnknownNameError
+from planner.profiler.catalogue import entry
+from planner.profiler.polynomials import evaluate, evaluate_layer
+from planner.profiler.quantities import Limits, layer_profiles, rows_of
+from planner.profiler.splits import Split, splits
 from planner.spec.profile import (
     DataType,
     Measurement,
@@ -21,10 +25,6 @@ from planner.spec.profile import (
     SharedParameters,
     SkipEdge,
 )
-from profiler.catalogue import entry
-from profiler.polynomials import evaluate, evaluate_layer
-from profiler.quantities import Limits, layer_profiles, rows_of
-from profiler.splits import Split, splits
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 STORED_TYPE: dict[DataType, str] = {"fp32": "fp32", "bf16": "bf16", "fp16": "bf16"}
@@ -41,7 +41,7 @@ def counted_profile(
     expert_parallel_degrees: tuple[int, ...] | None = None,
     sequence_parallel: bool = True,
 ) -> ModelProfile:
-    """The profile that `profiler.count.profile` would count for a catalogue model, without importing torch.
+    """The profile that `planner.profiler.count.profile` would count for a catalogue model, without importing torch.
 
     Args:
         name: catalogue name.
@@ -152,14 +152,14 @@ def _windowed_counts(data: dict[str, Any]) -> dict[str, Any]:
 @cache
 def _stored(name: str) -> dict[str, Any]:
     entry(name)  # tells the nearest names
-    path = files("profiler.catalogue").joinpath("counted", f"{name}.json")
+    path = files("planner.profiler.catalogue").joinpath("counted", f"{name}.json")
     try:
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DocumentError(
             "the catalogue has no counts of this model.",
             field=name,
-            mend=f"write them: python -m profiler.counted --write {name}",
+            mend=f"write them: python -m planner.profiler.counted --write {name}",
         ) from None
     return data
 
@@ -167,7 +167,7 @@ def _stored(name: str) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> int:
     """Count and store."""
     parser = argparse.ArgumentParser(
-        prog="python -m profiler.counted", description=main.__doc__
+        prog="python -m planner.profiler.counted", description=main.__doc__
     )
     parser.add_argument(
         "--write",
@@ -183,7 +183,7 @@ def main(arguments: list[str] | None = None) -> int:
     except UnknownNameError as error:
         parser.error(str(error))
 
-    from profiler.counted_write import write_all
+    from planner.profiler.counted_write import write_all
 
     write_all(names, Path(__file__).parent / "catalogue" / "counted")
     return 0

@@ -1,4 +1,4 @@
-"""Count catalogue models with torch, and write the polynomials that `profiler.counted` evaluates without it."""
+"""Count catalogue models with torch, and write the polynomials that `planner.profiler.counted` evaluates without it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
+from planner.profiler import catalogue
+from planner.profiler.count import TORCH_TYPES, Counter
+from planner.profiler.expert_parallel import common_experts
+from planner.profiler.models import ModelSource, load_model
+from planner.profiler.polynomials import Size, evaluate_layer, fit, fit_layer
+from planner.profiler.quantities import LayerCount
+from planner.profiler.splits import WHOLE, Split, splits
 from planner.spec.profile import DataType, Measurement
-from profiler import catalogue
-from profiler.count import TORCH_TYPES, Counter
-from profiler.expert_parallel import common_experts
-from profiler.models import ModelSource, load_model
-from profiler.polynomials import Size, evaluate_layer, fit, fit_layer
-from profiler.quantities import LayerCount
-from profiler.splits import WHOLE, Split, splits
 
 COUNTED_TYPES: tuple[DataType, ...] = ("fp32", "bf16")
 """fp16 has the figures of bf16."""
@@ -41,7 +41,7 @@ def write(name: str, folder: Path) -> Path:
 
 
 def count_model(source: ModelSource) -> dict[str, Any]:
-    """All that `profiler.counted` needs to know of a model."""
+    """All that `planner.profiler.counted` needs to know of a model."""
     cut = source.cut()
     counters = {dtype: Counter(source, dtype) for dtype in COUNTED_TYPES}
     counter = counters["fp32"]

@@ -4,9 +4,9 @@ A stage is made from the whole model by taking away what other stages own, so pa
 the user's model: checkpoints and seeds agree whatever the split. This works on a meta model, so that a rank never holds
 the parameters of another stage.
 
-Any module can be cut (`profiler.cut_graph`). Two common forms need no traced run, so that their stages are shorter: the
+Any module can be cut (`planner.profiler.cut_graph`). Two common forms need no traced run, so that their stages are shorter: the
 children of an `nn.Sequential` (as torchgpipe's GPipe takes it), and the blocks of a language model of transformers
-(`profiler.transformer_cut`). A model that nobody can cut is a single layer, and the cut says why.
+(`planner.profiler.transformer_cut`). A model that nobody can cut is a single layer, and the cut says why.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from planner.errors import LayoutError, UnsupportedError
+from planner.profiler.kinds import has_backward, name_kinds, signature
+from planner.profiler.recompute import recompute as recompute_module
 from planner.spec.profile import RecomputeMode, SharedParameters, SkipEdge
 from planner.spec.recipes import factored_elements
-from profiler.kinds import has_backward, name_kinds, signature
-from profiler.recompute import recompute as recompute_module
 
 Recompute = Mapping[int, RecomputeMode]
 """Mode by index of a layer; layers that are not named do not recompute."""
@@ -199,7 +199,7 @@ class LayerCut:
         A shared parameter whose owner stands in another stage is kept as this stage's own copy, under its own name.
 
         Args:
-            recompute: mode (`profiler.recompute`) by index (of `layers`).
+            recompute: mode (`planner.profiler.recompute`) by index (of `layers`).
 
         Raises:
             LayoutError: no such range of layers, or a recomputed layer outside of it.
@@ -293,7 +293,7 @@ def cut_model(
                 return simple
         except UnsupportedError as error:
             refusals.append(error)
-    from profiler.cut_graph import cut_graph
+    from planner.profiler.cut_graph import cut_graph
 
     try:
         return cut_graph(
@@ -305,7 +305,7 @@ def cut_model(
         )
     except UnsupportedError as error:
         refusals.append(error)
-    from profiler.cut_whole import cut_whole
+    from planner.profiler.cut_whole import cut_whole
 
     return cut_whole(model, maker, keywords, refusals, real, longest_sequence)
 
@@ -351,7 +351,7 @@ def _cut_simply(model: nn.Module, inputs: Tensor) -> LayerCut | None:
         and hasattr(model, "config")
         and not inputs.is_floating_point()
     ):
-        from profiler.transformer_cut import cut_transformer
+        from planner.profiler.transformer_cut import cut_transformer
 
         return cut_transformer(model, inputs)
     return None

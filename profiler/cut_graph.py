@@ -1,4 +1,4 @@
-"""Cut any module that runs on meta tensors: layers are runs of its steps, found by `profiler.cut_layers`.
+"""Cut any module that runs on meta tensors: layers are runs of its steps, found by `planner.profiler.cut_layers`.
 
     inputs -> [layer 0] -> live tensors -> [layer 1] -> live tensors -> ... -> outputs
 
@@ -26,9 +26,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from planner.errors import LayoutError, UnsupportedError
-from planner.spec.profile import SharedParameters, SkipEdge
-from profiler.compute_type import cast, cast_inputs, dtype_of
-from profiler.cut import (
+from planner.profiler.compute_type import cast, cast_inputs, dtype_of
+from planner.profiler.cut import (
     Borders,
     CutLayer,
     InputMaker,
@@ -37,7 +36,7 @@ from profiler.cut import (
     Tensors,
     shared_parameters,
 )
-from profiler.cut_layers import (
+from planner.profiler.cut_layers import (
     Flow,
     Run,
     find_atoms,
@@ -46,9 +45,9 @@ from profiler.cut_layers import (
     matching,
     named_atoms,
 )
-from profiler.cut_prune import aliases, has_children, prune
-from profiler.cut_stage import GraphStage
-from profiler.cut_trace import (
+from planner.profiler.cut_prune import aliases, has_children, prune
+from planner.profiler.cut_stage import GraphStage
+from planner.profiler.cut_trace import (
     Attribute,
     Shape,
     Step,
@@ -57,9 +56,10 @@ from profiler.cut_trace import (
     Value,
     trace,
 )
-from profiler.evaluating import evaluating
-from profiler.kinds import has_backward, name_kinds, signature
-from profiler.transformer_cut import meta_friendly
+from planner.profiler.evaluating import evaluating
+from planner.profiler.kinds import has_backward, name_kinds, signature
+from planner.profiler.transformer_cut import meta_friendly
+from planner.spec.profile import SharedParameters, SkipEdge
 
 Select = Callable[[Flow], tuple[int, ...]]
 """Some values of a run."""
@@ -94,7 +94,7 @@ def cut_graph(
         inputs: makes what the model takes.
         keywords: names of the inputs; empty: by place.
         starts: modules before which a layer starts (`*` for one component); empty: found by the rules of
-            `profiler.cut_layers`.
+            `planner.profiler.cut_layers`.
 
     Raises:
         UnsupportedError: the model cannot be written down; names the module and the reason.

@@ -27,8 +27,8 @@ from itertools import pairwise
 from torch import nn
 
 from planner.errors import UnknownNameError
-from profiler.cut_prune import has_children
-from profiler.cut_trace import Step, Trace, is_constant
+from planner.profiler.cut_prune import has_children
+from planner.profiler.cut_trace import Step, Trace, is_constant
 
 FEWEST_LAYERS = 4
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)

@@ -1,4 +1,4 @@
-"""Runs the steps of a stage: the forward of a model that `profiler.cut_graph` has cut."""
+"""Runs the steps of a stage: the forward of a model that `planner.profiler.cut_graph` has cut."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from planner.errors import UnsupportedError
-from profiler.cut import detachable
-from profiler.cut_layers import Flow, Run
-from profiler.cut_trace import Attribute, OwnDevice, Step, Value
+from planner.profiler.cut import detachable
+from planner.profiler.cut_layers import Flow, Run
+from planner.profiler.cut_trace import Attribute, OwnDevice, Step, Value
 
 if TYPE_CHECKING:
-    from profiler.cut_graph import GraphChain, Select
+    from planner.profiler.cut_graph import GraphChain, Select
 
 Tensors = dict[int, Tensor]
 """By number of the value."""

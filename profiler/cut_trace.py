@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
-from profiler.host_random import restore, states
+from planner.profiler.host_random import restore, states
 
 META = torch.device("meta")
 RANDOM = frozenset(

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from planner.errors import UnsupportedError
-from planner.spec.profile import SkipEdge
-from profiler.compute_type import cast, cast_inputs, dtype_of
-from profiler.cut import (
+from planner.profiler.compute_type import cast, cast_inputs, dtype_of
+from planner.profiler.cut import (
     Borders,
     CutLayer,
     InputMaker,
@@ -25,8 +24,9 @@ from profiler.cut import (
     Tensors,
     detachable,
 )
-from profiler.cut_trace import output_tensors
-from profiler.transformer_cut import meta_friendly
+from planner.profiler.cut_trace import output_tensors
+from planner.profiler.transformer_cut import meta_friendly
+from planner.spec.profile import SkipEdge
 
 WHOLE = CutLayer("model", "model", ("",), recomputable=False)
 

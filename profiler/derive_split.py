@@ -28,21 +28,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from profiler.cut import CutLayer, tied_modules
-from profiler.derive_vocabulary import vocabulary_of
-from profiler.split_attention import can_split, split_attention
-from profiler.split_products import (
+from planner.profiler.cut import CutLayer, tied_modules
+from planner.profiler.derive_vocabulary import vocabulary_of
+from planner.profiler.split_attention import can_split, split_attention
+from planner.profiler.split_products import (
     Product,
     product_of,
     reads_split_features,
     split_columns,
     split_rows,
 )
-from profiler.split_tensor import IndivisibleError, NoRuleError, SplitTensor, take_part
-from profiler.transformer_cut import friendly_to
+from planner.profiler.split_tensor import (
+    IndivisibleError,
+    NoRuleError,
+    SplitTensor,
+    take_part,
+)
+from planner.profiler.transformer_cut import friendly_to
 
 if TYPE_CHECKING:
-    from profiler.models import ModelSource
+    from planner.profiler.models import ModelSource
 
 SECTIONS = (1, 3, 2)
 """Numbers of sections that are tried: plain; queries, keys and values; keys and values, or gate and value."""
@@ -60,7 +65,7 @@ class DerivedSplit:
     """Column-wise products, with the number of their sections."""
     rows: tuple[str, ...]
     attentions: tuple[str, ...]
-    """torch's own attention modules, split by heads (`profiler.split_attention`)."""
+    """torch's own attention modules, split by heads (`planner.profiler.split_attention`)."""
     divisor: int
     """Degrees that divide it can be split by."""
     vocabulary: tuple[str, ...] = ()
@@ -137,7 +142,7 @@ def _renamed(layer: CutLayer, other: CutLayer, name: str) -> str:
 
 @dataclass(slots=True)
 class _Shapes:
-    """A tensor-parallel group by shapes alone; see `profiler.split_tensor.Ranks`."""
+    """A tensor-parallel group by shapes alone; see `planner.profiler.split_tensor.Ranks`."""
 
     ranks: int
     rank: int = 0
@@ -145,29 +150,29 @@ class _Shapes:
     """The greatest number that divides all that is shared out."""
 
     def enter(self, whole: Tensor) -> Tensor:
-        """See `profiler.split_tensor.Ranks`."""
+        """See `planner.profiler.split_tensor.Ranks`."""
         return whole
 
     read = leave = add = largest = enter
 
     def total(self, partial: Tensor) -> Tensor:
-        """See `profiler.split_tensor.Ranks`. An exchange in the midst of a region is not chosen unasked."""
+        """See `planner.profiler.split_tensor.Ranks`. An exchange in the midst of a region is not chosen unasked."""
         raise NoRuleError("a sum over the dimension that is split")
 
     def gather(self, part: Tensor) -> Tensor:
-        """See `profiler.split_tensor.Ranks`; likewise."""
+        """See `planner.profiler.split_tensor.Ranks`; likewise."""
         raise NoRuleError("a split tensor is gathered")
 
     def take(self, whole: Tensor, dimension: int, sections: int) -> Tensor:
-        """See `profiler.split_tensor.Ranks`."""
+        """See `planner.profiler.split_tensor.Ranks`."""
         return take_part(whole, dimension, sections, self.rank, self.ranks)
 
     def drawing(self, device: torch.device) -> AbstractContextManager[None]:
-        """See `profiler.split_tensor.Ranks`."""
+        """See `planner.profiler.split_tensor.Ranks`."""
         return nullcontext()
 
     def divide(self, length: int) -> bool:
-        """See `profiler.split_tensor.Ranks`."""
+        """See `planner.profiler.split_tensor.Ranks`."""
         self.common = gcd(self.common, length)
         return length % self.ranks == 0
 
@@ -175,7 +180,7 @@ class _Shapes:
 def hold_on_meta(
     ranks: int, parameter: nn.Parameter, dimension: int, sections: int
 ) -> nn.Parameter:
-    """What one of so many ranks holds of a parameter (`profiler.split_products.Hold`), without values."""
+    """What one of so many ranks holds of a parameter (`planner.profiler.split_products.Hold`), without values."""
     shape = list(parameter.shape)
     if shape[dimension] % sections:
         raise NoRuleError(f"{shape[dimension]} are not {sections} sections")

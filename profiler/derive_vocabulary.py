@@ -1,6 +1,6 @@
 """Which embeddings and output layers of a model whose split is derived may be split by vocabulary.
 
-`profiler.split_vocabulary` runs such a module in its own way, so nobody else may use its weight: not another module,
+`planner.profiler.split_vocabulary` runs such a module in its own way, so nobody else may use its weight: not another module,
 unless that one is split alike (tied embeddings), and not the model's own code. Of the second, one run without values
 shows that the model never touches the weight: there a tensor stands in its place that allows nothing.
 """
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-from profiler.split_tensor import Ranks, SplitTensor
-from profiler.split_vocabulary import has_rows
-from profiler.transformer_cut import friendly_to
+from planner.profiler.split_tensor import Ranks, SplitTensor
+from planner.profiler.split_vocabulary import has_rows
+from planner.profiler.transformer_cut import friendly_to
 
 if TYPE_CHECKING:
-    from profiler.models import ModelSource
+    from planner.profiler.models import ModelSource
 
 SIZE = (2, 6)
 """Samples and tokens of the run."""

@@ -36,10 +36,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
-from profiler.transformer_cut import TransformerChain
+from planner.profiler.transformer_cut import TransformerChain
 
 if TYPE_CHECKING:
-    from profiler.models import ModelSource
+    from planner.profiler.models import ModelSource
 
 DEGREES = (2, 4, 8)
 """Expert-parallel degrees that are counted, of those that divide the experts."""

@@ -20,22 +20,22 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
 from planner.errors import UnsupportedError
-from planner.spec.fp8 import MULTIPLE, Operand
-from profiler import tensor_parallel
-from profiler.float8_product import WHOLE, Parts, float8_product
-from profiler.recompute import own_forward, replace_forward
-from profiler.split_group import largest_in_group
-from profiler.split_products import Columns, Rows, linear_product
-from profiler.split_tensor import SplitTensor
-from profiler.tensor_parallel import (
+from planner.profiler import tensor_parallel
+from planner.profiler.float8_product import WHOLE, Parts, float8_product
+from planner.profiler.recompute import own_forward, replace_forward
+from planner.profiler.split_group import largest_in_group
+from planner.profiler.split_products import Columns, Rows, linear_product
+from planner.profiler.split_tensor import SplitTensor
+from planner.profiler.tensor_parallel import (
     COLUMN_STYLES,
     DERIVED_ROWS,
     ROW_STYLES,
     sections_of,
 )
+from planner.spec.fp8 import MULTIPLE, Operand
 
 if TYPE_CHECKING:
-    from profiler.models import ModelSource
+    from planner.profiler.models import ModelSource
 
 OF_COLUMNS: frozenset[Operand] = frozenset({"weight", "gradient"})
 OF_ROWS: frozenset[Operand] = frozenset({"weight", "input"})
@@ -126,7 +126,7 @@ def run_in_float8(model: nn.Module, names: Collection[str]) -> None:
 def _run(
     parts: Parts, module: nn.Module, input: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
-    """See `profiler.split_products.Product`."""
+    """See `planner.profiler.split_products.Product`."""
     made = float8_product(input, _as_matrix(module, weight), parts)
     return made if bias is None else made + bias
 

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from planner.profiler.low_bit import torchao
 from planner.spec.fp8 import MULTIPLE, Operand
-from profiler.low_bit import torchao
 
 CAPABILITY = (8, 9)
 """Of the first CUDA devices that multiply fp8: Ada, then Hopper."""

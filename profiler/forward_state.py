@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from profiler.host_random import States, restore, states
+from planner.profiler.host_random import States, restore, states
 
 Place = tuple[nn.Module, str]
 """A module, and the name of an attribute or buffer of its own."""

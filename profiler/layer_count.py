@@ -7,10 +7,10 @@ apart):
     temporary  the most that lives at one time, x, y and their gradients included, less what is kept -> temporary_bytes
     recompute  kept = what lives between forward and backward, less y; temporary = the most that lives at one time, the
                forward that runs again included; recompute_flops = those of the backward beyond the plain one's
-               (`profiler.recompute`)
+               (`planner.profiler.recompute`)
 
 Kept storages that belong to no layer, because what runs ahead of the blocks makes them once for all (rotary tables),
-are charged to the first layer of the model, whose stage makes them (`profiler.count`). A stage that begins later makes
+are charged to the first layer of the model, whose stage makes them (`planner.profiler.count`). A stage that begins later makes
 its own: for that they count as temporary in the layers that keep them, once, however many micro-batches are in flight.
 Steady state of training: gradients exist, so a new weight gradient lives only until it is added. Attention is the fused
 kernel of a CUDA device. The last layer includes the loss: mean cross entropy in fp32.
@@ -30,15 +30,15 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
+from planner.profiler.cut_stage import GraphStage
+from planner.profiler.parameters import ParameterShapes
+from planner.profiler.quantities import Kernel, LayerCount, ModeCount
+from planner.profiler.recompute import Phase, is_saved, recomputing
+from planner.profiler.shard import Exchanges
+from planner.profiler.split_products import linear_product
+from planner.profiler.transformer_cut import friendly_to
+from planner.profiler.watch import FusedAttention, Watcher, saved_tensors
 from planner.spec.profile import RecomputeMode
-from profiler.cut_stage import GraphStage
-from profiler.parameters import ParameterShapes
-from profiler.quantities import Kernel, LayerCount, ModeCount
-from profiler.recompute import Phase, is_saved, recomputing
-from profiler.shard import Exchanges
-from profiler.split_products import linear_product
-from profiler.transformer_cut import friendly_to
-from profiler.watch import FusedAttention, Watcher, saved_tensors
 
 Tensors = tuple[Tensor, ...]
 _Recomputed = tuple[ModeCount, tuple[bool, ...]]
@@ -84,7 +84,7 @@ class _Kept:
 
 @dataclass(slots=True)
 class _Part:
-    """A module that recomputes: which of its forward's kernels run again. An `Observer` of `profiler.recompute`."""
+    """A module that recomputes: which of its forward's kernels run again. An `Observer` of `planner.profiler.recompute`."""
 
     watcher: Watcher
     places: range = range(0)

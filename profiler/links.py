@@ -1,7 +1,7 @@
 """Measured links: `launch_links` starts local ranks and returns what `planner links` writes.
 
 launch_links(4)                                  starts torchrun here, and reads the fitted links back
-torchrun ... -m profiler.links --output F        on every rank: measure, fit; rank 0 writes F
+torchrun ... -m planner.profiler.links --output F        on every rank: measure, fit; rank 0 writes F
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ import torch
 import torch.distributed as dist
 
 from planner.errors import PlannerError, SpecError
-from planner.spec import Links, read
-from profiler.links_contention import pipeline_slowdown
-from profiler.links_fit import fit_levels
-from profiler.links_groups import find_nodes, make_group, shapes
-from profiler.links_measure import (
+from planner.profiler.links_contention import pipeline_slowdown
+from planner.profiler.links_fit import fit_levels
+from planner.profiler.links_groups import find_nodes, make_group, shapes
+from planner.profiler.links_measure import (
     OPERATIONS,
     Sampling,
     check_request,
     default_sizes,
     measure_rows,
 )
-from profiler.links_overlap import overlap_slowdown
-from profiler.links_torchrun import print_progress, run_torchrun, under_torchrun
-from profiler.progress import Progress
+from planner.profiler.links_overlap import overlap_slowdown
+from planner.profiler.links_torchrun import print_progress, run_torchrun, under_torchrun
+from planner.profiler.progress import Progress
+from planner.spec import Links, read
 
 TIMEOUT_SECONDS = 600.0
 TIME_BUDGET_SECONDS = 300.0
@@ -144,7 +144,7 @@ def launch_links(
         output = Path(folder) / "links.json"
         arguments = ["--output", str(output), "--options", json.dumps(asdict(options))]
         run_torchrun(
-            "profiler.links",
+            "planner.profiler.links",
             arguments,
             ranks,
             timeout_seconds=timeout_seconds,
@@ -253,7 +253,8 @@ def _check_backend(backend: str | None) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """One rank of `launch_links`."""
     parser = argparse.ArgumentParser(
-        prog="profiler.links", description="Measure links; run it under torchrun."
+        prog="planner.profiler.links",
+        description="Measure links; run it under torchrun.",
     )
     parser.add_argument(
         "--output",

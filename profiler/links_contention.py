@@ -18,8 +18,8 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-from profiler.cores import available_cores
-from profiler.links_overlap import Compute, most
+from planner.profiler.cores import available_cores
+from planner.profiler.links_overlap import Compute, most
 
 ACTION_SECONDS = 0.02
 """Of one micro-batch down one rank; far more than a message or a time slice takes."""

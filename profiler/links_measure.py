@@ -1,6 +1,6 @@
 """Timing of collectives on the current process group (gloo or nccl).
 
-Ranks stand in groups (`profiler.links_groups`), and all groups of one shape work at the same time. A sample times a run
+Ranks stand in groups (`planner.profiler.links_groups`), and all groups of one shape work at the same time. A sample times a run
 of exchanges back to back between barriers (as nccl-tests does), so that ranks leaving a barrier at different times do
 not count; it ends when the last rank ends. The row is the median of the samples, with their spread.
 """
@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 from planner.errors import SpecError
+from planner.profiler.links_groups import RankGroup, find_nodes, make_group, shapes
+from planner.profiler.measure_timing import Timing
+from planner.profiler.progress import Progress
 from planner.spec import LinkMeasurement
 from planner.spec.cluster import OperationName
-from profiler.links_groups import RankGroup, find_nodes, make_group, shapes
-from profiler.measure_timing import Timing
-from profiler.progress import Progress
 
 OPERATIONS: tuple[OperationName, ...] = get_args(OperationName)
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from profiler.links_groups import RankGroup
+from planner.profiler.links_groups import RankGroup
 
 MATMUL_SIZE: dict[str, int] = {"cpu": 384, "cuda": 8192}
 """Rows and columns of the products; large enough to run at full speed."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from planner.errors import RunError
-from profiler.progress import Progress
+from planner.profiler.progress import Progress
 
 PROGRESS_MARK = "progress\t"
 TAIL_LINES = 12

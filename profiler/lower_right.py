@@ -1,6 +1,6 @@
 """Causal attention of a transformer from fewer queries than keys, without a mask.
 
-Queries of a piece of a sequence are the last ones of its keys (`profiler.sequence`), so attention is causal from the
+Queries of a piece of a sequence are the last ones of its keys (`planner.profiler.sequence`), so attention is causal from the
 lower right corner: no mask is made where the kernel knows that. It is a module of its own since it imports
 transformers, which takes seconds and which other models do without.
 """

@@ -27,16 +27,14 @@ from typing import Literal
 import torch
 
 from planner.errors import SpecError, UnsupportedError
-from planner.spec import LayerProfile, Measurement, ModelProfile, digest
-from planner.spec.profile import DataType, RecomputeMode
-from profiler import count
-from profiler.cores import available_cores
-from profiler.float8 import check_float8
-from profiler.float8_product import remark
-from profiler.lengths import at_lengths, check_lengths
-from profiler.low_bit import require_torchao
-from profiler.measure_conditions import compared, conditions
-from profiler.measure_device import (
+from planner.profiler import count
+from planner.profiler.cores import available_cores
+from planner.profiler.float8 import check_float8
+from planner.profiler.float8_product import remark
+from planner.profiler.lengths import at_lengths, check_lengths
+from planner.profiler.low_bit import require_torchao
+from planner.profiler.measure_conditions import compared, conditions
+from planner.profiler.measure_device import (
     DeviceSheet,
     find_device,
     is_in_catalogue,
@@ -44,8 +42,8 @@ from profiler.measure_device import (
     measure_peaks,
     processor_name,
 )
-from profiler.measure_journal import Case, Figures, Journal
-from profiler.measure_layer import (
+from planner.profiler.measure_journal import Case, Figures, Journal
+from planner.profiler.measure_layer import (
     PHASES,
     Bench,
     LayerWorkload,
@@ -53,12 +51,14 @@ from profiler.measure_layer import (
     Size,
     recomputed_backward,
 )
-from profiler.measure_load import Load, threads_per_rank
-from profiler.measure_low_bit import adam_8bit_seconds
-from profiler.measure_shard import fake_group
-from profiler.measure_timing import Timing, time_phases
-from profiler.models import ModelSource
-from profiler.progress import Progress
+from planner.profiler.measure_load import Load, threads_per_rank
+from planner.profiler.measure_low_bit import adam_8bit_seconds
+from planner.profiler.measure_shard import fake_group
+from planner.profiler.measure_timing import Timing, time_phases
+from planner.profiler.models import ModelSource
+from planner.profiler.progress import Progress
+from planner.spec import LayerProfile, Measurement, ModelProfile, digest
+from planner.spec.profile import DataType, RecomputeMode
 
 TIME_BUDGET_SECONDS = 25.0
 TINY_SECONDS = 1e-9

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from planner.errors import SpecError, UnsupportedError
-from planner.spec import DeviceSpec
-from planner.spec.devices import catalogue
-from planner.spec.profile import DataType
-from profiler.count import TORCH_TYPES
-from profiler.measure_load import Load
-from profiler.measure_memory import (
+from planner.profiler.count import TORCH_TYPES
+from planner.profiler.measure_load import Load
+from planner.profiler.measure_memory import (
     ProcessMemory,
     available_memory_bytes,
     process_memory,
 )
-from profiler.measure_timing import Mark, time_phases
+from planner.profiler.measure_timing import Mark, time_phases
+from planner.spec import DeviceSpec
+from planner.spec.devices import catalogue
+from planner.spec.profile import DataType
 
 MATMUL_SIZE: dict[str, int] = {"cpu": 1024, "cuda": 8192}
 """Rows and columns of the product that the peak is measured with."""

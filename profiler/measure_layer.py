@@ -20,20 +20,20 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from planner.profiler.compute_type import buffers_to_cast, cast_rest
+from planner.profiler.count import TORCH_TYPES
+from planner.profiler.cut import Borders
+from planner.profiler.float8 import float8_modules, run_in_float8
+from planner.profiler.measure_shard import local, split, with_local
+from planner.profiler.measure_timing import Mark
+from planner.profiler.models import ModelSource
+from planner.profiler.parameters import parameters_on_meta
+from planner.profiler.recompute import is_saved
+from planner.profiler.shard import shard
+from planner.profiler.tensor_parallel import plan, split_modules
+from planner.profiler.transformer_cut import friendly_to
+from planner.profiler.watch import FusedAttention, saved_tensors
 from planner.spec.profile import DataType, RecomputeMode
-from profiler.compute_type import buffers_to_cast, cast_rest
-from profiler.count import TORCH_TYPES
-from profiler.cut import Borders
-from profiler.float8 import float8_modules, run_in_float8
-from profiler.measure_shard import local, split, with_local
-from profiler.measure_timing import Mark
-from profiler.models import ModelSource
-from profiler.parameters import parameters_on_meta
-from profiler.recompute import is_saved
-from profiler.shard import shard
-from profiler.tensor_parallel import plan, split_modules
-from profiler.transformer_cut import friendly_to
-from profiler.watch import FusedAttention, saved_tensors
 
 Tensors = tuple[Tensor, ...]
 Size = tuple[int, int]
@@ -199,7 +199,7 @@ class LayerWorkload:
 
 
 def _loss(output: Tensor, classes: Tensor) -> Tensor:
-    """As counted (`profiler.layer_count`): cross entropy, or the mean of what has no dimension of classes."""
+    """As counted (`planner.profiler.layer_count`): cross entropy, or the mean of what has no dimension of classes."""
     if output.dim() < 2:
         return output.float().mean()
     return cross_entropy(output.flatten(0, -2).float(), classes.flatten())
@@ -271,7 +271,7 @@ class Bench:
     dtype: DataType
     """Of parameters and activations; token ids stay integers."""
     precision: Literal["fp8"] | None = None
-    """fp8: the products of linear layers run in it (`profiler.float8`)."""
+    """fp8: the products of linear layers run in it (`planner.profiler.float8`)."""
     _borders: dict[Size, Borders] = field(default_factory=dict, repr=False)
 
     def build(
@@ -279,7 +279,7 @@ class Bench:
     ) -> BuiltLayer:
         """Layer `index` with random weights, or one rank's shard of it; nothing else of the model takes memory.
 
-        Shards are to be built, and run, within `profiler.measure_shard.fake_group`.
+        Shards are to be built, and run, within `planner.profiler.measure_shard.fake_group`.
         """
         stage = self._stage(index, recompute)
         names = (

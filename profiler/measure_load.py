@@ -21,9 +21,9 @@ from typing import Protocol, Self
 import torch
 
 from planner.errors import RunError
-from profiler.allocator import keep_freed
-from profiler.cores import available_cores
-from profiler.measure_timing import Mark
+from planner.profiler.allocator import keep_freed
+from planner.profiler.cores import available_cores
+from planner.profiler.measure_timing import Mark
 
 READY = "ready"
 TAIL_LINES = 12
@@ -117,7 +117,7 @@ class Load:
         }
         with self._log(index).open("w", encoding="utf-8") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "profiler.measure_load"],
+                [sys.executable, "-m", "planner.profiler.measure_load"],
                 env=environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -13,8 +13,8 @@ from time import perf_counter
 
 import torch
 
+from planner.profiler.low_bit import torchao
 from planner.spec.recipes import QUANTIZED_BLOCK
-from profiler.low_bit import torchao
 
 SAMPLE = 2**10 * QUANTIZED_BLOCK
 """Elements that are updated at most; of a larger tensor the seconds grow with its elements."""

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from planner.errors import RunError
-from profiler.allocator import give_back, keep_freed
-from profiler.measure_load import python_path
+from planner.profiler.allocator import give_back, keep_freed
+from planner.profiler.measure_load import python_path
 
 STATUS = Path("/proc/self/status")
 """Of this process."""
@@ -82,7 +82,7 @@ def process_memory() -> ProcessMemory:
     Raises:
         RunError: the process failed.
     """
-    command = [sys.executable, "-m", "profiler.measure_memory"]
+    command = [sys.executable, "-m", "planner.profiler.measure_memory"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=False
@@ -98,7 +98,7 @@ def main() -> int:
     """The worker: load what a rank loads, join a group, train a small transformer, print its `ProcessMemory`."""
     import torch.distributed as dist
 
-    from profiler.models import load_model
+    from planner.profiler.models import load_model
 
     keep_freed()  # as ranks do
     for name in RANK_MODULES:

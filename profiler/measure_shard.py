@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from planner.errors import UnsupportedError
-from profiler.local_tensor import local as local
-from profiler.local_tensor import with_local as with_local
-from profiler.models import ModelSource
-from profiler.split_group import split_ours
-from profiler.tensor_parallel import parallel_styles, plan, split_modules
+from planner.profiler.local_tensor import local as local
+from planner.profiler.local_tensor import with_local as with_local
+from planner.profiler.models import ModelSource
+from planner.profiler.split_group import split_ours
+from planner.profiler.tensor_parallel import parallel_styles, plan, split_modules
 
 
 @contextmanager

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from planner.errors import MismatchError, UnsupportedError
+from planner.profiler.compute_type import cast
+from planner.profiler.cut import Borders, LayerCut, RealModel, cut_model
 from planner.spec.profile import SkipEdge
-from profiler.compute_type import cast
-from profiler.cut import Borders, LayerCut, RealModel, cut_model
 
 if TYPE_CHECKING:
-    from profiler.derive_split import DerivedSplit
+    from planner.profiler.derive_split import DerivedSplit
 
 InputKind = Literal["tokens", "images", "features", "indices"]
 """Token ids, images, other numbers, or whole numbers other than token ids (classes, time steps)."""
@@ -160,7 +160,7 @@ class ModelSource:
         )
 
     def cut_at(self, starts: tuple[str, ...]) -> ModelSource:
-        """The same model, its layers starting before these modules (`profiler.cut.cut_model`); empty: where the rules
+        """The same model, its layers starting before these modules (`planner.profiler.cut.cut_model`); empty: where the rules
         find layers."""
         return self if starts == self.starts else replace(self, starts=starts)
 
@@ -228,39 +228,39 @@ class ModelSource:
 
     def tensor_parallel_degrees(self) -> tuple[int, ...]:
         """Degrees that the model can be tensor-parallel by; (1,) when nobody told how to split it, or into what."""
-        from profiler.tensor_parallel import degrees
+        from planner.profiler.tensor_parallel import degrees
 
         return degrees(self)
 
     @cached_property
     def derived_split(self) -> DerivedSplit:
-        """How to split the model over tensor-parallel ranks, where nobody has told (`profiler.derive_split`)."""
-        from profiler.derive_split import derive
+        """How to split the model over tensor-parallel ranks, where nobody has told (`planner.profiler.derive_split`)."""
+        from planner.profiler.derive_split import derive
 
         return derive(self)
 
     @cached_property
     def sequence_refusal(self) -> str:
         """Why tensor-parallel ranks cannot share out the tokens between their regions; empty where they can."""
-        from profiler.sequence_parallel import find_refusal
+        from planner.profiler.sequence_parallel import find_refusal
 
         return find_refusal(self)
 
     @cached_property
     def whole_sequences(self) -> str:
         """Why sequences cannot be cut into chunks or over context-parallel ranks; empty where they can."""
-        from profiler.sequence import find_refusal
+        from planner.profiler.sequence import find_refusal
 
         return find_refusal(self)
 
     def expert_parallel_degrees(self) -> tuple[int, ...]:
         """Degrees that the model's experts can be shared out by; (1,) where it has none."""
-        from profiler.expert_parallel import degrees
+        from planner.profiler.expert_parallel import degrees
 
         return degrees(self)
 
     def can_split_sequences(self) -> bool:
-        """Can tensor-parallel ranks share out the tokens between their regions? (`profiler.sequence_parallel`)"""
+        """Can tensor-parallel ranks share out the tokens between their regions? (`planner.profiler.sequence_parallel`)"""
         return not self.sequence_refusal
 
     @cached_property
@@ -277,7 +277,7 @@ def load_model(reference: str) -> ModelSource:
     """The model that a reference names.
 
     Args:
-        reference: a catalogue name (`profiler.catalogue.names`), the path of a Hugging Face config.json or of the
+        reference: a catalogue name (`planner.profiler.catalogue.names`), the path of a Hugging Face config.json or of the
             directory that holds it, or ``package.module:callable``. The callable takes no arguments and returns a new
             `nn.Module`, or (`nn.Module`, example inputs): one tensor, or a tuple or dict of tensors, all with the
             micro-batch as their first dimension.
@@ -289,8 +289,8 @@ def load_model(reference: str) -> ModelSource:
     """
     from pathlib import Path
 
-    from profiler import catalogue
-    from profiler.sources import from_callable, from_catalogue, from_config_file
+    from planner.profiler import catalogue
+    from planner.profiler.sources import from_callable, from_catalogue, from_config_file
 
     path = Path(reference)
     if reference not in catalogue.names() and (path.suffix == ".json" or path.exists()):

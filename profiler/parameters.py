@@ -16,8 +16,8 @@ from math import prod
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from planner.profiler.cut import LayerCut
 from planner.spec.recipes import factored_elements
-from profiler.cut import LayerCut
 
 NEWTON_SCHULZ_STEPS = 5
 """Of `torch.optim.Muon`."""

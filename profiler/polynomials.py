@@ -19,7 +19,7 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-from profiler.quantities import (
+from planner.profiler.quantities import (
     Exchange,
     GradientName,
     GroupName,

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Literal, get_args
 
 from planner.errors import DocumentError
+from planner.profiler.splits import Split
 from planner.spec.profile import (
     Collective,
     CollectiveName,
@@ -17,7 +18,6 @@ from planner.spec.profile import (
     Operation,
     RecomputeMode,
 )
-from profiler.splits import Split
 
 SHORTEST_SEQUENCE = 2
 """Tokens: the first one has nothing to be predicted from."""

@@ -30,8 +30,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from planner.profiler.forward_state import ForwardState
 from planner.spec.profile import RecomputeMode
-from profiler.forward_state import ForwardState
 
 Phase = Literal["forward", "again"]
 Observer = Callable[[Phase], AbstractContextManager[None]]

@@ -14,7 +14,7 @@ place, for two ways to cut a sequence:
                           "Seq1F1B").
 
 Queries of a piece are the last ones of its keys, so attention is causal from the lower right corner: no mask is made
-where the kernel knows that (`profiler.lower_right`).
+where the kernel knows that (`planner.profiler.lower_right`).
 
 No model needs a case of its own; one that mixes its tokens in any other way is refused (`check_pieces`).
 """
@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from planner.errors import UnsupportedError
-from profiler.models import ModelSource
-from profiler.split_tensor import SplitTensor
-from profiler.transformer_cut import TransformerChain, meta_friendly
+from planner.profiler.models import ModelSource
+from planner.profiler.split_tensor import SplitTensor
+from planner.profiler.transformer_cut import TransformerChain, meta_friendly
 
 Gather = Callable[[Tensor], Tensor]
 """(..., tokens of a piece, width) -> (..., tokens of the chunk, width): the pieces of all context-parallel ranks."""
@@ -202,7 +202,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, states: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group, ctx.tokens = group, states.shape[-2]
         ranks = group.size()
-        # Functional operations, which selective recomputation keeps the outputs of (`profiler.recompute`).
+        # Functional operations, which selective recomputation keeps the outputs of (`planner.profiler.recompute`).
         operations = torch.ops._c10d_functional
         pieces = operations.all_gather_into_tensor(
             states.contiguous(), ranks, group.group_name
@@ -252,7 +252,7 @@ def find_refusal(source: ModelSource) -> str:
 def _attention_refusal(source: ModelSource, chain: TransformerChain) -> str:
     """Run two chunks over two ranks on meta tensors: every block must take its keys and values from `PastKeys`. The
     first block of every kind speaks for all that are like it: dozens of blocks take seconds."""
-    from profiler.lower_right import (
+    from planner.profiler.lower_right import (
         use_lower_right,
     )  # with transformers, of which the model is
 

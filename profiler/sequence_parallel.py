@@ -18,7 +18,7 @@ A hidden tensor is (batch, sequence, features), or (tokens, features) where a mo
 dimension before the last that is split. Parameters outside of the regions see this rank's tokens only: their gradients
 are partial sums over the group. They must be vectors (norms), or stand beside a mixture's experts (routers), which send
 every token where it belongs by itself: who mixes tokens there would be wrong without a word. Experts gather the tokens
-and scatter their outputs themselves (`profiler.expert_parallel`).
+and scatter their outputs themselves (`planner.profiler.expert_parallel`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from profiler import tensor_parallel
-from profiler.expert_parallel import experts_of
-from profiler.tensor_parallel import (
+from planner.profiler import tensor_parallel
+from planner.profiler.expert_parallel import experts_of
+from planner.profiler.tensor_parallel import (
     COLUMN_STYLES,
     DERIVED_ROWS,
     REPLICATED,
@@ -40,10 +40,14 @@ from profiler.tensor_parallel import (
     is_derived,
     sections_of,
 )
-from profiler.transformer_cut import TransformerChain, hidden_argument, hidden_output
+from planner.profiler.transformer_cut import (
+    TransformerChain,
+    hidden_argument,
+    hidden_output,
+)
 
 if TYPE_CHECKING:
-    from profiler.models import ModelSource
+    from planner.profiler.models import ModelSource
 
 DIMENSION = -2
 """Of the sequence in a hidden tensor."""
@@ -80,7 +84,7 @@ class SequencePlan:
         """The plan of what a stage holds of the blocks.
 
         Args:
-            styles: by qualified name (`profiler.tensor_parallel.split_modules`).
+            styles: by qualified name (`planner.profiler.tensor_parallel.split_modules`).
         """
         inside = {
             name: style
@@ -182,8 +186,8 @@ def find_refusal(source: ModelSource) -> str:
 
 def _stumbling(source: ModelSource) -> str:
     """What hinders the code behind the products of regions that were derived from working on a part of the tokens."""
-    from profiler.count import Counter
-    from profiler.splits import Split
+    from planner.profiler.count import Counter
+    from planner.profiler.splits import Split
 
     ranks, counter = source.tensor_parallel_degrees()[1], Counter(source, "fp32")
     try:

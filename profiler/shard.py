@@ -3,7 +3,7 @@
 Column-wise linear layers keep out_features / degree outputs, row-wise ones in_features / degree inputs and their whole
 bias; everything else stays whole (Shoeybi et al. 2019, "Megatron-LM", section 3). All-reduces do not change shapes and
 work in place; a gather makes the whole tensor. With sequence parallelism the exchanges stand at the borders of the
-tensor-parallel regions (`profiler.sequence_parallel`). No process group is needed.
+tensor-parallel regions (`planner.profiler.sequence_parallel`). No process group is needed.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ import torch
 from torch import Tensor, nn
 
 from planner.errors import UnsupportedError
-from planner.spec.profile import CollectiveName
-from profiler import collectives, tensor_parallel
-from profiler.derive_split import hold_on_meta
-from profiler.expert_parallel import Alone, Routes, experts_of, share_out
-from profiler.quantities import Exchange, GroupName
-from profiler.sequence_parallel import (
+from planner.profiler import collectives, tensor_parallel
+from planner.profiler.derive_split import hold_on_meta
+from planner.profiler.expert_parallel import Alone, Routes, experts_of, share_out
+from planner.profiler.quantities import Exchange, GroupName
+from planner.profiler.sequence_parallel import (
     DIMENSION,
     SequencePlan,
     enter_regions,
     split_borders,
 )
-from profiler.split_modules import split_module
-from profiler.split_products import once_each
-from profiler.split_tensor import join_parts, take_part
-from profiler.splits import Split
-from profiler.tensor_parallel import (
+from planner.profiler.split_modules import split_module
+from planner.profiler.split_products import once_each
+from planner.profiler.split_tensor import join_parts, take_part
+from planner.profiler.splits import Split
+from planner.profiler.tensor_parallel import (
     COLUMN_STYLES,
     REPLICATED,
     REPLICATED_STYLES,
     ROW_STYLES,
     is_ours,
 )
-from profiler.transformer_cut import TransformerChain
+from planner.profiler.transformer_cut import TransformerChain
+from planner.spec.profile import CollectiveName
 
 if TYPE_CHECKING:
-    from profiler.models import ModelSource
+    from planner.profiler.models import ModelSource
 
 
 @dataclass(slots=True)
@@ -154,7 +154,7 @@ def shard(
     """Cut a stage on the meta device down to one rank's shard, in place.
 
     Args:
-        styles: style by qualified module name (`profiler.tensor_parallel.split_modules`).
+        styles: style by qualified module name (`planner.profiler.tensor_parallel.split_modules`).
         in_regions: those of the modules whose exchanges stand at the borders of their regions.
 
     Raises:
@@ -193,7 +193,7 @@ def shard(
 
 @dataclass(frozen=True, slots=True)
 class _DerivedRanks:
-    """Ranks that split tensors as derived; see `profiler.split_tensor.Ranks`."""
+    """Ranks that split tensors as derived; see `planner.profiler.split_tensor.Ranks`."""
 
     ranks: int
     exchanges: Exchanges
@@ -201,11 +201,11 @@ class _DerivedRanks:
     sequence: bool = False
 
     def read(self, whole: Tensor) -> Tensor:
-        """See `profiler.split_tensor.Ranks`."""
+        """See `planner.profiler.split_tensor.Ranks`."""
         return whole if self.sequence else self.enter(whole)
 
     def leave(self, partial: Tensor) -> Tensor:
-        """See `profiler.split_tensor.Ranks`."""
+        """See `planner.profiler.split_tensor.Ranks`."""
         if self.sequence:
             self.exchanges.add_both("reduce_scatter", "all_gather", partial)
             part: Tensor = collectives.Leave.apply(partial, self.ranks, DIMENSION)
@@ -214,31 +214,31 @@ class _DerivedRanks:
         return partial
 
     def add(self, whole: Tensor) -> Tensor:
-        """See `profiler.split_tensor.Ranks`."""
+        """See `planner.profiler.split_tensor.Ranks`."""
         return self.enter(whole) if self.sequence else whole
 
     def total(self, partial: Tensor) -> Tensor:
-        """See `profiler.split_tensor.Ranks`."""
+        """See `planner.profiler.split_tensor.Ranks`."""
         self.exchanges.add("forward", "all_reduce", partial)
         return partial
 
     def largest(self, values: Tensor) -> Tensor:
-        """See `profiler.split_tensor.Ranks`. Layers are counted in bf16, of which nobody asks."""
+        """See `planner.profiler.split_tensor.Ranks`. Layers are counted in bf16, of which nobody asks."""
         return values
 
     def gather(self, part: Tensor) -> Tensor:
-        """See `profiler.split_tensor.Ranks`."""
+        """See `planner.profiler.split_tensor.Ranks`."""
         whole: Tensor = collectives.Gather.apply(part, self.ranks, -1)
         self.exchanges.add("forward", "all_gather", whole)
         return whole
 
     def enter(self, whole: Tensor) -> Tensor:
-        """See `profiler.split_tensor.Ranks`."""
+        """See `planner.profiler.split_tensor.Ranks`."""
         self.exchanges.add_column_input(whole)
         return whole
 
     def take(self, whole: Tensor, dimension: int, sections: int) -> Tensor:
-        """See `profiler.split_tensor.Ranks`."""
+        """See `planner.profiler.split_tensor.Ranks`."""
         if not whole.requires_grad:
             return take_part(whole, dimension, sections, self.rank, self.ranks)
         self.exchanges.add("backward", "all_gather", whole)
@@ -246,11 +246,11 @@ class _DerivedRanks:
         return part
 
     def drawing(self, device: torch.device) -> AbstractContextManager[None]:
-        """See `profiler.split_tensor.Ranks`."""
+        """See `planner.profiler.split_tensor.Ranks`."""
         return nullcontext()
 
     def divide(self, length: int) -> bool:
-        """See `profiler.split_tensor.Ranks`."""
+        """See `planner.profiler.split_tensor.Ranks`."""
         return length % self.ranks == 0
 
 
@@ -262,8 +262,8 @@ def _share_context(
     Args:
         parts: of its piece of the sequence, of which it takes one (sequence parallelism).
     """
-    from profiler.lower_right import use_lower_right
-    from profiler.sequence import KeyValues, Pieces
+    from planner.profiler.lower_right import use_lower_right
+    from planner.profiler.sequence import KeyValues, Pieces
 
     def gather(part: Tensor) -> Tensor:
         whole: Tensor = collectives.Enter.apply(part, ranks, -2)
@@ -291,13 +291,13 @@ class _UniformGroup:
     exchanges: Exchanges
 
     def routes(self, experts: Tensor, count: int) -> Routes:
-        """See `profiler.expert_parallel.Group`."""
+        """See `planner.profiler.expert_parallel.Group`."""
         return Routes(None, None, torch.empty_like(experts))
 
     def exchange(
         self, rows: Tensor, sent: list[int] | None, received: list[int] | None
     ) -> Tensor:
-        """See `profiler.expert_parallel.Group`."""
+        """See `planner.profiler.expert_parallel.Group`."""
         exchanged: Tensor = collectives.Exchange.apply(rows)  # type: ignore[no-untyped-call]
         self.exchanges.add_both("all_to_all", "all_to_all", exchanged, "expert")
         return exchanged
@@ -312,23 +312,23 @@ class _UniformRanks:
 
     @property
     def rank(self) -> int:
-        """See `profiler.expert_parallel.TensorRanks`."""
+        """See `planner.profiler.expert_parallel.TensorRanks`."""
         return 0
 
     def gather(self, part: Tensor) -> Tensor:
-        """See `profiler.expert_parallel.TensorRanks`."""
+        """See `planner.profiler.expert_parallel.TensorRanks`."""
         whole: Tensor = collectives.Enter.apply(part, self.ranks, 0)
         self.exchanges.add_both("all_gather", "reduce_scatter", whole)
         return whole
 
     def scatter(self, whole: Tensor) -> Tensor:
-        """See `profiler.expert_parallel.TensorRanks`."""
+        """See `planner.profiler.expert_parallel.TensorRanks`."""
         self.exchanges.add_both("reduce_scatter", "all_gather", whole)
         part: Tensor = collectives.Leave.apply(whole, self.ranks, 0)
         return part
 
     def places(self, mask: Tensor) -> Tensor:
-        """See `profiler.expert_parallel.TensorRanks`."""
+        """See `planner.profiler.expert_parallel.TensorRanks`."""
         return mask.new_empty(mask.shape[0] // self.ranks, dtype=torch.long)
 
 

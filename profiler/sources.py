@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from planner.errors import DocumentError, UnknownNameError, UnsupportedError
+from planner.profiler.callables import first_line, load_callable
+from planner.profiler.catalogue import CatalogueEntry
+from planner.profiler.models import ModelInput, ModelSource
+from planner.profiler.split_elementwise import take_split_tensors
+from planner.profiler.tensor_parallel import follow_local_heads
 from planner.spec.document import read_data
-from profiler.callables import first_line, load_callable
-from profiler.catalogue import CatalogueEntry
-from profiler.models import ModelInput, ModelSource
-from profiler.split_elementwise import take_split_tensors
-from profiler.tensor_parallel import follow_local_heads
 
 DEFAULT_IMAGE_SIZE = 224
 """Pixels; of models whose configuration states none (ImageNet's usual crop)."""
@@ -30,7 +30,7 @@ Example = Tensor | tuple[Tensor, ...] | dict[str, Tensor] | None
 def from_catalogue(entry: CatalogueEntry) -> ModelSource:
     """The model of a catalogue entry."""
     if entry.network is not None:
-        from profiler.networks import build_network
+        from planner.profiler.networks import build_network
 
         first, *further = (
             ModelInput(each.kind, each.sample_shape, each.limit)

@@ -13,9 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from profiler.local_tensor import local
-from profiler.split_products import Hold
-from profiler.split_tensor import IndivisibleError, NoRuleError, Ranks, SplitTensor
+from planner.profiler.local_tensor import local
+from planner.profiler.split_products import Hold
+from planner.profiler.split_tensor import (
+    IndivisibleError,
+    NoRuleError,
+    Ranks,
+    SplitTensor,
+)
 
 
 def can_split(module: nn.Module) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from profiler.split_tensor import SplitTensor
+from planner.profiler.split_tensor import SplitTensor
 
 ELEMENTWISE = frozenset({("transformers.models.bloom.modeling_bloom", "BloomGelu")})
 """Their modules and classes. Nobody can see what an autograd function does with its elements, so each is told here."""

@@ -1,6 +1,6 @@
 """Split tensors over a real tensor-parallel group: its exchanges, and parameters as DTensors over it.
 
-Collectives are torch's functional ones, which selective recomputation knows (`profiler.recompute`).
+Collectives are torch's functional ones, which selective recomputation knows (`planner.profiler.recompute`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from profiler.split_modules import split_module
-from profiler.split_products import Entered, once_each
-from profiler.split_tensor import join_parts, take_part
-from profiler.tensor_parallel import is_ours
+from planner.profiler.split_modules import split_module
+from planner.profiler.split_products import Entered, once_each
+from planner.profiler.split_tensor import join_parts, take_part
+from planner.profiler.tensor_parallel import is_ours
 
 # Before torch 2.13 it had another name, which warns by now.
 _all_gather: Callable[..., Tensor] = getattr(
@@ -105,7 +105,7 @@ class _Gather(torch.autograd.Function):
 
 
 class GroupRanks:
-    """A real group; see `profiler.split_tensor.Ranks`.
+    """A real group; see `planner.profiler.split_tensor.Ranks`.
 
     Args:
         sequence: with sequence parallelism: `planner.executor.parallel.sequence_parallel` enters regions.
@@ -117,11 +117,11 @@ class GroupRanks:
         self._entered = Entered()
 
     def read(self, whole: Tensor) -> Tensor:
-        """See `profiler.split_tensor.Ranks`; what several products of a region read enters once."""
+        """See `planner.profiler.split_tensor.Ranks`; what several products of a region read enters once."""
         return whole if self._sequence else self._entered.once(whole, self.enter)
 
     def leave(self, partial: Tensor) -> Tensor:
-        """See `profiler.split_tensor.Ranks`."""
+        """See `planner.profiler.split_tensor.Ranks`."""
         self._entered.forget()
         if self._sequence:
             spread = DTensor.from_local(
@@ -132,32 +132,32 @@ class GroupRanks:
         return summed
 
     def add(self, whole: Tensor) -> Tensor:
-        """See `profiler.split_tensor.Ranks`."""
+        """See `planner.profiler.split_tensor.Ranks`."""
         return self.enter(whole) if self._sequence else whole
 
     def total(self, partial: Tensor) -> Tensor:
-        """See `profiler.split_tensor.Ranks`."""
+        """See `planner.profiler.split_tensor.Ranks`."""
         summed: Tensor = _Leave.apply(partial, self._mesh)  # type: ignore[no-untyped-call]
         return summed
 
     def largest(self, values: Tensor) -> Tensor:
-        """See `profiler.split_tensor.Ranks`."""
+        """See `planner.profiler.split_tensor.Ranks`."""
         return largest_in_group(values, self._mesh)
 
     def gather(self, part: Tensor) -> Tensor:
-        """See `profiler.split_tensor.Ranks`."""
+        """See `planner.profiler.split_tensor.Ranks`."""
         whole: Tensor = _Gather.apply(part, self._mesh)  # type: ignore[no-untyped-call]
         return whole
 
     def enter(self, whole: Tensor) -> Tensor:
-        """See `profiler.split_tensor.Ranks`."""
+        """See `planner.profiler.split_tensor.Ranks`."""
         if not (whole.requires_grad and torch.is_grad_enabled()):
             return whole
         entered: Tensor = _Enter.apply(whole, self._mesh)  # type: ignore[no-untyped-call]
         return entered
 
     def take(self, whole: Tensor, dimension: int, sections: int) -> Tensor:
-        """See `profiler.split_tensor.Ranks`."""
+        """See `planner.profiler.split_tensor.Ranks`."""
         if not whole.requires_grad:
             return take_part(whole, dimension, sections, self.rank, self.ranks)
         part: Tensor = _Take.apply(whole, dimension, sections, self._mesh)  # type: ignore[no-untyped-call]
@@ -165,7 +165,7 @@ class GroupRanks:
 
     @contextmanager
     def drawing(self, device: torch.device) -> Iterator[None]:
-        """See `profiler.split_tensor.Ranks`. Seeded from the state of the generator, so that recomputation, which
+        """See `planner.profiler.split_tensor.Ranks`. Seeded from the state of the generator, so that recomputation, which
         restores that state, draws the same numbers again."""
         if device.type == "meta":
             yield
@@ -187,7 +187,7 @@ class GroupRanks:
             torch.rand(1, device=device)  # so that what is drawn next differs
 
     def divide(self, length: int) -> bool:
-        """See `profiler.split_tensor.Ranks`."""
+        """See `planner.profiler.split_tensor.Ranks`."""
         return length % self.ranks == 0
 
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
-from profiler.local_tensor import local
-from profiler.split_attention import split_attention
-from profiler.split_products import Hold, split_columns, split_rows
-from profiler.split_tensor import Ranks, SplitTensor
-from profiler.split_vocabulary import split_vocabulary
-from profiler.tensor_parallel import (
+from planner.profiler.local_tensor import local
+from planner.profiler.split_attention import split_attention
+from planner.profiler.split_products import Hold, split_columns, split_rows
+from planner.profiler.split_tensor import Ranks, SplitTensor
+from planner.profiler.split_vocabulary import split_vocabulary
+from planner.profiler.tensor_parallel import (
     DERIVED_ATTENTION,
     DERIVED_VOCABULARY,
     PER_HEAD,
@@ -28,7 +28,7 @@ def split_module(module: nn.Module, style: str, ranks: Ranks, hold: Hold) -> Non
     """In place.
 
     Args:
-        style: one that `profiler.tensor_parallel.is_ours`.
+        style: one that `planner.profiler.tensor_parallel.is_ours`.
         hold: what the rank holds of the module's parameters.
     """
     if shared_key_of(style):
@@ -51,7 +51,7 @@ def split_module(module: nn.Module, style: str, ranks: Ranks, hold: Hold) -> Non
     if style == DERIVED_ATTENTION:
         assert isinstance(
             module, nn.MultiheadAttention
-        )  # `profiler.derive_split` chooses no others
+        )  # `planner.profiler.derive_split` chooses no others
         split_attention(module, ranks, hold)
     elif sections:
         split_columns(module, sections, ranks, hold)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from profiler.local_tensor import local
-from profiler.split_tensor import NoRuleError, Ranks, SplitTensor
+from planner.profiler.local_tensor import local
+from planner.profiler.split_tensor import NoRuleError, Ranks, SplitTensor
 
 Hold = Callable[[nn.Parameter, int, int], nn.Parameter]
 """What a rank holds of a parameter, of which it has the part of a dimension that consists of so many sections."""
@@ -185,7 +185,7 @@ def _parameters(module: nn.Module) -> tuple[Tensor, Tensor | None]:
 
 def _known(module: nn.Module) -> Product:
     product = product_of(module)
-    assert product is not None  # `profiler.derive_split` chooses no others
+    assert product is not None  # `planner.profiler.derive_split` chooses no others
     return product
 
 

@@ -2,7 +2,7 @@
 
 The model's code sees the whole tensor's shape, so that reshapes by whole numbers of heads or features go on working,
 whatever the degree; what is computed is this rank's part. Every torch function has a rule
-(`profiler.split_tensor_rules`, `profiler.split_tensor_views`) which says on which dimension its result is split. Rules
+(`planner.profiler.split_tensor_rules`, `planner.profiler.split_tensor_views`) which says on which dimension its result is split. Rules
 never exchange anything in the forward: a function that would need it has none, and is refused. So where a model's code
 runs on split tensors, its result is proven right by construction. These are the layouts of Alpa (Zheng et al. 2022,
 section 4.1) and of DTensor for one mesh dimension, less those that need an exchange, and with packed products besides.
@@ -148,7 +148,7 @@ class SplitTensor(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Compute by the function's rule."""
-        from profiler.split_tensor_rules import RULES
+        from planner.profiler.split_tensor_rules import RULES
 
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():

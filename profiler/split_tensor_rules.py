@@ -1,7 +1,7 @@
 """What torch functions make of tensors that are split over tensor-parallel ranks: elementwise ones, products, norms.
 
 A rule is called with the function and its arguments, some of them `SplitTensor`, and calls the function with this
-rank's parts. `profiler.split_tensor_views` has the rules of functions that only arrange elements.
+rank's parts. `planner.profiler.split_tensor_views` has the rules of functions that only arrange elements.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from profiler.split_tensor import IndivisibleError, NoRuleError, SplitTensor
-from profiler.split_tensor_views import VIEWS
+from planner.profiler.split_tensor import IndivisibleError, NoRuleError, SplitTensor
+from planner.profiler.split_tensor_views import VIEWS
 
 Rule = Callable[..., Any]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiler.split_tensor import IndivisibleError, NoRuleError, SplitTensor
+from planner.profiler.split_tensor import IndivisibleError, NoRuleError, SplitTensor
 
 Shape = tuple[int, ...]
 
@@ -255,7 +255,7 @@ def _cat(
     func: Any, tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any
 ) -> SplitTensor:
     """Of tensors that are split alike, and whole ones, along another dimension."""
-    from profiler.split_tensor_rules import common
+    from planner.profiler.split_tensor_rules import common
 
     dim = kwargs.get("axis", dim)
     like, _ = common(tensors)
@@ -266,7 +266,7 @@ def _cat(
 
 
 def _stack(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> SplitTensor:
-    from profiler.split_tensor_rules import common
+    from planner.profiler.split_tensor_rules import common
 
     like, _ = common(tensors)
     dim %= like.dim() + 1

@@ -18,9 +18,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
-from profiler.local_tensor import local
-from profiler.split_products import Hold
-from profiler.split_tensor import Ranks
+from planner.profiler.local_tensor import local
+from planner.profiler.split_products import Hold
+from planner.profiler.split_tensor import Ranks
 
 
 def has_rows(module: nn.Module, rows: int) -> bool:

@@ -3,8 +3,8 @@
 The plan is transformers' own (`base_model_tp_plan` of the configuration, `_tp_plan` of the model), with the same column
 and row pattern (Shoeybi et al. 2019, "Megatron-LM", section 3) where it has none (`OPT_BLOCK_PLAN`), none of attention,
 or one that keeps attention whole (`ATTENTION_PLANS`). Of a mixture's experts the ranks hold whole ones, an equal number
-each (`profiler.expert_parallel`), where transformers' plan splits every one of them. For all other models the plan is
-derived from what their layers do (`profiler.derive_split`).
+each (`planner.profiler.expert_parallel`), where transformers' plan splits every one of them. For all other models the plan is
+derived from what their layers do (`planner.profiler.derive_split`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from profiler.expert_parallel import common_experts, experts_of
+from planner.profiler.expert_parallel import common_experts, experts_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
-    from profiler.models import ModelSource
+    from planner.profiler.models import ModelSource
 
 OPT_BLOCK_PLAN = {
     "self_attn.q_proj": "colwise",
@@ -91,7 +91,7 @@ def is_derived(style: str) -> bool:
 
 
 def is_ours(style: str) -> bool:
-    """Is the style carried out by `profiler.split_modules`, and not by torch's `parallelize_module`?"""
+    """Is the style carried out by `planner.profiler.split_modules`, and not by torch's `parallelize_module`?"""
     return (
         is_derived(style) or style in (SPLIT_NORM, PER_HEAD) or shared_key_of(style) > 0
     )
@@ -346,7 +346,7 @@ def degrees(source: ModelSource) -> tuple[int, ...]:
     common = gcd(heads, getattr(config, "num_key_value_heads", None) or heads, *widths)
     experts = common_experts(source)
     if experts:
-        from profiler.sequence_parallel import refusal
+        from planner.profiler.sequence_parallel import refusal
 
         common = 1 if refusal(source) else gcd(common, experts)
     return _divisors(common, common)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from planner.profiler.transformer_tally import Tally
 from planner.spec.frameworks import AttentionKernel, Framework
 from planner.spec.profile import (
     BYTES_PER_ELEMENT,
@@ -28,7 +29,6 @@ from planner.spec.profile import (
     RecomputeMode,
     SharedParameters,
 )
-from profiler.transformer_tally import Tally
 
 FUSED_ATTENTION: dict[
     AttentionKernel, Literal["attention", "attention-1", "attention-3"]

@@ -25,14 +25,14 @@ import torch
 from torch import Tensor, nn
 
 from planner.errors import UnsupportedError
-from profiler.cut import (
+from planner.profiler.cut import (
     CutLayer,
     LayerCut,
     TensorChain,
     detachable,
     find_shared_parameters,
 )
-from profiler.kinds import name_kinds, signature
+from planner.profiler.kinds import name_kinds, signature
 
 
 def cut_transformer(model: Any, inputs: Tensor) -> LayerCut:
@@ -108,12 +108,12 @@ def _refusal(model: nn.Module, reason: str) -> UnsupportedError:
 @contextmanager
 def meta_friendly() -> Iterator[None]:
     """Within, transformers models run on meta tensors: the two places that read values of the ids are answered, and
-    experts multiply and LSTM layers run by shapes alone (`profiler.experts`, `profiler.recurrent`).
+    experts multiply and LSTM layers run by shapes alone (`planner.profiler.experts`, `planner.profiler.recurrent`).
 
     Ids that are neither packed nor padded are what training on full sequences gives. Where nobody has imported
     transformers the model is not of it, and nothing is: that takes two seconds, on every rank.
     """
-    from profiler.recurrent import fused_lstm
+    from planner.profiler.recurrent import fused_lstm
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch._VF, "lstm", fused_lstm))
@@ -130,7 +130,7 @@ def _answers() -> tuple[tuple[Any, str, Any], ...]:
     from transformers import PreTrainedModel, masking_utils
     from transformers.integrations import moe
 
-    from profiler.experts import grouped_product
+    from planner.profiler.experts import grouped_product
 
     return (
         (masking_utils, "find_packed_sequence_indices", _nothing),
@@ -516,7 +516,7 @@ def _forward(
     past: Any = None,
 ) -> Tensor:
     """The stage's forward. `inputs`: ids (batch, sequence) or hidden (batch, sequence, hidden); `past`: keys and values
-    of tokens before them (`profiler.sequence.PastKeys`)."""
+    of tokens before them (`planner.profiler.sequence.PastKeys`)."""
     boundary.received = None if first else inputs
     # The model's code ahead of the blocks sees the hidden tensor only to learn its shape, type and device.
     arguments = {"input_ids": inputs} if first else {"inputs_embeds": inputs.detach()}

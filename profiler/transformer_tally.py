@@ -1,4 +1,4 @@
-"""What the counter of `profiler.transformer` writes down of one layer: operations, exchanges, saved bytes."""
+"""What the counter of `planner.profiler.transformer` writes down of one layer: operations, exchanges, saved bytes."""
 
 from __future__ import annotations
 

@@ -23,13 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from profiler.attention import efficient_attention
-from profiler.collectives import COLLECTIVES
-from profiler.experts import GROUPED_PRODUCT
-from profiler.quantities import GradientName, Kernel
-from profiler.recurrent import fused_lstm
-from profiler.split_tensor import SplitTensor
-from profiler.split_tensor_rules import RULES
+from planner.profiler.attention import efficient_attention
+from planner.profiler.collectives import COLLECTIVES
+from planner.profiler.experts import GROUPED_PRODUCT
+from planner.profiler.quantities import GradientName, Kernel
+from planner.profiler.recurrent import fused_lstm
+from planner.profiler.split_tensor import SplitTensor
+from planner.profiler.split_tensor_rules import RULES
 
 aten = torch.ops.aten
 
@@ -69,7 +69,7 @@ class FusedAttention(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Replace attention, and LSTM layers (`profiler.recurrent`)."""
+        """Replace attention, and LSTM layers (`planner.profiler.recurrent`)."""
         if func is torch.nn.functional.scaled_dot_product_attention:
             if SplitTensor in types:
                 return RULES[func.__name__](_fused_attention, *args, **(kwargs or {}))

@@ -24,13 +24,13 @@ from planner.executor.failures.failure import read_failure, write_failure
 from planner.executor.pipeline.rank_module import merge
 from planner.executor.pipeline.runtime import _LossShare
 from planner.executor.reference import train_reference
+from planner.profiler import count, host_random, measure
+from planner.profiler.cut import cut_model
+from planner.profiler.models import load_model
+from planner.profiler.recompute import recompute
 from planner.search import plan
 from planner.spec import Cluster, Plan, parse
 from planner.spec.profile import RecomputeMode
-from profiler import count, host_random, measure
-from profiler.cut import cut_model
-from profiler.models import load_model
-from profiler.recompute import recompute
 from tests.builders import GIGABYTE, cluster, job, layer, profile, request
 from tests.executor.plans import make_plan
 from tests.profiler.known_device import know_cpu

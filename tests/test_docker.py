@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from api.settings import Settings
+from planner.api.settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCKERFILES = sorted((ROOT / "docker").glob("Dockerfile.*"))

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from api.app import create_app
-from api.documents import PlanCreate
+from planner.api.app import create_app
+from planner.api.documents import PlanCreate
 from planner.cli.inputs import read_cluster
 from planner.cli.main import VERBS, build_parser, main
 from planner.spec import SCHEMAS, Job, read

@@ -5,8 +5,8 @@ from __future__ import annotations
 from fastapi import APIRouter
 from fastapi.responses import HTMLResponse
 
-from api.pages import catalogue, job, plan, problem, reference, start, wish
-from api.pages.problem import problem_page
+from planner.api.pages import catalogue, job, plan, problem, reference, start, wish
+from planner.api.pages.problem import problem_page
 
 __all__ = ["problem_page", "router"]
 

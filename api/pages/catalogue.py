@@ -7,10 +7,10 @@ from urllib.parse import urlencode
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
-from api.pages.html import Element, Node, link, page, table, tag
+from planner.api.pages.html import Element, Node, link, page, table, tag
+from planner.profiler.catalogue import entry, names
 from planner.spec.devices import CatalogueDevice, catalogue
 from planner.spec.units import gibibytes, scaled
-from profiler.catalogue import entry, names
 
 router = APIRouter()
 

@@ -10,8 +10,8 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import HTMLResponse
 
-from api.links import path_within, root_of
-from api.pages.style import STYLE
+from planner.api.links import path_within, root_of
+from planner.api.pages.style import STYLE
 
 HEADERS = {
     "Content-Security-Policy": (

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
-from api.dependencies import JobDependency, ServicesDependency
-from api.documents import FINISHED, JobView
-from api.jobs import view_of
-from api.pages.html import Node, link, moment, page, pairs, section, tag
-from api.pages.problem import problem_text
-from api.store import JobRow
+from planner.api.dependencies import JobDependency, ServicesDependency
+from planner.api.documents import FINISHED, JobView
+from planner.api.jobs import view_of
+from planner.api.pages.html import Node, link, moment, page, pairs, section, tag
+from planner.api.pages.problem import problem_text
+from planner.api.store import JobRow
 from planner.spec import PlanRequest
 from planner.spec.units import percent, seconds
 from planner.spec.words import counted

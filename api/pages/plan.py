@@ -8,13 +8,13 @@ from urllib.parse import urlencode
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
-from api.dependencies import (
+from planner.api.dependencies import (
     ResultDependency,
     Services,
     ServicesDependency,
     StoredResult,
 )
-from api.pages.html import (
+from planner.api.pages.html import (
     Element,
     Node,
     bullets,
@@ -25,10 +25,10 @@ from api.pages.html import (
     section,
     tag,
 )
-from api.pages.plan_files import files
-from api.pages.plan_prediction import memory, time
-from api.pages.plan_runs import runs
-from api.pages.plan_search import (
+from planner.api.pages.plan_files import files
+from planner.api.pages.plan_prediction import memory, time
+from planner.api.pages.plan_runs import runs
+from planner.api.pages.plan_search import (
     alternatives,
     counts,
     misses,
@@ -37,10 +37,10 @@ from api.pages.plan_search import (
     relaxations,
     sensitivity,
 )
-from api.pages.plan_stages import stage_map
-from api.pages.timeline import timeline_picture
-from api.pages.wish_fields import answers_of
-from api.store import PlanRow
+from planner.api.pages.plan_stages import stage_map
+from planner.api.pages.timeline import timeline_picture
+from planner.api.pages.wish_fields import answers_of
+from planner.api.store import PlanRow
 from planner.spec import Infeasible, Plan, PlanRequest
 from planner.spec.layout_words import layout_line
 from planner.spec.units import percent, scaled, seconds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from api.pages.html import Node, bullets, link, table, tag
+from planner.api.pages.html import Node, bullets, link, table, tag
 from planner.errors import PlannerError
 from planner.export import TARGETS, Target
 from planner.spec import Plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from api.pages.bars import (
+from planner.api.pages.bars import (
     BLUE,
     GREEN,
     GREY,
@@ -18,7 +18,7 @@ from api.pages.bars import (
     keys,
     stack,
 )
-from api.pages.html import Element, Node, table
+from planner.api.pages.html import Element, Node, table
 from planner.spec import Prediction
 from planner.spec.plan import RankMemory
 from planner.spec.units import GIB, gibibytes, percent, seconds

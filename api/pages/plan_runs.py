@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from api.pages.html import Element, Node, link, moment, table, tag
-from api.store import MeasurementRow
+from planner.api.pages.html import Element, Node, link, moment, table, tag
+from planner.api.store import MeasurementRow
 from planner.spec import MeasuredRun, Plan
 from planner.spec.units import gibibytes, percent, scaled, seconds
 

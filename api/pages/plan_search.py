@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from api.pages.html import Element, Node, bullets, table, tag
+from planner.api.pages.html import Element, Node, bullets, table, tag
 from planner.spec import Plan
 from planner.spec.layout_words import layout_line
 from planner.spec.plan import Miss, ParetoPoint, Relaxation, SearchReport, Sensitivity

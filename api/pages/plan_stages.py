@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
-from api.pages.html import Element, Node, bullets, table, tag
+from planner.api.pages.html import Element, Node, bullets, table, tag
 from planner.spec import Plan
 from planner.spec.layout_words import spans
 from planner.spec.plan import PlannedLayer, Stage

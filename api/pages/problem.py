@@ -5,11 +5,11 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
-from api import errors as service_errors
-from api.documents import ErrorItem, ProblemDocument
-from api.errors import NotFoundError, ServiceError
-from api.pages.html import Node, bullets, page, tag
 from planner import errors as planner_errors
+from planner.api import errors as service_errors
+from planner.api.documents import ErrorItem, ProblemDocument
+from planner.api.errors import NotFoundError, ServiceError
+from planner.api.pages.html import Node, bullets, page, tag
 from planner.errors import PlannerError
 
 router = APIRouter()

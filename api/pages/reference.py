@@ -9,7 +9,16 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
-from api.pages.html import Element, Node, bullets, link, page, section, table, tag
+from planner.api.pages.html import (
+    Element,
+    Node,
+    bullets,
+    link,
+    page,
+    section,
+    table,
+    tag,
+)
 
 router = APIRouter()
 

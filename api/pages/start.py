@@ -8,17 +8,26 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import HTMLResponse
 
-import planner
-from api.cursors import cursor_of, number_of
-from api.dependencies import Services, ServicesDependency
-from api.documents import JobView
-from api.jobs import view_of
-from api.pages.html import Element, Node, link, moment, page, section, table, tag
-from api.pages.job import subject
-from api.pages.timeline import timeline_picture
-from api.store import JobRow, PlanRow
+from planner.api.cursors import cursor_of, number_of
+from planner.api.dependencies import Services, ServicesDependency
+from planner.api.documents import JobView
+from planner.api.jobs import view_of
+from planner.api.pages.html import (
+    Element,
+    Node,
+    link,
+    moment,
+    page,
+    section,
+    table,
+    tag,
+)
+from planner.api.pages.job import subject
+from planner.api.pages.timeline import timeline_picture
+from planner.api.store import JobRow, PlanRow
 from planner.spec import Plan
 from planner.spec.units import seconds
+from planner.version import __version__
 
 router = APIRouter()
 
@@ -52,7 +61,7 @@ def _content(
         yield tag(
             "p",
             "Finds the split of a PyTorch model over a cluster that trains fastest without running out of memory. ",
-            f"Version {planner.__version__}, ",
+            f"Version {__version__}, ",
             link("/openapi.json", "OpenAPI"),
             ", ",
             link("/metrics", "metrics"),

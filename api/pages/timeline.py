@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from api.pages.html import Element, link, tag
-from api.store import PlanRow
+from planner.api.pages.html import Element, link, tag
+from planner.api.store import PlanRow
 from planner.spec import Plan
 
 MAX_PICTURED_ACTIONS = 4000

@@ -8,14 +8,14 @@ from urllib.parse import parse_qsl
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
-from api.dependencies import ServicesDependency, StoredResult
-from api.documents import PlanCreate
-from api.errors import MediaTypeError, ServiceError, status_of
-from api.guard import client_of
-from api.pages.html import Element, Node, page, tag
-from api.pages.job import SEE_OTHER
-from api.pages.problem import sentence
-from api.pages.wish_fields import (
+from planner.api.dependencies import ServicesDependency, StoredResult
+from planner.api.documents import PlanCreate
+from planner.api.errors import MediaTypeError, ServiceError, status_of
+from planner.api.guard import client_of
+from planner.api.pages.html import Element, Node, page, tag
+from planner.api.pages.job import SEE_OTHER
+from planner.api.pages.problem import sentence
+from planner.api.pages.wish_fields import (
     BY_NAME,
     FIELDS,
     LONGEST_ANSWER,
@@ -25,8 +25,8 @@ from api.pages.wish_fields import (
     defaults,
     field_of,
 )
-from api.planning import ask
-from api.store import JobRow
+from planner.api.planning import ask
+from planner.api.store import JobRow
 from planner.errors import DocumentError, PlannerError, Problem
 from planner.spec import parse
 from planner.spec.devices import find_device

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from planner.errors import PlannerError, Problem
+from planner.profiler.catalogue import names
 from planner.spec import Options, PlanRequest
 from planner.spec.constraint_words import read_constraint
 from planner.spec.devices import catalogue
 from planner.spec.job import CONSTRAINTS, Objective, OptimizerName, Precision
 from planner.spec.words import written
-from profiler.catalogue import names
 
 Answers = Mapping[str, str]
 """What was typed, by the name of the field."""

@@ -6,10 +6,10 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from api.errors import NotFoundError
+from planner.api.errors import NotFoundError
+from planner.profiler.catalogue import entry, names
 from planner.spec import SCHEMAS, DeviceSpec, Document, Link
 from planner.spec.devices import CatalogueDevice, catalogue
-from profiler.catalogue import entry, names
 
 router = APIRouter(prefix="/v1", tags=["catalogue"])
 

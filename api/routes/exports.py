@@ -7,9 +7,9 @@ from urllib.parse import quote
 
 from fastapi import APIRouter, Request, Response
 
-from api.caching import NOT_MODIFIED, REVALIDATE, cacheable
-from api.dependencies import ResultDependency
-from api.errors import NotFoundError
+from planner.api.caching import NOT_MODIFIED, REVALIDATE, cacheable
+from planner.api.dependencies import ResultDependency
+from planner.api.errors import NotFoundError
 from planner.errors import UnknownNameError
 from planner.export import TARGETS, Target, find
 from planner.spec import Document

@@ -7,11 +7,11 @@ import sqlite3
 
 from fastapi import APIRouter, Response
 
-import planner
-from api.dependencies import Services, ServicesDependency
-from api.documents import Health, Readiness
-from api.errors import NotReadyError
-from api.metrics import MEDIA_TYPE
+from planner.api.dependencies import Services, ServicesDependency
+from planner.api.documents import Health, Readiness
+from planner.api.errors import NotReadyError
+from planner.api.metrics import MEDIA_TYPE
+from planner.version import __version__
 
 router = APIRouter(tags=["health"])
 
@@ -19,7 +19,7 @@ router = APIRouter(tags=["health"])
 @router.get("/healthz")
 async def get_health() -> Health:
     """The process answers."""
-    return Health(version=planner.__version__)
+    return Health(version=__version__)
 
 
 @router.get("/readyz")

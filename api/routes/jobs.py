@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator
 from fastapi import APIRouter, Response
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
-from api.dependencies import (
+from planner.api.dependencies import (
     JobDependency,
     LastEventDependency,
     RootDependency,
     ServicesDependency,
 )
-from api.documents import JobView
-from api.jobs import view_of
+from planner.api.documents import JobView
+from planner.api.jobs import view_of
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Response
 
-from api.calibration import rows_text
-from api.dependencies import ServicesDependency
+from planner.api.calibration import rows_text
+from planner.api.dependencies import ServicesDependency
 
 router = APIRouter(prefix="/v1", tags=["measurements"])
 

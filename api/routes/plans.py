@@ -10,7 +10,7 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
-from api.caching import (
+from planner.api.caching import (
     FOREVER,
     NOT_MODIFIED,
     REVALIDATE,
@@ -18,8 +18,8 @@ from api.caching import (
     check_if_match,
     tag_of,
 )
-from api.cursors import cursor_of, number_of
-from api.dependencies import (
+from planner.api.cursors import cursor_of, number_of
+from planner.api.dependencies import (
     ClientDependency,
     ResultDependency,
     RootDependency,
@@ -29,7 +29,7 @@ from api.dependencies import (
     Wait,
     WaitDependency,
 )
-from api.documents import (
+from planner.api.documents import (
     Explanation,
     JobView,
     MeasurementList,
@@ -40,17 +40,17 @@ from api.documents import (
     PlanSummary,
     StageMap,
 )
-from api.errors import JobCancelledError, NotFoundError
-from api.jobs import view_of
-from api.links import root_of
-from api.planning import ask
-from api.problems import response_of
-from api.store import LARGEST_INTEGER, JobRow, MeasurementRow, PlanRow
-from api.timeline import predicted_timeline
+from planner.api.errors import JobCancelledError, NotFoundError
+from planner.api.jobs import view_of
+from planner.api.links import root_of
+from planner.api.planning import ask
+from planner.api.problems import response_of
+from planner.api.store import LARGEST_INTEGER, JobRow, MeasurementRow, PlanRow
+from planner.api.timeline import predicted_timeline
 from planner.errors import MismatchError
 from planner.spec import Infeasible, MeasuredRun, Plan
 
-logger = logging.getLogger("api")
+logger = logging.getLogger("planner.api")
 
 router = APIRouter(prefix="/v1/plans", tags=["plans"])
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from fastapi import APIRouter
 from fastapi.concurrency import run_in_threadpool
 
-from api.dependencies import ClientDependency, ServicesDependency
-from api.documents import PredictionCreate
-from api.errors import NotReadyError
-from api.profiles import ResolvedProfile
-from api.solver import PredictTask
+from planner.api.dependencies import ClientDependency, ServicesDependency
+from planner.api.documents import PredictionCreate
+from planner.api.errors import NotReadyError
+from planner.api.profiles import ResolvedProfile
+from planner.api.solver import PredictTask
 from planner.spec import Forecast
 
 router = APIRouter(prefix="/v1/predictions", tags=["predictions"])

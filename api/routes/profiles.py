@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from api.caching import FOREVER, NOT_MODIFIED, cacheable
-from api.dependencies import RootDependency, ServicesDependency
-from api.documents import CatalogueProfile, ProfileCreate, ProfileSummary
-from api.profiles import ResolvedProfile
+from planner.api.caching import FOREVER, NOT_MODIFIED, cacheable
+from planner.api.dependencies import RootDependency, ServicesDependency
+from planner.api.documents import CatalogueProfile, ProfileCreate, ProfileSummary
+from planner.api.profiles import ResolvedProfile
 from planner.spec import ModelProfile
 
 router = APIRouter(prefix="/v1/profiles", tags=["profiles"])

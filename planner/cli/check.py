@@ -86,7 +86,7 @@ def _text(plan: Plan, report: CheckReport) -> str:
 
 def _dry_run(plan: Plan, model: str) -> DryRun:
     from planner.executor.dry_run import dry_run
-    from profiler.models import load_model
+    from planner.profiler.models import load_model
 
     with Progress("building ranks") as progress:
         return dry_run(plan, load_model(model), progress=progress.update)

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from planner import __version__
+from planner.profiler.cores import available_cores
 from planner.spec.units import gibibytes, seconds
-from profiler.cores import available_cores
+from planner.version import __version__
 
 NEEDED = ("pydantic", "ortools", "fastapi", "uvicorn", "pyyaml")
 FOR_TRAINING = ("torch", "transformers")
@@ -162,7 +162,7 @@ def _nccl(name: str) -> Finding:
 
 def _all_reduce(backend: str, ranks: int) -> str:
     """Start real ranks under torchrun and let them reduce one small tensor."""
-    from profiler.links import LinkOptions, launch_links
+    from planner.profiler.links import LinkOptions, launch_links
 
     options = LinkOptions(
         backend=backend,

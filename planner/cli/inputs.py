@@ -103,7 +103,7 @@ def profile_of(reference: str, job: Job) -> tuple[ModelProfile, str | None]:
 
     Catalogue models are evaluated from stored counts; torch is loaded for all others.
     """
-    from profiler.catalogue import names
+    from planner.profiler.catalogue import names
 
     if reference in names():
         return catalogue_profile(reference, job), reference
@@ -112,7 +112,7 @@ def profile_of(reference: str, job: Job) -> tuple[ModelProfile, str | None]:
 
 def catalogue_profile(name: str, job: Job) -> ModelProfile:
     """The profile that a request with this catalogue name stands for."""
-    from profiler.counted import counted_profile
+    from planner.profiler.counted import counted_profile
 
     return counted_profile(
         name, sequence_length=job.sequence_length, dtype=_data_type(job)
@@ -120,8 +120,8 @@ def catalogue_profile(name: str, job: Job) -> ModelProfile:
 
 
 def _count(reference: str, job: Job) -> ModelProfile:
-    from profiler.count import profile
-    from profiler.models import load_model
+    from planner.profiler.count import profile
+    from planner.profiler.models import load_model
 
     source = load_model(reference)
     with Progress("counting") as progress:

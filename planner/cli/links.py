@@ -25,9 +25,9 @@ from planner.cli.console import (
     write,
 )
 from planner.cli.failures import DONE
+from planner.profiler.cores import available_cores
 from planner.spec import Link, Links
 from planner.spec.units import percent, scaled, seconds
-from profiler.cores import available_cores
 
 LEAST_RANKS = 2
 
@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measure(arguments: argparse.Namespace, progress: Progress) -> Links:
-    from profiler.links import LinkOptions, launch_links
+    from planner.profiler.links import LinkOptions, launch_links
 
     options = LinkOptions(
         backend=arguments.backend,

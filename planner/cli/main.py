@@ -14,9 +14,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from planner import __version__
 from planner.cli.failures import INTERRUPTED, PIPE_CLOSED, report, tell_interrupted
 from planner.errors import SpecError
+from planner.version import __version__
 
 VERBS: dict[str, str] = {
     "profile": "Count or measure what every layer of a model costs",

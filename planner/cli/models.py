@@ -12,7 +12,7 @@ from planner.cli.console import bold, data, table, to_json
 from planner.spec.units import scaled
 
 if TYPE_CHECKING:
-    from profiler.catalogue import CatalogueEntry
+    from planner.profiler.catalogue import CatalogueEntry
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print every model: by family, both from small to large; with --json one list from small to large."""
-    from profiler.catalogue import entry, find_family, names
+    from planner.profiler.catalogue import entry, find_family, names
 
     entries = [entry(name) for name in names()]
     if arguments.family is not None:

@@ -35,7 +35,7 @@ from planner.spec.devices import find_device
 from planner.spec.profile import DataType
 
 if TYPE_CHECKING:
-    from profiler.models import ModelSource
+    from planner.profiler.models import ModelSource
 
 ANALYTIC = "analytic:"
 MEASURED_MICRO_BATCH_SIZES = (1, 2, 4)
@@ -185,14 +185,14 @@ def _analytic(arguments: argparse.Namespace) -> ModelProfile:
 
 
 def _counted(arguments: argparse.Namespace) -> ModelProfile:
-    from profiler.catalogue import entry, names
-    from profiler.lengths import at_lengths
+    from planner.profiler.catalogue import entry, names
+    from planner.profiler.lengths import at_lengths
 
     sizes = arguments.micro_batch_sizes or MICRO_BATCH_SIZES
     dtype = _dtype(arguments, "bf16")
     context = arguments.context_parallel or (1,)
     if arguments.model in names() and not arguments.cut and context == (1,):
-        from profiler.counted import counted_profile
+        from planner.profiler.counted import counted_profile
 
         lengths = sequence_lengths(
             arguments.sequence_length, entry(arguments.model).longest_sequence
@@ -208,8 +208,8 @@ def _counted(arguments: argparse.Namespace) -> ModelProfile:
             ),
             lengths,
         )
-    from profiler.count import profile
-    from profiler.models import load_model
+    from planner.profiler.count import profile
+    from planner.profiler.models import load_model
 
     source = load_model(arguments.model).cut_at(arguments.cut or ())
     with Progress("counting") as progress:
@@ -240,8 +240,8 @@ def _measured(arguments: argparse.Namespace) -> ModelProfile:
     )
     # Read when torch is loaded. Threads that spin while they wait would measure other processes, not the kernels.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from profiler.measure import TIME_BUDGET_SECONDS, profile
-    from profiler.models import load_model
+    from planner.profiler.measure import TIME_BUDGET_SECONDS, profile
+    from planner.profiler.models import load_model
 
     device = _device(arguments.device)
     source = load_model(arguments.model).cut_at(arguments.cut or ())

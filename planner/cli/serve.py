@@ -79,14 +79,14 @@ def run(arguments: argparse.Namespace) -> int:
             field="--key-name",
             mend="give --make-key too.",
         )
-    from api.settings import load_settings
+    from planner.api.settings import load_settings
 
     overrides = {name: getattr(arguments, name) for name in SETTINGS}
     settings = load_settings(overrides, config=arguments.config)
     if arguments.json:
         data(to_json(settings))
         sys.stdout.flush()  # a reader of a pipe waits for it, and serving does not end
-    from api.serve import serve
+    from planner.api.serve import serve
 
     try:
         serve(settings)
@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _make_key(arguments: argparse.Namespace) -> int:
     """The key on stderr, so that ``>> FILE`` stores only what the service is to know."""
-    from api.keys import make_key
+    from planner.api.keys import make_key
 
     secret, key = make_key(arguments.make_key, arguments.key_name or arguments.make_key)
     if arguments.json:

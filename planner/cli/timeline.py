@@ -88,7 +88,7 @@ def drawing(timelines: list[Timeline], suffix: str) -> str:
 
 
 def _read(path: str, profile: str | None) -> Timeline:
-    from api.timeline import predicted_timeline
+    from planner.api.timeline import predicted_timeline
     from planner.schedule.timeline import from_measured
 
     found = read_data(path)

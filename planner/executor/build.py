@@ -42,14 +42,14 @@ from planner.executor.train.loss import loss_of_pieces
 from planner.executor.train.optimizer import COMPUTE_DTYPE, Optimizer
 from planner.executor.train.optimizer_options import DEFAULTS, OptimizerOptions
 from planner.executor.train.scaling import LossScaler, scaler_for
+from planner.profiler import tensor_parallel
+from planner.profiler.compute_type import buffers_to_cast, cast_rest
+from planner.profiler.cut import LayerCut, tied_modules
+from planner.profiler.float8 import float8_modules, run_in_float8
+from planner.profiler.models import ModelSource
+from planner.profiler.parameters import hidden_matrices
 from planner.spec.plan import Plan, PlannedLayer
 from planner.spec.profile import RecomputeMode, SharedParameters
-from profiler import tensor_parallel
-from profiler.compute_type import buffers_to_cast, cast_rest
-from profiler.cut import LayerCut, tied_modules
-from profiler.float8 import float8_modules, run_in_float8
-from profiler.models import ModelSource
-from profiler.parameters import hidden_matrices
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +259,7 @@ def _cast_rest(plan: Plan, source: ModelSource, stages: Iterable[nn.Module]) -> 
 
 
 def _attend_from_pieces(stages: Iterable[nn.Module]) -> None:
-    from profiler.lower_right import (
+    from planner.profiler.lower_right import (
         use_lower_right,
     )  # with transformers, which other models do without
 

@@ -25,10 +25,10 @@ from planner.executor.parallel.mesh import build_mesh
 from planner.executor.report import rank_of
 from planner.executor.support import Grid, check_plan
 from planner.executor.train.loss import load_loss
+from planner.profiler.measure_shard import fake_group
+from planner.profiler.models import ModelSource
 from planner.spec.measured import MeasuredRank
 from planner.spec.plan import Plan, RankMemory
-from profiler.measure_shard import fake_group
-from profiler.models import ModelSource
 
 COUNTER_BYTES = 8
 """Per parameter, what an optimizer may keep that `planner.spec.recipes` leaves out: the number of its step."""

@@ -45,14 +45,14 @@ from planner.executor.train.optimizer_options import DEFAULTS, OptimizerOptions
 from planner.executor.train.samples import Samples, told_as
 from planner.executor.train.training import Trainer
 from planner.executor.train.validation import Validation
+from planner.profiler.allocator import keep_freed
+from planner.profiler.float8 import check_float8
+from planner.profiler.float8_product import remark
+from planner.profiler.models import ModelSource, load_model
+from planner.profiler.sequence import check_pieces
 from planner.spec.document import read
 from planner.spec.measured import MeasuredRun, Segment
 from planner.spec.plan import Plan
-from profiler.allocator import keep_freed
-from profiler.float8 import check_float8
-from profiler.float8_product import remark
-from profiler.models import ModelSource, load_model
-from profiler.sequence import check_pieces
 
 VALIDATION_DATA = "validation_data"
 """The option that errors of held-out samples name."""
@@ -69,7 +69,7 @@ class Executor:
 
     Args:
         plan: the plan, or its file.
-        model: the model, or its reference (`profiler.models.load_model`).
+        model: the model, or its reference (`planner.profiler.models.load_model`).
         data, loss: see `planner.executor.train.data.load_dataset` and `planner.executor.train.loss.load_loss`.
         seed: of initial values, of dropout and of the order of samples.
         learning_rate: a number, or a schedule: a function of the step, counted from 0 over all runs of the training.

@@ -50,7 +50,7 @@ from planner.spec.measured import MeasuredRun
 from planner.spec.plan import Plan
 
 if TYPE_CHECKING:
-    from profiler.models import ModelSource
+    from planner.profiler.models import ModelSource
 
 MASTER_PORT = 29500
 """torchrun's default port."""
@@ -278,7 +278,7 @@ def _check_resume(settings: RunSettings, reference_steps: int) -> None:
 
 def _check_model(plan: Plan, model: str) -> ModelSource:
     from planner.executor.executor import check_model
-    from profiler.models import load_model
+    from planner.profiler.models import load_model
 
     source = load_model(model)
     check_model(plan, source)

@@ -37,13 +37,13 @@ from planner.executor.train.optimizer import (
     set_learning_rate,
 )
 from planner.executor.train.optimizer_options import DEFAULTS, OptimizerOptions
+from planner.profiler.compute_type import buffers_to_cast, cast_inputs, cast_rest
+from planner.profiler.float8 import float8_modules, run_in_float8
+from planner.profiler.models import ModelSource, load_model
+from planner.profiler.parameters import hidden_matrices
 from planner.spec.document import read
 from planner.spec.job import Job
 from planner.spec.plan import Plan
-from profiler.compute_type import buffers_to_cast, cast_inputs, cast_rest
-from profiler.float8 import float8_modules, run_in_float8
-from profiler.models import ModelSource, load_model
-from profiler.parameters import hidden_matrices
 
 
 @dataclass(frozen=True, slots=True)

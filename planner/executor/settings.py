@@ -99,7 +99,7 @@ class RunSettings:
     """
 
     model: str
-    """Reference of the model, see `profiler.models.load_model`."""
+    """Reference of the model, see `planner.profiler.models.load_model`."""
     steps: int = 20
     data: str = "stdlib"
     """See `planner.executor.train.data.load_dataset`."""

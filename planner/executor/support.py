@@ -13,6 +13,7 @@ from typing import get_args
 
 from planner.errors import LayoutError, UnsupportedError
 from planner.executor.parallel.shares import check_shares
+from planner.profiler.low_bit import require_torchao
 from planner.schedule import (
     ActionKind,
     Requirement,
@@ -26,7 +27,6 @@ from planner.spec.job import WHOLE_PARAMETERS
 from planner.spec.layout import RankOrder
 from planner.spec.plan import Plan, RankPlacement
 from planner.spec.profile import RecomputeMode
-from profiler.low_bit import require_torchao
 
 RECOMPUTE_MODES = get_args(RecomputeMode)
 

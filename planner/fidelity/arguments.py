@@ -21,8 +21,8 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from planner.profiler.transformer import TransformerShape
 from planner.spec.frameworks import AttentionKernel, Framework
-from profiler.transformer import TransformerShape
 
 Arguments = dict[str, str]
 EXPONENTIAL_BYTES = 4

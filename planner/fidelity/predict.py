@@ -22,13 +22,13 @@ from planner.cost.layers import LayoutCosts
 from planner.cost.workload import Workload, with_constants
 from planner.fidelity.capacity import reported_bytes
 from planner.fidelity.rows import Run
+from planner.profiler.transformer import Shard, TransformerCounter
 from planner.schedule import Schedule
 from planner.spec.calibration import DEFAULT, Constants
 from planner.spec.cluster import Cluster, NodeGroup
 from planner.spec.job import Job
 from planner.spec.plan import Prediction
 from planner.spec.profile import ModelProfile, RecomputeMode
-from profiler.transformer import Shard, TransformerCounter
 
 
 @dataclass(frozen=True, slots=True)

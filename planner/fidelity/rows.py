@@ -49,11 +49,11 @@ from planner.fidelity.names import (
 )
 from planner.fidelity.setting import setting_of
 from planner.fidelity.stages import blocks_of
+from planner.profiler.transformer import TransformerShape
 from planner.spec.cluster import Link
 from planner.spec.frameworks import AttentionKernel, Framework
 from planner.spec.layout import Layout
 from planner.spec.profile import DataType, RecomputeMode
-from profiler.transformer import TransformerShape
 
 VOCABULARY = 50_304
 BERT_VOCABULARY = 30_522

@@ -15,9 +15,9 @@ from __future__ import annotations
 import re
 from itertools import accumulate, pairwise
 
+from planner.profiler.transformer import TransformerShape
 from planner.spec.frameworks import Framework
 from planner.spec.layout import Layout
-from profiler.transformer import TransformerShape
 
 Ends = tuple[int | None, int | None]
 """Blocks of the first and of the last stage; None: not told."""

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 
-from planner import __version__
 from planner.cost import (
     LayoutCosts,
     StageMap,
@@ -85,6 +84,7 @@ from planner.spec.plan import (
 )
 from planner.spec.profile import ModelProfile
 from planner.spec.words import counted, gibibytes
+from planner.version import __version__
 
 _PREDICT_SECONDS = 60.0
 

@@ -31,7 +31,7 @@ class Network(Document):
     """A model that transformers does not have."""
 
     architecture: str
-    """Name of a builder of `profiler.networks`."""
+    """Name of a builder of `planner.profiler.networks`."""
     arguments: dict[str, Any]
     inputs: tuple[NetworkInput, ...] = Field(min_length=1)
 
@@ -58,7 +58,7 @@ class CatalogueEntry(Document):
     config: dict[str, Any] | None = None
     """Hugging Face configuration; None for models that transformers does not have."""
     network: Network | None = None
-    """What `profiler.networks` builds; None for a model of transformers."""
+    """What `planner.profiler.networks` builds; None for a model of transformers."""
 
     @property
     def takes_tokens(self) -> bool:

@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 from torch import nn
 
-from profiler.catalogue import Network
-from profiler.networks.amoebanet import amoebanet_d
-from profiler.networks.dit import dit
-from profiler.networks.gnmt import gnmt
-from profiler.networks.resnet import resnet
-from profiler.networks.unet import unet
-from profiler.networks.vgg import vgg
+from planner.profiler.catalogue import Network
+from planner.profiler.networks.amoebanet import amoebanet_d
+from planner.profiler.networks.dit import dit
+from planner.profiler.networks.gnmt import gnmt
+from planner.profiler.networks.resnet import resnet
+from planner.profiler.networks.unet import unet
+from planner.profiler.networks.vgg import vgg
 
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "amoebanet-d": amoebanet_d,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from api.settings import Settings
+from planner.api.settings import Settings
 
 
 @pytest.fixture

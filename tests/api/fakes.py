@@ -11,8 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from api.documents import Answer
-from api.solver import PlanTask, Task
+from planner.api.documents import Answer
+from planner.api.solver import PlanTask, Task
 from planner.errors import MismatchError
 from planner.spec import Infeasible, Layout, ModelProfile, Plan, PlanRequest, Prediction
 from planner.spec.plan import (

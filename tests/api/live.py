@@ -12,10 +12,10 @@ from typing import Any
 
 import httpx2
 
-from api.app import create_app
-from api.serve import PlannerServer, server_of
-from api.settings import Settings
-from api.solver import Work
+from planner.api.app import create_app
+from planner.api.serve import PlannerServer, server_of
+from planner.api.settings import Settings
+from planner.api.solver import Work
 
 PATIENCE_SECONDS = 60.0
 """Only a test that fails waits so long."""

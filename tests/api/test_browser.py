@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from api.keys import make_key
-from api.settings import Settings
+from planner.api.keys import make_key
+from planner.api.settings import Settings
 from planner.schedule import Durations, build, simulate
 from planner.schedule.timeline import from_simulation, html
 from tests.api.documents import four_equal_layers, plan_body

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from api.calibration import row_of, rows_text
-from api.settings import Settings
-from api.store import Store
+from planner.api.calibration import row_of, rows_text
+from planner.api.settings import Settings
+from planner.api.store import Store
 from planner.cli.inputs import catalogue_profile
 from planner.fidelity.rows import Run, read_runs
 from planner.search import make_request, plan_layout

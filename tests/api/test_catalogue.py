@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from api.settings import Settings
+from planner.api.settings import Settings
+from planner.profiler.catalogue import entry, names
+from planner.profiler.counted import counted_profile
 from planner.spec import SCHEMAS, Plan, digest, parse
 from planner.spec.devices import catalogue
 from planner.validate import check
-from profiler.catalogue import entry, names
-from profiler.counted import counted_profile
 from tests.api.live import Live, running
 
 EIGHT_A100 = {

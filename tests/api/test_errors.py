@@ -12,8 +12,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from api.documents import ProblemDocument
-from api.settings import Settings
+from planner.api.documents import ProblemDocument
+from planner.api.settings import Settings
 from planner.spec import digest
 from tests.api.documents import cluster, four_equal_layers, job, measurement, plan_body
 from tests.api.fakes import Instant
@@ -287,7 +287,9 @@ def test_a_mistake_of_ours_is_a_500_without_a_traceback(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """An unexpected error reaches the client as an id, and the log as a traceback under that id."""
-    monkeypatch.setattr("api.store.Store.plans", lambda *arguments, **named: 1 / 0)
+    monkeypatch.setattr(
+        "planner.api.store.Store.plans", lambda *arguments, **named: 1 / 0
+    )
     with running(settings, Instant(journal)) as live:
         answer = live.get("/v1/plans", **{"X-Request-ID": "my-own.id_1"})
         assert problem(answer, 500, "internal-error").request_id == "my-own.id_1"
@@ -319,7 +321,7 @@ def test_an_unwritable_database_is_not_ready(
             "queue_length": 0,
             "running": 0,
         }
-        monkeypatch.setattr("api.store.Store.check_writable", fail)
+        monkeypatch.setattr("planner.api.store.Store.check_writable", fail)
         assert "disk full" in problem(live.get("/readyz"), 503, "not-ready").detail
         assert live.get("/healthz").status_code == 200
 

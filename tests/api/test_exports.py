@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from api.app import create_app
-from api.documents import Answer
-from api.routes.exports import structured
-from api.settings import Settings
-from api.solver import Task
+from planner.api.app import create_app
+from planner.api.documents import Answer
+from planner.api.routes.exports import structured
+from planner.api.settings import Settings
+from planner.api.solver import Task
 from planner.export import TARGETS, find
 from planner.spec import Plan
 from tests.api.documents import plan_body

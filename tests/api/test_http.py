@@ -9,11 +9,11 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from api.documents import ProblemDocument
-from api.hosts import is_own, names_of
-from api.keys import digest_of
-from api.settings import Settings
-from api.store import Store
+from planner.api.documents import ProblemDocument
+from planner.api.hosts import is_own, names_of
+from planner.api.keys import digest_of
+from planner.api.settings import Settings
+from planner.api.store import Store
 from tests.api.documents import job, plan_body
 from tests.api.fakes import Gated, Instant
 from tests.api.live import Live, running, until

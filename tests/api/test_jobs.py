@@ -10,10 +10,10 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from api.jobs import MAX_ATTEMPTS
-from api.settings import Settings
-from api.solver import Work
-from api.store import Store
+from planner.api.jobs import MAX_ATTEMPTS
+from planner.api.settings import Settings
+from planner.api.solver import Work
+from planner.api.store import Store
 from planner.spec import digest
 from tests.api.documents import four_equal_layers, job, plan_body
 from tests.api.fakes import Crashing, Dying, Gated, Hungry, Instant, Refusing

@@ -11,12 +11,21 @@ import httpx2
 import pytest
 from starlette.datastructures import Headers
 
-from api.app import create_app
-from api.documents import ProblemDocument
-from api.guard import is_foreign, needed_scope
-from api.keys import SCOPES, Key, Scope, digest_of, find, make_key, parse, read_keys
-from api.serve import check_reach, is_loopback, serve
-from api.settings import Settings
+from planner.api.app import create_app
+from planner.api.documents import ProblemDocument
+from planner.api.guard import is_foreign, needed_scope
+from planner.api.keys import (
+    SCOPES,
+    Key,
+    Scope,
+    digest_of,
+    find,
+    make_key,
+    parse,
+    read_keys,
+)
+from planner.api.serve import check_reach, is_loopback, serve
+from planner.api.settings import Settings
 from planner.cli.main import main
 from planner.cli.service import exchange
 from planner.errors import DocumentError, RunError

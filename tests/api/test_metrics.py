@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from api.metrics import Histogram, Metrics
+from planner.api.metrics import Histogram, Metrics
 
 
 def test_a_histogram_is_cumulative() -> None:

@@ -8,15 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from api.pages.html import render, tag
-from api.pages.wish_fields import FIELDS, answers_of, body_of, defaults, field_of
-from api.settings import Settings
+from planner.api.pages.html import render, tag
+from planner.api.pages.wish_fields import (
+    FIELDS,
+    answers_of,
+    body_of,
+    defaults,
+    field_of,
+)
+from planner.api.settings import Settings
 from planner.cli.replan import by_service
 from planner.errors import Problem
 from planner.export import TARGETS
+from planner.profiler.counted import counted_profile
 from planner.search import make_request
 from planner.spec import Cluster, Job, Options, Plan
-from profiler.counted import counted_profile
 from tests.api.documents import cluster, four_equal_layers, job, plan_body
 from tests.api.fakes import MARKUP, Gated, Instant, Rich, Unfit
 from tests.api.live import Live, running, until
@@ -332,7 +338,7 @@ def test_old_plans_are_reached_from_the_start(
     settings: Settings, journal: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The start page shows some, and leads to those before them."""
-    monkeypatch.setattr("api.pages.start.RECENT_PLANS", 1)
+    monkeypatch.setattr("planner.api.pages.start.RECENT_PLANS", 1)
     with running(settings, Instant(journal)) as live:
         assert "/plan" in read_page(live.get("/")).links()
         ids = [

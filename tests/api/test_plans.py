@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from api.settings import Settings
+from planner.api.settings import Settings
 from planner.spec import Infeasible, Plan, digest, parse
 from tests.api.documents import four_equal_layers, job, plan_body
 from tests.api.fakes import Gated, Instant, Unfit
@@ -266,7 +266,7 @@ def test_the_page_only_links_to_a_large_picture(
     settings: Settings, journal: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A schedule of many actions is not drawn into the start page."""
-    monkeypatch.setattr("api.pages.timeline.MAX_PICTURED_ACTIONS", -1)
+    monkeypatch.setattr("planner.api.pages.timeline.MAX_PICTURED_ACTIONS", -1)
     with running(settings, Instant(journal)) as live:
         plan_id = live.plan(plan_body()).json()["id"]
         page = live.get("/").text

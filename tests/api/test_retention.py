@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from api.metrics import Metrics
-from api.retention import keep_swept
-from api.settings import Settings
-from api.store import Store
+from planner.api.metrics import Metrics
+from planner.api.retention import keep_swept
+from planner.api.settings import Settings
+from planner.api.store import Store
 from tests.api.documents import job, plan_body
 from tests.api.fakes import Instant
 from tests.api.live import running, until
@@ -63,8 +63,8 @@ def test_a_failed_sweep_is_tried_again(
         calls.append(limits)
         raise sqlite3.OperationalError("disk full")
 
-    monkeypatch.setattr("api.retention.SECONDS_BETWEEN_SWEEPS", 0.001)
-    monkeypatch.setattr("api.store.Store.sweep", fail)
+    monkeypatch.setattr("planner.api.retention.SECONDS_BETWEEN_SWEEPS", 0.001)
+    monkeypatch.setattr("planner.api.store.Store.sweep", fail)
     settings = settings_of(keep_jobs_days=1)
     store = Store(settings.database)
 

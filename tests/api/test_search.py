@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from api.settings import Settings
+from planner.api.settings import Settings
 from planner.search import make_request, plan
 from planner.spec import Cluster, Forecast, Infeasible, Job, Options, Plan, parse
 from planner.validate import check

@@ -15,9 +15,9 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from api.serve import serve
-from api.settings import Settings
-from api.store import Store
+from planner.api.serve import serve
+from planner.api.settings import Settings
+from planner.api.store import Store
 from planner.errors import DocumentError, RunError
 from tests.api.documents import plan_body
 from tests.api.live import PATIENCE_SECONDS, until
@@ -27,9 +27,9 @@ ROOT = Path(__file__).parents[2]
 SERVICE = """
 import sys
 from pathlib import Path
-from api import serve
-from api.app import create_app
-from api.settings import load_settings
+from planner.api import serve
+from planner.api.app import create_app
+from planner.api.settings import load_settings
 from tests.api.fakes import Gated
 
 if __name__ == "__main__":
@@ -39,8 +39,8 @@ if __name__ == "__main__":
 """
 NO_TORCH = """
 import json, re, sys
-from api.app import create_app
-from api.settings import Settings
+from planner.api.app import create_app
+from planner.api.settings import Settings
 
 document = create_app(Settings()).openapi()
 operations = [operation["operationId"] for path in document["paths"].values() for operation in path.values()]

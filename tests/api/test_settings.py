@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from api.metrics import Metrics
-from api.settings import Settings, load_settings
+from planner.api.metrics import Metrics
+from planner.api.settings import Settings, load_settings
 from planner.errors import DocumentError
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from api.settings import Settings
+from planner.api.settings import Settings
 from tests.api.documents import plan_body
 from tests.api.fakes import Instant
 from tests.api.live import running, until
@@ -19,7 +19,7 @@ from tests.api.test_jobs import is_alive
 PARENT = """
 import sys, time
 from pathlib import Path
-from api.solver import SolverProcess
+from planner.api.solver import SolverProcess
 from tests.api.fakes import Instant
 
 if __name__ == "__main__":

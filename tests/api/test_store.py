@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from api.store import JobRow, PlanRow, Store, Swept, days_ago
+from planner.api.store import JobRow, PlanRow, Store, Swept, days_ago
 from planner.errors import DocumentError, RunError
 
 

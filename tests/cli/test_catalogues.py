@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from planner.profiler.catalogue import names
 from planner.spec import SCHEMAS, DeviceSpec, read
 from planner.spec.calibration import constants_for
 from planner.spec.devices import catalogue
-from profiler.catalogue import names
 from tests.cli.support import Command
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

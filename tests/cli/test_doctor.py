@@ -6,8 +6,8 @@ import pytest
 
 from planner.cli import doctor_checks
 from planner.cli.doctor_checks import CHECKS, Finding
+from planner.profiler.links import LinkOptions
 from planner.spec import Link, LinkMeasurement, Links
-from profiler.links import LinkOptions
 from tests.cli.support import Command
 
 CHEAP = [name for name in CHECKS if name not in ("gloo", "nccl")]
@@ -93,6 +93,6 @@ def test_gloo_is_tried_with_real_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
             )
         )
 
-    monkeypatch.setattr("profiler.links.launch_links", launch_links)
+    monkeypatch.setattr("planner.profiler.links.launch_links", launch_links)
     assert CHECKS["gloo"]("gloo").status == "ok"
     assert asked == [(2, "gloo")]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from planner.cli.links import links_text
+from planner.profiler.links import LinkOptions
+from planner.profiler.links_measure import OPERATIONS
 from planner.spec import Link, LinkFit, LinkMeasurement, Links, parse, read
-from profiler.links import LinkOptions
-from profiler.links_measure import OPERATIONS
 from tests.cli.support import Command
 
 
@@ -69,7 +69,7 @@ def test_only_rank_0_speaks(planner: Command, monkeypatch: pytest.MonkeyPatch) -
         latency_seconds=1e-5, bandwidth_bytes_per_second=1e9, measurements=(row,)
     )
     monkeypatch.setattr(
-        "profiler.links.launch_links",
+        "planner.profiler.links.launch_links",
         lambda ranks, options, **limits: Links(intra_node=link),
     )
     monkeypatch.setenv("RANK", "1")
@@ -87,7 +87,7 @@ def test_several_nodes_are_both_links(
         intra_node=link, inter_node=link.model_copy(update={"overlap_slowdown": 1.25})
     )
     monkeypatch.setattr(
-        "profiler.links.launch_links", lambda ranks, options, **limits: links
+        "planner.profiler.links.launch_links", lambda ranks, options, **limits: links
     )
     ended = planner("links", "--ranks", "4", "--ranks-per-node", "2", "--json")
     assert parse(Links, ended.json) == links
@@ -106,7 +106,7 @@ def test_options_reach_the_measurement(
             intra_node=Link(latency_seconds=1e-5, bandwidth_bytes_per_second=1e9)
         )
 
-    monkeypatch.setattr("profiler.links.launch_links", launch_links)
+    monkeypatch.setattr("planner.profiler.links.launch_links", launch_links)
     planner(
         "links",
         "--max-bytes",

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from planner import __version__
 from planner.cli import main as frame
 from planner.cli.main import VERBS, main
 from planner.errors import (
@@ -25,6 +24,7 @@ from planner.errors import (
     SpecError,
     UnsupportedError,
 )
+from planner.version import __version__
 from tests.cli.support import Command
 
 

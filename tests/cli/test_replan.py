@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from api.settings import Settings
+from planner.api.settings import Settings
 from planner.cli.replan import (
     NodeReplanner,
     Replanner,

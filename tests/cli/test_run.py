@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from api.settings import Settings
+from planner.api.settings import Settings
 from planner.cli.run_text import COUNTED, UNMEASURED_LINKS, run_text
 from planner.executor.failures.failure import read_stopped, write_stopped
 from planner.spec import Cluster, MeasuredRun, Plan, read

@@ -10,6 +10,7 @@ from planner.cost import layout_costs, workload
 from planner.cost.compute import computation, price
 from planner.cost.fp8 import told_fp8
 from planner.errors import MismatchError
+from planner.profiler.counted import counted_profile
 from planner.spec.calibration import DEFAULT
 from planner.spec.cluster import Cluster, NodeGroup
 from planner.spec.document import digest
@@ -17,7 +18,6 @@ from planner.spec.fp8 import DELAYED, DYNAMIC
 from planner.spec.job import Job
 from planner.spec.layout import Layout
 from planner.spec.profile import ModelProfile
-from profiler.counted import counted_profile
 from tests.builders import device
 from tests.cost.test_compute import row
 from tests.validate.test_fp8 import linear

@@ -9,11 +9,11 @@ import pytest
 from planner.cost import LayerCost, LayoutCosts, layout_costs, workload
 from planner.cost.workload import on_part
 from planner.errors import LayoutError, MismatchError, UnsupportedError
+from planner.profiler.counted import counted_profile
 from planner.search import plan
 from planner.spec import Cluster, Job, Layout, ModelProfile, NodeGroup, Plan
 from planner.spec.profile import LayerProfile
 from planner.validate import check
-from profiler.counted import counted_profile
 from tests.builders import cluster, job, layer, link, profile, request
 
 MICROSECOND = 1000

@@ -11,8 +11,8 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from planner import __version__
 from planner.executor.train.loss import next_token
+from planner.profiler.models import ModelSource, load_model
 from planner.schedule import Schedule, build
 from planner.spec import Cluster, Job, Layout, NodeGroup, Plan, PlanRequest, Prediction
 from planner.spec.cluster import DeviceSpec
@@ -25,7 +25,7 @@ from planner.spec.plan import (
     Stage,
 )
 from planner.spec.profile import RecomputeMode
-from profiler.models import ModelSource, load_model
+from planner.version import __version__
 
 GPT2 = {
     "model_type": "gpt2",

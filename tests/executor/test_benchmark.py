@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from benchmarks.executor import Row, main, row, table
+from planner.profiler.count import profile as count
+from planner.profiler.links import LinkOptions, launch_links
+from planner.profiler.measure import profile as measure
+from planner.profiler.models import ModelSource
 from planner.spec import DeviceSpec, Link, Links, ModelProfile
-from profiler.count import profile as count
-from profiler.links import LinkOptions, launch_links
-from profiler.measure import profile as measure
-from profiler.models import ModelSource
 
 DEVICE = DeviceSpec(
     id="cpu",

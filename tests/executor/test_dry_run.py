@@ -13,12 +13,12 @@ from planner.errors import MismatchError, UnsupportedError
 from planner.executor import Executor
 from planner.executor.dry_run import COMPARED, DryRank, dry_run
 from planner.executor.support import Grid
+from planner.profiler import count
+from planner.profiler.models import ModelSource
 from planner.search import make_request, plan_layout
 from planner.spec import Cluster, Job, NodeGroup, Plan
 from planner.spec.layout import PredictionLayout
 from planner.spec.plan import RankMemory
-from profiler import count
-from profiler.models import ModelSource
 from tests.executor.plans import make_plan, source_of
 
 

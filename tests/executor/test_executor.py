@@ -23,10 +23,10 @@ from planner.executor import Executor
 from planner.executor.reference import train_reference
 from planner.executor.train.loss import next_token
 from planner.executor.train.scaling import INITIAL_SCALE
+from planner.profiler.models import ModelSource
 from planner.spec import LayerProfile, Measurement, ModelProfile, Plan
 from planner.spec.job import Precision
 from planner.spec.recipes import ParameterCount, recipe
-from profiler.models import ModelSource
 from tests.executor.plans import make_plan, source_of
 
 pytestmark = pytest.mark.usefixtures("no_group_left")

@@ -13,13 +13,13 @@ import torch
 from planner.errors import MismatchError
 from planner.executor import Executor
 from planner.executor.dry_run import COMPARED, DryRun, dry_run
+from planner.profiler.count import profile
+from planner.profiler.models import ModelSource, load_model
 from planner.search import make_request, plan_layout
 from planner.spec import Cluster, Job, NodeGroup, Plan
 from planner.spec.layout import PredictionLayout
 from planner.spec.profile import ModelProfile
 from planner.validate import check
-from profiler.count import profile
-from profiler.models import ModelSource, load_model
 from tests.executor.plans import make_plan, source_of
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from planner.errors import DocumentError
 from planner.executor import Executor
 from planner.executor.reference import train_reference
+from planner.profiler.count import profile
+from planner.profiler.models import ModelSource, load_model
 from planner.spec import Plan
-from profiler.count import profile
-from profiler.models import ModelSource, load_model
 from tests.executor.plans import T5, make_plan
 
 pytestmark = pytest.mark.usefixtures("no_group_left")

@@ -14,9 +14,9 @@ from planner.executor.support import (
     grid_of,
     schedule_of,
 )
+from planner.profiler import low_bit
 from planner.schedule import Requirement, build, names, requirements
 from planner.spec import Plan
-from profiler import low_bit
 from tests.executor.plans import make_plan
 
 LAYERS = ("a", "b", "c", "d")

@@ -16,8 +16,8 @@ from planner.errors import DocumentError, RunError, UnsupportedError
 from planner.executor import Executor
 from planner.executor.settings import RunSettings, ValidationPolicy
 from planner.executor.train.loss import next_token
+from planner.profiler.models import ModelSource, load_model
 from planner.spec import Plan
-from profiler.models import ModelSource, load_model
 from tests.executor.plans import make_plan, source_of
 from tests.torchrun.held_out import HELD_OUT_STEPS, held_out_loss
 
@@ -75,7 +75,7 @@ class Keeping(Dropping):
 
 
 def dropping() -> tuple[nn.Module, Tensor]:
-    """As `profiler.models.load_model` takes it."""
+    """As `planner.profiler.models.load_model` takes it."""
     return Dropping(), torch.zeros(4, 8)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from planner.profiler.counted import counted_profile
 from planner.search import make_request, plan_layout
 from planner.spec import Cluster, Job, ModelProfile, Options, Plan, PredictionLayout
-from profiler.counted import counted_profile
 
 
 def one_node(devices: int) -> Cluster:

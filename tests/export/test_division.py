@@ -9,10 +9,10 @@ import pytest
 
 from planner.errors import UnsupportedError
 from planner.export import find
+from planner.profiler.counted import counted_profile
 from planner.search import make_request, plan
 from planner.spec import Job, Options, Plan
 from planner.spec.constraint_words import read_constraint
-from profiler.counted import counted_profile
 from tests.export.plans import one_node
 
 ALL = {

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from planner.profiler import measure
+from planner.profiler.measure_device import DeviceSheet
 from planner.spec import DeviceSpec
-from profiler import measure
-from profiler.measure_device import DeviceSheet
 
 
 def know_cpu(monkeypatch: pytest.MonkeyPatch, **figures: Any) -> DeviceSpec:

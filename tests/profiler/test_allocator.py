@@ -14,7 +14,7 @@ ROUNDS, BYTES = 20, 48 << 20
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 PROGRAM = f"""
 import resource, sys
-from profiler.allocator import keep_freed
+from planner.profiler.allocator import keep_freed
 if sys.argv[1] == "kept":
     keep_freed()
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from profiler.attention import efficient_attention
+from planner.profiler.attention import efficient_attention
 
 ROWS = 64
 """A multiple of 32, to which torch's meta kernel rounds the rows up."""

@@ -11,10 +11,10 @@ from importlib.resources import files
 import pytest
 
 from planner.errors import UnknownNameError
-from profiler import catalogue
-from profiler.models import load_model
+from planner.profiler import catalogue
+from planner.profiler.models import load_model
 
-COUNTED = files("profiler.catalogue").joinpath("counted")
+COUNTED = files("planner.profiler.catalogue").joinpath("counted")
 load = cache(load_model)
 """One model of every name for all tests: a cut is found once."""
 ROUNDING = 0.03

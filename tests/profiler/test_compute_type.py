@@ -13,10 +13,10 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from planner.errors import UnsupportedError
-from profiler import compute_type
-from profiler.compute_type import cast
-from profiler.count import profile
-from profiler.models import load_model
+from planner.profiler import compute_type
+from planner.profiler.compute_type import cast
+from planner.profiler.count import profile
+from planner.profiler.models import load_model
 from tests.executor.plans import LLAMA, source_of
 from tests.profiler.graphs import Wide
 

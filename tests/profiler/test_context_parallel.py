@@ -13,10 +13,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from planner.errors import DocumentError, UnsupportedError
-from profiler.count import count, profile
-from profiler.lower_right import use_lower_right
-from profiler.models import ModelSource, load_model
-from profiler.sequence import KeyValues, Pieces, gather_over
+from planner.profiler.count import count, profile
+from planner.profiler.lower_right import use_lower_right
+from planner.profiler.models import ModelSource, load_model
+from planner.profiler.sequence import KeyValues, Pieces, gather_over
 from tests.executor.plans import source_of
 
 B, S, RANKS = 2, 24, 3

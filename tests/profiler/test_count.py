@@ -11,9 +11,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 from planner.errors import DocumentError
-from profiler.count import Counter, count, profile
-from profiler.models import load_model
-from profiler.splits import WHOLE
+from planner.profiler.count import Counter, count, profile
+from planner.profiler.models import load_model
+from planner.profiler.splits import WHOLE
 
 CALLABLES = "tests.profiler.callables"
 BATCH, TOKENS = 3, 20

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from planner.errors import DocumentError, UnknownNameError
-from profiler import catalogue, counted
-from profiler.count import profile
-from profiler.models import ModelSource, load_model
-from profiler.networks.amoebanet import amoebanet_d
+from planner.profiler import catalogue, counted
+from planner.profiler.count import profile
+from planner.profiler.models import ModelSource, load_model
+from planner.profiler.networks.amoebanet import amoebanet_d
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ def test_blocks_share_their_rows():
 def test_evaluation_needs_no_torch():
     """A fresh interpreter plans for a catalogue model without loading torch or transformers."""
     code = (
-        "import sys; from profiler.counted import counted_profile as c; c('llama-3.1-70b', sequence_length=4096); "
+        "import sys; from planner.profiler.counted import counted_profile as c; c('llama-3.1-70b', sequence_length=4096); "
         "print('torch' in sys.modules, 'transformers' in sys.modules)"
     )
     done = subprocess.run(
@@ -198,10 +198,10 @@ def test_unknown_models_are_refused():
 
 def test_write_stores_what_is_evaluated(tmp_path):
     """The generator's file is the one in the catalogue: counting again changes nothing."""
-    from profiler.counted_write import write
+    from planner.profiler.counted_write import write
 
     stored = (
-        counted.files("profiler.catalogue")
+        counted.files("planner.profiler.catalogue")
         .joinpath("counted", "vgg16.json")
         .read_text(encoding="utf-8")
     )

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from planner.errors import LayoutError, UnsupportedError
+from planner.profiler.cut import cut_model
+from planner.profiler.kinds import name_kinds
+from planner.profiler.models import load_model
 from planner.spec.profile import RecomputeMode
-from profiler.cut import cut_model
-from profiler.kinds import name_kinds
-from profiler.models import load_model
 
 CALLABLES = "tests.profiler.callables"
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from planner.profiler.cut import LayerCut, cut_model
 from planner.spec.profile import RecomputeMode
-from profiler.cut import LayerCut, cut_model
 
 WIDTH = 4
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from planner.errors import LayoutError, UnknownNameError, UnsupportedError
-from profiler.count import profile
-from profiler.cut_trace import output_tensors
-from profiler.cut_whole import same_numbers
-from profiler.models import ModelSource, load_model
+from planner.profiler.count import profile
+from planner.profiler.cut_trace import output_tensors
+from planner.profiler.cut_whole import same_numbers
+from planner.profiler.models import ModelSource, load_model
 from tests.profiler.conftest import SMALL
 from tests.profiler.test_saved import saved_by_model
 
@@ -447,7 +447,7 @@ def test_equal_blocks_share_a_kind(tmp_path: Path):
 def test_a_model_that_is_not_of_transformers_is_cut_without_importing_it() -> None:
     """The import takes two seconds, on every rank of a run."""
     code = (
-        "import sys; from profiler.models import load_model; source = load_model('tests.profiler.graphs:unet'); "
+        "import sys; from planner.profiler.models import load_model; source = load_model('tests.profiler.graphs:unet'); "
         "assert len(source.cut().layers) > 4; source.borders(2, 0); assert 'transformers' not in sys.modules"
     )
     subprocess.run(

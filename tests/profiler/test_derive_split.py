@@ -20,14 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from planner.executor.parallel.sharding import local
+from planner.profiler import tensor_parallel
+from planner.profiler.count import count
+from planner.profiler.derive_split import _Shapes
+from planner.profiler.derive_vocabulary import vocabulary_of
+from planner.profiler.models import ModelSource
+from planner.profiler.split_group import GroupRanks, split_ours
+from planner.profiler.split_tensor import SplitTensor
 from planner.spec.profile import Measurement
-from profiler import tensor_parallel
-from profiler.count import count
-from profiler.derive_split import _Shapes
-from profiler.derive_vocabulary import vocabulary_of
-from profiler.models import ModelSource
-from profiler.split_group import GroupRanks, split_ours
-from profiler.split_tensor import SplitTensor
 from tests.executor.plans import source_of
 
 

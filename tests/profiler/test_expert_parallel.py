@@ -14,11 +14,11 @@ from planner.errors import DocumentError, UnsupportedError
 from planner.executor.parallel.expert_parallel import keep_share, share_experts
 from planner.executor.parallel.mesh import build_mesh
 from planner.executor.support import Grid
-from profiler.count import Counter, count, profile
-from profiler.counted import counted_profile
-from profiler.expert_parallel import experts_of, refusal
-from profiler.models import ModelSource, load_model
-from profiler.splits import Split
+from planner.profiler.count import Counter, count, profile
+from planner.profiler.counted import counted_profile
+from planner.profiler.expert_parallel import experts_of, refusal
+from planner.profiler.models import ModelSource, load_model
+from planner.profiler.splits import Split
 from tests.profiler.conftest import LLAMA_LIKE
 
 B, S, WIDTH, CHOSEN = 2, 16, 32, 2

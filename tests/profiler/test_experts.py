@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from profiler.count import count
-from profiler.experts import grouped_product
-from profiler.models import load_model
+from planner.profiler.count import count
+from planner.profiler.experts import grouped_product
+from planner.profiler.models import load_model
 from tests.profiler.conftest import LLAMA_LIKE
 
 TOKENS, WIDTH, INNER = 12, 32, 48

@@ -17,22 +17,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from planner.cost.fp8 import told_fp8
 from planner.errors import SpecError, UnsupportedError
 from planner.executor.pipeline.split_backward import backward_input
-from planner.spec.fp8 import DYNAMIC, Operand
-from profiler import float8_product as float8_product_module
-from profiler import low_bit, measure
-from profiler.count import Counter
-from profiler.count import profile as counted_profile
-from profiler.float8 import (
+from planner.profiler import float8_product as float8_product_module
+from planner.profiler import low_bit, measure
+from planner.profiler.count import Counter
+from planner.profiler.count import profile as counted_profile
+from planner.profiler.float8 import (
     OF_COLUMNS,
     OF_ROWS,
     OF_TOKENS,
     float8_modules,
     run_in_float8,
 )
-from profiler.float8_product import PLAIN, Parts, compiled, float8_product
-from profiler.low_bit import torchao
-from profiler.models import ModelSource, load_model
-from profiler.split_tensor import SplitTensor
+from planner.profiler.float8_product import PLAIN, Parts, compiled, float8_product
+from planner.profiler.low_bit import torchao
+from planner.profiler.models import ModelSource, load_model
+from planner.profiler.split_tensor import SplitTensor
+from planner.spec.fp8 import DYNAMIC, Operand
 from tests.executor.plans import CONFIGS, GPT2, LLAMA
 from tests.profiler.test_saved import BATCH, RANDOM_STATE_BYTES, TOKENS, kept_bytes_of
 

@@ -11,16 +11,16 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from planner.errors import DocumentError, UnsupportedError
+from planner.profiler.count import Counter, profile
+from planner.profiler.float8_product import float8_product
+from planner.profiler.low_bit import torchao
+from planner.profiler.measure_layer import Bench
+from planner.profiler.models import ModelSource, load_model
+from planner.profiler.parameters import hidden_matrices
+from planner.profiler.splits import Split
+from planner.profiler.tensor_parallel import is_derived, plan
 from planner.spec.document import parse
 from planner.spec.profile import LayerProfile, Measurement, ModelProfile
-from profiler.count import Counter, profile
-from profiler.float8_product import float8_product
-from profiler.low_bit import torchao
-from profiler.measure_layer import Bench
-from profiler.models import ModelSource, load_model
-from profiler.parameters import hidden_matrices
-from profiler.splits import Split
-from profiler.tensor_parallel import is_derived, plan
 from tests.executor.frozen import RANK
 from tests.executor.plans import source_of
 from tests.profiler.test_saved import RANDOM_STATE_BYTES, saved_by_model

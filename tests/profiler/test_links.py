@@ -13,10 +13,15 @@ import pytest
 import torch
 
 from planner.errors import RunError, SpecError
+from planner.profiler.links import LinkOptions, launch_links, main
+from planner.profiler.links_measure import (
+    OPERATIONS,
+    Sampling,
+    default_sizes,
+    measure_rows,
+)
+from planner.profiler.links_torchrun import run_torchrun
 from planner.spec import Links, read
-from profiler.links import LinkOptions, launch_links, main
-from profiler.links_measure import OPERATIONS, Sampling, default_sizes, measure_rows
-from profiler.links_torchrun import run_torchrun
 from tests.ports import free_port
 
 
@@ -40,7 +45,14 @@ def test_two_agents_are_two_nodes(tmp_path: Path) -> None:
         "--nproc-per-node=2",
     ]
     agent += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
-    rank = ["-m", "profiler.links", "--output", str(output), "--options", fields]
+    rank = [
+        "-m",
+        "planner.profiler.links",
+        "--output",
+        str(output),
+        "--options",
+        fields,
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     agents = [
         subprocess.Popen(

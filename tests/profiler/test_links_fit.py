@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.errors import SpecError
+from planner.profiler.links_fit import factors_of, fit, fit_levels, predict, residual
+from planner.profiler.links_measure import OPERATIONS
 from planner.spec import Link, LinkFit, LinkMeasurement
-from profiler.links_fit import factors_of, fit, fit_levels, predict, residual
-from profiler.links_measure import OPERATIONS
 
 latencies = st.floats(1e-6, 1e-2)
 bandwidths = st.floats(1e8, 1e12)

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from planner.errors import SpecError
-from profiler.links_groups import Shape, find_nodes, group_sizes, groups_of, shapes
+from planner.profiler.links_groups import (
+    Shape,
+    find_nodes,
+    group_sizes,
+    groups_of,
+    shapes,
+)
 
 
 def test_group_sizes_are_powers_of_two_and_all() -> None:

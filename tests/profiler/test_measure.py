@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from planner.errors import DocumentError, SpecError, UnsupportedError
+from planner.profiler import count, measure
+from planner.profiler.measure import profile
+from planner.profiler.measure_layer import LayerWorkload, OptimizerWorkload
+from planner.profiler.measure_timing import Timing
+from planner.profiler.models import ModelSource, load_model
 from planner.spec import ModelProfile, parse
-from profiler import count, measure
-from profiler.measure import profile
-from profiler.measure_layer import LayerWorkload, OptimizerWorkload
-from profiler.measure_timing import Timing
-from profiler.models import ModelSource, load_model
 from tests.profiler.known_device import know_cpu
 
 SIZES = (1, 2)

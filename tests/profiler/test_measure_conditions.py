@@ -6,7 +6,7 @@ import re
 
 import torch
 
-from profiler.measure_conditions import compared, conditions, parse_gpu
+from planner.profiler.measure_conditions import compared, conditions, parse_gpu
 
 
 def test_a_cpu_tells_its_load() -> None:

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from planner.errors import SpecError, UnsupportedError
-from planner.spec.devices import catalogue
-from profiler.measure_device import (
+from planner.profiler.measure_device import (
     COPY_BYTES,
     Copy,
     Matmul,
@@ -16,7 +15,8 @@ from profiler.measure_device import (
     is_in_catalogue,
     match_catalogue,
 )
-from profiler.measure_memory import available_memory_bytes
+from planner.profiler.measure_memory import available_memory_bytes
+from planner.spec.devices import catalogue
 
 GIB = 1 << 30
 
@@ -93,7 +93,7 @@ def test_a_cpu_rank_has_its_part_of_the_machine(
     """Two ranks have half the memory each, measured peaks, and a bare worker takes a part of that memory."""
     available = available_memory_bytes()
     monkeypatch.setattr(
-        "profiler.measure_device.available_memory_bytes", lambda: available
+        "planner.profiler.measure_device.available_memory_bytes", lambda: available
     )  # others take some, too
     spec = device_spec("cpu", 2)
     assert spec.id == "cpu"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from planner.errors import DocumentError
-from profiler.measure_journal import Case, Journal
+from planner.profiler.measure_journal import Case, Journal
 
 CONDITION = {"digest": "abc", "sequence_length": 16}
 BLOCK = Case("block", "layer", 2)

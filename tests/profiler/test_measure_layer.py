@@ -11,16 +11,16 @@ import torch.distributed as dist
 from torch import nn
 
 from planner.errors import UnsupportedError
-from planner.spec.profile import RecomputeMode
-from profiler.measure_layer import (
+from planner.profiler.measure_layer import (
     PHASES,
     Bench,
     BuiltLayer,
     LayerWorkload,
     recomputed_backward,
 )
-from profiler.measure_shard import fake_group, local
-from profiler.models import ModelSource, load_model
+from planner.profiler.measure_shard import fake_group, local
+from planner.profiler.models import ModelSource, load_model
+from planner.spec.profile import RecomputeMode
 
 CPU = torch.device("cpu")
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from planner.errors import RunError
-from profiler.cores import available_cores
-from profiler.measure_load import Load, threads_per_rank
-from profiler.measure_timing import Mark
+from planner.profiler.cores import available_cores
+from planner.profiler.measure_load import Load, threads_per_rank
+from planner.profiler.measure_timing import Mark
 
 
 @dataclass

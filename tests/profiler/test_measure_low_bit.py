@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from planner.executor.train.adam_8bit import Adam8bit
-from profiler import measure_low_bit
-from profiler.measure_low_bit import SAMPLE, adam_8bit_seconds
+from planner.profiler import measure_low_bit
+from planner.profiler.measure_low_bit import SAMPLE, adam_8bit_seconds
 
 SHAPES = ((128, 256), (256, 64), (300,))
 

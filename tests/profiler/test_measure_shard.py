@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from profiler.measure_shard import fake_group
+from planner.profiler.measure_shard import fake_group
 
 
 def _gather(groups_before: int) -> torch.Size:

@@ -8,8 +8,8 @@ from operator import itemgetter
 import pytest
 import torch
 
-from profiler import measure_timing
-from profiler.measure_timing import (
+from planner.profiler import measure_timing
+from planner.profiler.measure_timing import (
     FEWEST_SAMPLES,
     MOST_SAMPLES,
     STEADY_SAMPLES,

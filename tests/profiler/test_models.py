@@ -14,7 +14,7 @@ from planner.errors import (
     UnknownNameError,
     UnsupportedError,
 )
-from profiler.models import load_model
+from planner.profiler.models import load_model
 
 CALLABLES = "tests.profiler.callables"
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from profiler import catalogue
-from profiler.networks import BUILDERS
-from profiler.networks.amoebanet import FactorizedReduction, amoebanet_d
-from profiler.networks.dit import dit
-from profiler.networks.gnmt import gnmt
-from profiler.networks.unet import unet
+from planner.profiler import catalogue
+from planner.profiler.networks import BUILDERS
+from planner.profiler.networks.amoebanet import FactorizedReduction, amoebanet_d
+from planner.profiler.networks.dit import dit
+from planner.profiler.networks.gnmt import gnmt
+from planner.profiler.networks.unet import unet
 
 
 def parameters(build, *arguments: int) -> int:

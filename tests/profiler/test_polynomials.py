@@ -9,9 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from profiler.polynomials import evaluate, evaluate_layer, fit, fit_layer, undominated
-from profiler.quantities import Exchange, Kernel, LayerCount, ModeCount
-from profiler.splits import WHOLE
+from planner.profiler.polynomials import (
+    evaluate,
+    evaluate_layer,
+    fit,
+    fit_layer,
+    undominated,
+)
+from planner.profiler.quantities import Exchange, Kernel, LayerCount, ModeCount
+from planner.profiler.splits import WHOLE
 
 SIZES = (*product((2, 3), (16, 32, 80)), (1, 48), (5, 23))
 COEFFICIENTS = st.lists(st.integers(-(10**12), 10**12), min_size=6, max_size=6)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from profiler.watch import FusedAttention
+from planner.profiler.watch import FusedAttention
 
 SAMPLES, STEPS, INPUTS, WIDTH = 3, 7, 5, 4
 

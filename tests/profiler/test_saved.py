@@ -16,12 +16,12 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from planner.profiler import attention
+from planner.profiler.count import Counter
+from planner.profiler.cut import Recompute
+from planner.profiler.models import ModelSource, load_model
+from planner.profiler.watch import FusedAttention
 from planner.spec.profile import RecomputeMode
-from profiler import attention
-from profiler.count import Counter
-from profiler.cut import Recompute
-from profiler.models import ModelSource, load_model
-from profiler.watch import FusedAttention
 from tests.profiler.conftest import TINY
 
 BATCH, TOKENS = 3, 20

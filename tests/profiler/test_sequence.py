@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from planner.errors import UnsupportedError
-from profiler.lower_right import use_lower_right
-from profiler.models import ModelSource, load_model
-from profiler.recompute import recompute
-from profiler.sequence import KeyValues, Pieces, check_pieces
+from planner.profiler.lower_right import use_lower_right
+from planner.profiler.models import ModelSource, load_model
+from planner.profiler.recompute import recompute
+from planner.profiler.sequence import KeyValues, Pieces, check_pieces
 from tests.executor.plans import CONFIGS, LLAMA
 
 SEQUENCE = 16

@@ -20,12 +20,12 @@ from planner.executor.parallel.sequence_parallel import (
     share_sequence,
 )
 from planner.executor.parallel.sharding import shard_tensors
-from profiler import tensor_parallel
-from profiler.count import count, profile
-from profiler.lower_right import use_lower_right
-from profiler.models import ModelSource, load_model
-from profiler.sequence import KeyValues, Pieces, gather_over
-from profiler.sequence_parallel import SequencePlan, refusal
+from planner.profiler import tensor_parallel
+from planner.profiler.count import count, profile
+from planner.profiler.lower_right import use_lower_right
+from planner.profiler.models import ModelSource, load_model
+from planner.profiler.sequence import KeyValues, Pieces, gather_over
+from planner.profiler.sequence_parallel import SequencePlan, refusal
 
 B, S, HIDDEN = 3, 20, 32
 NAMES = {

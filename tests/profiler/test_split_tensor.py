@@ -15,8 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from profiler.split_tensor import NoRuleError, SplitTensor, join_parts, take_part
-from profiler.split_tensor_views import split_after_view
+from planner.profiler.split_tensor import (
+    NoRuleError,
+    SplitTensor,
+    join_parts,
+    take_part,
+)
+from planner.profiler.split_tensor_views import split_after_view
 
 RANKS = 2
 

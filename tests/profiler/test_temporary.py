@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from profiler.count import Counter
-from profiler.models import load_model
+from planner.profiler.count import Counter
+from planner.profiler.models import load_model
 
 BATCH, TOKENS = 4, 64
 

@@ -18,11 +18,11 @@ from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from planner.errors import DocumentError, UnsupportedError
-from profiler import tensor_parallel
-from profiler.count import count
-from profiler.models import load_model
-from profiler.shard import shard
-from profiler.split_group import split_ours
+from planner.profiler import tensor_parallel
+from planner.profiler.count import count
+from planner.profiler.models import load_model
+from planner.profiler.shard import shard
+from planner.profiler.split_group import split_ours
 
 STYLES = {
     "colwise": ColwiseParallel,

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planner.profiler.transformer import Shard, TransformerCounter, TransformerShape
 from planner.spec.frameworks import AttentionKernel, find_framework
 from planner.spec.profile import ModelProfile, RecomputeMode
-from profiler.transformer import Shard, TransformerCounter, TransformerShape
 
 GPT3 = TransformerShape(
     layers=96,

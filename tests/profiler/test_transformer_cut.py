@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
+from planner.profiler.models import ModelSource, load_model
 from planner.spec.profile import RecomputeMode
-from profiler.models import ModelSource, load_model
 from tests.profiler.conftest import TINY
 
 FAMILIES = tuple(TINY)

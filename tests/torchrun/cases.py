@@ -25,8 +25,8 @@ from planner.executor.parallel import replicas
 from planner.executor.parallel.mesh import build_mesh
 from planner.executor.reference import Reference, train_reference
 from planner.executor.train.optimizer_options import DEFAULTS, OptimizerOptions
+from planner.profiler.models import ModelSource
 from planner.spec import Plan
-from profiler.models import ModelSource
 from tests.builders import cluster, job, layer, profile, request
 from tests.executor.plans import make_plan, source_of
 from tests.torchrun.held_out import HELD_OUT_STEPS, held_out_loss

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from planner.executor import Executor
-from profiler.models import ModelSource, load_model
+from planner.profiler.models import ModelSource, load_model
 from tests.executor.plans import BERT, GPT2, LLAMA, MIXTRAL, OPT, T5_SPLIT, make_plan
 from tests.torchrun.cases import on_ranks
 

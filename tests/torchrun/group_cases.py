@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from planner.executor import Executor
 from planner.executor.reference import train_reference
+from planner.profiler.models import ModelSource
 from planner.search import plan
 from planner.spec import Cluster, Job, ModelProfile, Plan
-from profiler.models import ModelSource
 from tests.builders import layer, profile, request
 from tests.torchrun.cases import on_ranks, source_of_case
 from tests.validate.mixed import FORWARD_FLOPS, as_counted, group

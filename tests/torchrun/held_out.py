@@ -11,10 +11,10 @@ from planner.executor.executor import data_spec
 from planner.executor.train.data import has_own_targets, load_dataset
 from planner.executor.train.loss import CountedTokens, load_loss
 from planner.executor.train.optimizer import COMPUTE_DTYPE
+from planner.profiler.compute_type import cast_inputs
+from planner.profiler.evaluating import evaluating
+from planner.profiler.models import ModelSource
 from planner.spec import Plan
-from profiler.compute_type import cast_inputs
-from profiler.evaluating import evaluating
-from profiler.models import ModelSource
 
 HELD_OUT_STEPS = 1
 

@@ -18,8 +18,8 @@ from planner.executor.elastic.roster import Roster
 from planner.executor.elastic.weigh import Rebalanced
 from planner.executor.settings import RunSettings
 from planner.executor.train.loss import classification
+from planner.profiler.models import ModelSource, load_model
 from planner.spec import Infeasible, Plan, read
-from profiler.models import ModelSource, load_model
 from tests.executor.plans import make_plan
 
 ALONE_SECONDS = 0.3

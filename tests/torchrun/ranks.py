@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from profiler.low_bit import torchao
+from planner.profiler.low_bit import torchao
 
 ROOT = Path(__file__).parents[2]
 TRACED = ("gpt2", "llama", "tied-llama", "qwen3", "mixtral", "qwen3-moe", "t5")

@@ -18,8 +18,8 @@ from planner.executor import Executor
 from planner.executor.checkpoint.trained_weights import write_weights
 from planner.executor.checkpoint.weights import Weights
 from planner.executor.settings import CheckpointPolicy
+from planner.profiler.models import ModelSource
 from planner.spec import MeasuredRun, Plan
-from profiler.models import ModelSource
 from tests.executor.plans import make_plan
 from tests.torchrun.cases import on_ranks, source_of_case
 

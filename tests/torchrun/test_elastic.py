@@ -20,8 +20,8 @@ from planner.executor.elastic.weigh import Rebalanced
 from planner.executor.launch import run_plan
 from planner.executor.reference import train_reference
 from planner.executor.train.loss import classification
+from planner.profiler.models import load_model
 from planner.spec import Infeasible, MeasuredRun, Plan, read
-from profiler.models import load_model
 from tests.executor.plans import make_plan, source_of
 
 pytestmark = pytest.mark.torchrun

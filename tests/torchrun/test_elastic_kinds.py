@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from api.settings import Settings
+from planner.api.settings import Settings
 from planner.errors import RunError, StoppedError
 from planner.executor.elastic.journal import Journal
 from planner.executor.elastic.roster import KnownPlans, Roster
 from planner.executor.reference import train_reference
+from planner.profiler.count import profile
 from planner.search import make_request
 from planner.search import plan as search_plan
 from planner.spec import Cluster, Job, ModelProfile, NodeGroup, Options, Plan
 from planner.spec.cluster import DeviceSpec, Link
-from profiler.count import profile
 from tests.api.live import running
 from tests.executor.plans import make_plan, source_of
 from tests.torchrun.elastic_nodes import (

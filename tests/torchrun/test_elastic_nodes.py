@@ -9,7 +9,7 @@ import pytest
 
 from planner.errors import RunError
 from planner.executor.reference import train_reference
-from profiler.models import load_model
+from planner.profiler.models import load_model
 from tests.executor.plans import source_of
 from tests.torchrun.elastic_nodes import (
     EVERY,

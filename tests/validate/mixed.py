@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from itertools import islice, product
 from typing import Any
 
-from planner import __version__
 from planner.schedule import build
 from planner.spec import (
     Cluster,
@@ -29,6 +28,7 @@ from planner.spec.plan import (
 from planner.spec.profile import Measurement
 from planner.validate.facts import facts_of
 from planner.validate.prediction import recompute
+from planner.version import __version__
 from tests.builders import device, job, link, profile
 from tests.builders import layer as draft_layer
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from planner.cost import price
 from planner.cost.chunks import in_chunks
 from planner.cost.fp8 import told_fp8
+from planner.profiler.counted import counted_profile
 from planner.search import plan
 from planner.spec.calibration import Constants
 from planner.spec.cluster import Cluster, NodeGroup
@@ -22,7 +23,6 @@ from planner.spec.profile import Measurement, Operation
 from planner.validate import check
 from planner.validate.formulas import Machine, chunked_seconds
 from planner.validate.fp8 import low_precision_row
-from profiler.counted import counted_profile
 from tests.builders import device, request
 from tests.cost.test_compute import row
 

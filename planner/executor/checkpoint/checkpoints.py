@@ -67,8 +67,8 @@ from planner.executor.parallel.mesh import Mesh
 from planner.executor.parallel.sharding import local
 from planner.executor.settings import CheckpointPolicy
 from planner.executor.train.optimizer import COUNTER
+from planner.profiler.models import ModelSource
 from planner.spec.plan import Plan
-from profiler.models import ModelSource
 
 State = dict[str, torch.Tensor]
 StoredState = dict[str, torch.Tensor | StoredPiece]

@@ -53,7 +53,7 @@ class Trained(Document):
     """What a run must share with the one whose checkpoint it goes on from, whatever the two plans."""
 
     model_digest: str
-    """`profiler.models.ModelSource.digest`: sha256 over names and shapes of all parameters."""
+    """`planner.profiler.models.ModelSource.digest`: sha256 over names and shapes of all parameters."""
     optimizer: str
     precision: str
     global_batch_size: int

@@ -25,10 +25,10 @@ import torch
 from torch import nn
 
 from planner.errors import UnsupportedError
+from planner.profiler import host_random
+from planner.profiler.models import ModelSource
+from planner.profiler.parameters import parameters_on_meta
 from planner.spec.profile import SharedParameters
-from profiler import host_random
-from profiler.models import ModelSource
-from profiler.parameters import parameters_on_meta
 
 Prepare = Callable[[nn.Module], nn.Module]
 """Takes a whole model whose parameters may have no storage, returns the part of it that a rank holds."""

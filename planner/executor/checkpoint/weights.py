@@ -25,7 +25,7 @@ from planner.executor.checkpoint.materialise import (
     materialise,
 )
 from planner.executor.checkpoint.stored_names import StoredNames
-from profiler.models import ModelSource
+from planner.profiler.models import ModelSource
 
 SUFFIX = ".safetensors"
 

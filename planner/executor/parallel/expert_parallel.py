@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from planner.errors import LayoutError, UnsupportedError
 from planner.executor.parallel.mesh import Mesh
 from planner.executor.parallel.sharding import local
-from profiler.expert_parallel import (
+from planner.profiler.expert_parallel import (
     Alone,
     Routes,
     experts_of,
@@ -29,8 +29,8 @@ from profiler.expert_parallel import (
     refusal,
     share_out,
 )
-from profiler.models import ModelSource
-from profiler.transformer_cut import TransformerChain
+from planner.profiler.models import ModelSource
+from planner.profiler.transformer_cut import TransformerChain
 
 
 class RankGroup:
@@ -54,7 +54,7 @@ class RankGroup:
     def exchange(
         self, rows: torch.Tensor, sent: list[int] | None, received: list[int] | None
     ) -> torch.Tensor:
-        """See `profiler.expert_parallel.Group`."""
+        """See `planner.profiler.expert_parallel.Group`."""
         exchanged: torch.Tensor = all_to_all_single_autograd(
             rows, received, sent, self._group
         )
@@ -62,7 +62,7 @@ class RankGroup:
 
 
 class TensorGroup:
-    """A real tensor-parallel group; see `profiler.expert_parallel.TensorRanks`."""
+    """A real tensor-parallel group; see `planner.profiler.expert_parallel.TensorRanks`."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
@@ -76,7 +76,7 @@ class TensorGroup:
         )
 
     def scatter(self, whole: torch.Tensor) -> torch.Tensor:
-        """See `profiler.expert_parallel.TensorRanks`."""
+        """See `planner.profiler.expert_parallel.TensorRanks`."""
         summed = DTensor.from_local(whole, self._mesh, [Partial()], run_check=False)
         return summed.redistribute(placements=[Shard(0)]).to_local()
 

@@ -1,4 +1,4 @@
-"""Sequence parallelism of a stage: DTensor's collectives at the places that `profiler.sequence_parallel` finds.
+"""Sequence parallelism of a stage: DTensor's collectives at the places that `planner.profiler.sequence_parallel` finds.
 
 Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2; the
 tensors that are gathered for column-wise products are kept for their backward, as torchtitan keeps them.
@@ -12,15 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from planner.errors import UnsupportedError
-from profiler.models import ModelSource
-from profiler.sequence_parallel import (
+from planner.profiler.models import ModelSource
+from planner.profiler.sequence_parallel import (
     DIMENSION,
     SequencePlan,
     enter_regions,
     refusal,
     split_borders,
 )
-from profiler.transformer_cut import TransformerChain
+from planner.profiler.transformer_cut import TransformerChain
 
 
 def sequence_plan(
@@ -57,9 +57,7 @@ def read_once(
         return DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
 
     where = SequencePlan.of(stage, chain.blocks_name, styles)
-    if (
-        not where.is_derived
-    ):  # else they remember what they have read (`profiler.split_products.Entered`)
+    if not where.is_derived:  # else they remember what they have read (`planner.profiler.split_products.Entered`)
         enter_regions(stage, where.entered, enter)
 
 

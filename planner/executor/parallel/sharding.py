@@ -14,11 +14,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from planner.errors import UnsupportedError
 from planner.executor.parallel.mesh import Mesh
-from profiler.measure_shard import local as local
-from profiler.measure_shard import with_local as with_local
-from profiler.sequence_parallel import SequencePlan
-from profiler.split_group import split_ours
-from profiler.tensor_parallel import (
+from planner.profiler.measure_shard import local as local
+from planner.profiler.measure_shard import with_local as with_local
+from planner.profiler.sequence_parallel import SequencePlan
+from planner.profiler.split_group import split_ours
+from planner.profiler.tensor_parallel import (
     REPLICATED,
     is_ours,
     parallel_styles,
@@ -40,8 +40,8 @@ def shard_tensors(
     """Shard a stage over the tensor-parallel group, in place; each rank keeps its shard of what it holds whole.
 
     Args:
-        plan: style by qualified module name (`profiler.tensor_parallel.split_modules`).
-        whole: modules that stay as they are (`profiler.cut.tied_modules`).
+        plan: style by qualified module name (`planner.profiler.tensor_parallel.split_modules`).
+        whole: modules that stay as they are (`planner.profiler.cut.tied_modules`).
         sequence: where a sequence-parallel stage is entered and left (`planner.executor.parallel.sequence_parallel`).
 
     Returns:

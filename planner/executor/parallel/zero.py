@@ -33,7 +33,7 @@ from planner.executor.parallel.flat import Unit, reduce_scatter
 from planner.executor.parallel.gathered import GatheredLayers, Units
 from planner.executor.parallel.mesh import Sharers
 from planner.executor.parallel.sharding import local
-from profiler.cut import LayerCut, Recompute
+from planner.profiler.cut import LayerCut, Recompute
 
 
 @dataclass(frozen=True, slots=True)

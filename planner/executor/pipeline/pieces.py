@@ -12,8 +12,8 @@ import torch
 
 from planner.executor.parallel.mesh import Mesh
 from planner.executor.train.data import Inputs
+from planner.profiler.sequence import KeyValues, Pieces, gather_over
 from planner.spec.plan import Plan
-from profiler.sequence import KeyValues, Pieces, gather_over
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,8 +37,8 @@ from planner.executor.pipeline.pieces import split_inputs, split_targets
 from planner.executor.pipeline.stages import TimedStage
 from planner.executor.pipeline.timeline import Recorder
 from planner.executor.train.scaling import LossScaler
+from planner.profiler.sequence import Pieces
 from planner.spec.measured import SENDS
-from profiler.sequence import Pieces
 
 Loss = Callable[[Any, Any], torch.Tensor]
 """(output of the last stage, targets) -> mean loss of one micro-batch, or a piece's share of it. The output is a

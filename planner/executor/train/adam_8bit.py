@@ -26,8 +26,8 @@ import torch
 
 from planner.executor.parallel.sharding import local, placed_as
 from planner.executor.train.optimizer_options import BETAS
+from planner.profiler.low_bit import torchao
 from planner.spec.recipes import QUANTIZED_BLOCK
-from profiler.low_bit import torchao
 
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 """States that are quantised, by torch's names, and whether they have a sign."""

@@ -16,8 +16,8 @@ import torch
 
 from planner.errors import DocumentError, PlannerError, UnsupportedError
 from planner.executor.parallel.shares import Share
-from profiler.callables import load_callable
-from profiler.models import sample_size
+from planner.profiler.callables import load_callable
+from planner.profiler.models import sample_size
 
 Inputs = tuple[torch.Tensor, ...]
 """All that the model takes, samples along dimension 0."""

@@ -12,8 +12,8 @@ from torch.nn import functional
 from planner.errors import UnsupportedError
 from planner.executor.pipeline.pieces import TokenTargets
 from planner.executor.pipeline.runtime import Loss
-from profiler.callables import load_callable
-from profiler.sequence import Pieces
+from planner.profiler.callables import load_callable
+from planner.profiler.sequence import Pieces
 
 IGNORED = -100
 """cross_entropy's mark of a position without a target."""

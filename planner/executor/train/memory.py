@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from profiler.allocator import give_back
-from profiler.measure_memory import STATUS, proc_bytes
+from planner.profiler.allocator import give_back
+from planner.profiler.measure_memory import STATUS, proc_bytes
 
 KIBIBYTE = 1024
 CPU_ALLOCATOR = re.compile(r"you tried to allocate (\d+) bytes")

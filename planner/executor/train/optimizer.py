@@ -40,7 +40,7 @@ COMPUTE_DTYPE: dict[str, torch.dtype] = {
     "fp8": torch.bfloat16,
 }
 """Type of parameters, activations and gradients by the job's precision; in fp8 the products of linear layers alone cast
-them further (`profiler.float8`)."""
+them further (`planner.profiler.float8`)."""
 
 MASTER_COPY = ("fp16-mixed", "bf16-mixed", "fp8")
 """Precisions whose optimizer works on an fp32 copy of the parameters."""
@@ -307,7 +307,7 @@ class Optimizer:
 
     Args:
         learning_rate: until `set_learning_rate`.
-        hidden: names of the parameters that Muon orthogonalises (`profiler.parameters.hidden_matrices`).
+        hidden: names of the parameters that Muon orthogonalises (`planner.profiler.parameters.hidden_matrices`).
         shards: what this rank keeps of the parameters, and steps; None: all of them. Bound here, once cast.
         offloaded: names of the parameters of every layer: their states and master copies stay on the host, and come to
             the device layer by layer; None: all stay on the device.

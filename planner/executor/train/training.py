@@ -31,8 +31,8 @@ from planner.executor.train.metrics import Metrics
 from planner.executor.train.samples import Samples
 from planner.executor.train.spikes import SpikeWatch
 from planner.executor.train.validation import Validation
+from planner.profiler.evaluating import evaluating
 from planner.spec.plan import Plan
-from profiler.evaluating import evaluating
 
 Outcome = TypeVar("Outcome")
 

@@ -1,6 +1,6 @@
 """Models whose sequences stay whole: what asks for pieces of them is refused, with the profile's reason.
 
-The executor would refuse the plan (`profiler.sequence.check_pieces`), so the planner must not make it.
+The executor would refuse the plan (`planner.profiler.sequence.check_pieces`), so the planner must not make it.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from planner.executor.checkpoint.folder import MANIFEST
 from planner.executor.failures.stopping import StopRequest
 from planner.executor.settings import CheckpointPolicy
 from planner.executor.train.loss import next_token
+from planner.profiler.models import ModelSource
 from planner.spec import MeasuredRun
-from profiler.models import ModelSource
 from tests.executor.plans import make_plan, source_of
 
 pytestmark = pytest.mark.usefixtures("no_group_left")

@@ -10,7 +10,7 @@ from torch import nn
 
 from planner.errors import UnsupportedError
 from planner.executor.checkpoint.materialise import materialise
-from profiler.models import ModelSource
+from planner.profiler.models import ModelSource
 from tests.executor.plans import CONFIGS, source_of
 
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from planner.executor.checkpoint.folder import MANIFEST
 from planner.executor.checkpoint.trained_weights import INDEX, NAME, write_weights
 from planner.executor.checkpoint.weights import Weights
 from planner.executor.settings import CheckpointPolicy
-from profiler.models import ModelSource
+from planner.profiler.models import ModelSource
 from tests.executor.plans import make_plan, source_of
 
 FILE_BYTES = 20_000

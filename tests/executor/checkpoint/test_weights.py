@@ -16,7 +16,7 @@ from planner.executor import Executor
 from planner.executor.checkpoint.weights import Weights
 from planner.executor.parallel.expert_parallel import keep_share
 from planner.executor.reference import train_reference
-from profiler.models import ModelSource
+from planner.profiler.models import ModelSource
 from tests.executor.plans import make_plan, source_of
 
 CPU = torch.device("cpu")

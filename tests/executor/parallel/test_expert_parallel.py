@@ -12,7 +12,7 @@ from planner.errors import LayoutError, UnsupportedError
 from planner.executor.checkpoint.materialise import materialise
 from planner.executor.dry_run import dry_run
 from planner.executor.parallel.expert_parallel import check_experts
-from profiler.expert_parallel import Routes, experts_of, local_share, share_out
+from planner.profiler.expert_parallel import Routes, experts_of, local_share, share_out
 from tests.executor.plans import make_plan, source_of
 
 EXPERTS = "model.layers.0.mlp.experts"

@@ -16,7 +16,7 @@ from planner.executor.parallel.flat import Unit
 from planner.executor.parallel.gathered import HELD_LAYERS
 from planner.executor.parallel.mesh import Sharers
 from planner.executor.parallel.zero import LayerParameters, ZeroShards
-from profiler.recompute import recompute
+from planner.profiler.recompute import recompute
 
 LAYERS = 5
 WIDTH = 6

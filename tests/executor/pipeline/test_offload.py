@@ -21,12 +21,12 @@ from planner.executor.pipeline.offload import SMALLEST_BYTES, ActivationOffload
 from planner.executor.settings import CheckpointPolicy
 from planner.executor.support import check_plan
 from planner.executor.train.optimizer import MASTER, Optimizer
+from planner.profiler import count
+from planner.profiler.models import ModelSource, load_model
 from planner.search import make_request, plan_layout
 from planner.spec import Cluster, Job, MeasuredRun, NodeGroup, Plan
 from planner.spec.cluster import DeviceSpec
 from planner.spec.layout import PredictionLayout
-from profiler import count
-from profiler.models import ModelSource, load_model
 from tests.executor.plans import CONFIGS, make_plan, source_of
 
 pytestmark = pytest.mark.usefixtures("no_group_left")

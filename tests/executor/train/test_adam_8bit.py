@@ -27,8 +27,8 @@ from planner.executor.train.adam_8bit import (
     quantize,
     runs,
 )
+from planner.profiler import low_bit
 from planner.spec.recipes import QUANTIZED_BLOCK, ParameterCount, recipe
-from profiler import low_bit
 from tests.executor.plans import make_plan
 
 SHAPES = ((64, 64), (16, 3, 256), (8192,))

@@ -14,7 +14,7 @@ from planner.errors import DocumentError, UnsupportedError
 from planner.executor.parallel.shares import Share
 from planner.executor.train.data import DataSpec, load_dataset, local_part
 from planner.executor.train.loss import next_token
-from profiler.callables import load_callable
+from planner.profiler.callables import load_callable
 
 TOKENS = DataSpec(
     input_kind="tokens",

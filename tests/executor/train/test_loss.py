@@ -16,7 +16,7 @@ from planner.executor.train.loss import (
     next_token,
     next_token_of_piece,
 )
-from profiler.sequence import Pieces
+from planner.profiler.sequence import Pieces
 from tests.executor.plans import masked
 
 

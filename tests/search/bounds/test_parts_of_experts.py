@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 
 from planner.cost import TICK_SECONDS, workload
+from planner.profiler.counted import counted_profile
 from planner.search import predict
 from planner.search.bounds.parts import PartBounds
 from planner.search.layouts.order_classes import class_of
@@ -14,7 +15,6 @@ from planner.search.layouts.orders import Order
 from planner.search.layouts.parts import parts_of
 from planner.spec import Cluster, Job, ModelProfile, NodeGroup
 from planner.spec.layout import PredictionLayout, RecomputeWord, ZeroStage
-from profiler.counted import counted_profile
 
 DEVICE = "h200-sxm-141gb"
 DEVICES_PER_NODE, DEVICES, SAMPLES = 8, 248, 2048
