@@ -58,7 +58,7 @@ def check_if_match(request: Request, tag: str) -> None:
     raise PreconditionError(
         f"the resource's ETag is {tag}.",
         field="If-Match",
-        mend="GET it again, and look at what has changed.",
+        hint="GET it again, and look at what has changed.",
     )
 
 

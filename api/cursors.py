@@ -29,5 +29,5 @@ def number_of(cursor: str | None) -> int | None:
         raise DocumentError(
             f"{cursor!r} is no cursor.",
             field="cursor",
-            mend="send the `next` of the page before, or leave it out.",
+            hint="send the `next` of the page before, or leave it out.",
         ) from None

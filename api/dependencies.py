@@ -61,7 +61,7 @@ class StoredResult:
             raise NotFoundError(
                 "no plan fits this request, so there is nothing to show.",
                 field="plan_id",
-                mend=f"GET /v1/plans/{self.row.id} has the reasons and the nearest misses.",
+                hint=f"GET /v1/plans/{self.row.id} has the reasons and the nearest misses.",
             )
         return Plan.model_validate_json(self.document)
 
@@ -90,7 +90,7 @@ def stored_result(
         raise NotFoundError(
             f"there is no plan {plan_id!r}.",
             field="plan_id",
-            mend="GET /v1/plans lists all.",
+            hint="GET /v1/plans lists all.",
         )
     return StoredResult(*found)
 
@@ -169,7 +169,7 @@ def last_event_id(last_event_id: Annotated[str | None, Header()] = None) -> int:
         raise DocumentError(
             f"{last_event_id!r} is no event id.",
             field="Last-Event-ID",
-            mend="send the id of an event, or leave it out.",
+            hint="send the id of an event, or leave it out.",
         )
     return int(last_event_id)
 

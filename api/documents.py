@@ -45,7 +45,7 @@ class ErrorItem(Document):
     pointer: str | None = None
     """JSON pointer (RFC 6901) into the request body, where the mistake stands in it."""
     message: str
-    mend: str = ""
+    hint: str = ""
     """What to send instead."""
 
 

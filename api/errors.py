@@ -1,4 +1,4 @@
-"""Errors that only the service knows; like those of `planner.errors`, each names what is wrong and how to mend it.
+"""Errors that only the service knows; like those of `planner.errors`, each names what is wrong and how to fix it.
 
 PlannerError
 ├── UnauthorizedError         401  no API key, or none that the service knows
@@ -36,12 +36,12 @@ class ServiceError(PlannerError):
         message: str,
         *,
         field: str = "",
-        mend: str = "",
+        hint: str = "",
         limits: Limits | None = None,
         retry_after_seconds: int | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message, field=field, mend=mend)
+        super().__init__(message, field=field, hint=hint)
         self.limits = limits
         retry = (
             {}
@@ -180,7 +180,7 @@ class NotReadyError(ServiceError):
 
 
 def status_of(error: PlannerError) -> int:
-    """HTTP status of an error: the service's own say theirs; a failed run is 500; all others the client can mend."""
+    """HTTP status of an error: the service's own say theirs; a failed run is 500; all others the client can fix."""
     if isinstance(error, ServiceError):
         return error.status
     return 500 if isinstance(error, RunError) else 422

@@ -78,7 +78,7 @@ class Guard:
         if method not in SAFE and is_foreign(headers):
             raise ForeignSiteError(
                 "the request comes from a page of another site.",
-                mend="open the service's own page, and send it there.",
+                hint="open the service's own page, and send it there.",
             )
         needed = needed_scope(method, path)
         if needed is None:
@@ -91,7 +91,7 @@ class Guard:
             raise ForbiddenError(
                 f"{method} {path} needs the scope {needed}, the key {key.name!r} has {key.scope}.",
                 field="Authorization",
-                mend=f"use a key of scope {needed}.",
+                hint=f"use a key of scope {needed}.",
             )
         scope["client_name"] = f"key {key.name}"
         if method not in SAFE:
@@ -108,7 +108,7 @@ class Guard:
             raise HostError(
                 f"{host!r} is no name of this service.",
                 field="Host",
-                mend="ask for it by its address or as localhost, or add the name to allowed_hosts of the service.",
+                hint="ask for it by its address or as localhost, or add the name to allowed_hosts of the service.",
             )
 
     def _key_of(self, headers: Headers) -> Key:
@@ -120,7 +120,7 @@ class Guard:
                 if secret
                 else "the request has no API key.",
                 field="Authorization",
-                mend="send Authorization: Bearer KEY; the planner's own commands take KEY from PLANNER_API_KEY.",
+                hint="send Authorization: Bearer KEY; the planner's own commands take KEY from PLANNER_API_KEY.",
             )
         return key
 

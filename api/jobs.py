@@ -60,7 +60,7 @@ class Jobs:
             if job.attempts >= MAX_ATTEMPTS:
                 error = SolverError(
                     f"the service died {job.attempts} times during this job.",
-                    mend="report it.",
+                    hint="report it.",
                 )
                 self._store.finish(job.id, "failed", _problem_json(error))
                 continue
@@ -125,7 +125,7 @@ class Jobs:
             raise NotFoundError(
                 f"there is no job {job_id!r}.",
                 field="job_id",
-                mend="POST /v1/plans makes one.",
+                hint="POST /v1/plans makes one.",
             )
         return job
 
@@ -208,7 +208,7 @@ class Jobs:
             await asyncio.to_thread(
                 self._fail,
                 job,
-                InternalError("an unexpected error.", mend="report it."),
+                InternalError("an unexpected error.", hint="report it."),
             )
 
     def _begin(

@@ -27,7 +27,7 @@ PREFIX = "planner_"
 """Of every key, so that scanners for leaked secrets can tell one."""
 NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 DIGEST = re.compile(r"[0-9a-f]{64}")
-MEND = "write NAME SCOPE SHA256, as `planner serve --make-key SCOPE` prints it."
+HINT = "write NAME SCOPE SHA256, as `planner serve --make-key SCOPE` prints it."
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def make_key(scope: Scope, name: str) -> tuple[str, Key]:
         raise DocumentError(
             f"{name!r} is no name of a key.",
             field="--key-name",
-            mend="use up to 64 letters, digits and . _ @ -",
+            hint="use up to 64 letters, digits and . _ @ -",
         )
     secret = PREFIX + secrets.token_urlsafe(32)
     return secret, Key(name, scope, digest_of(secret))
@@ -89,11 +89,11 @@ def read_keys(path: Path) -> tuple[Key, ...]:
         raise DocumentError(
             f"cannot be read: {error}.",
             field=str(path),
-            mend="give a readable text file.",
+            hint="give a readable text file.",
         ) from None
     keys = parse(text, where=str(path))
     if not keys:
-        raise DocumentError("has no key.", field=str(path), mend=MEND)
+        raise DocumentError("has no key.", field=str(path), hint=HINT)
     return keys
 
 
@@ -115,7 +115,7 @@ def parse(text: str, *, where: str) -> tuple[Key, ...]:
             continue
         wrong = _mistake(words)
         if wrong:  # never the line itself: somebody may have put the secret there
-            problems.append(Problem(f"{where}: line {number}", wrong, MEND))
+            problems.append(Problem(f"{where}: line {number}", wrong, HINT))
         else:
             keys.append(_key(*words))
     problems += [

@@ -70,7 +70,7 @@ class RequestContext:
                 raise
             error = InternalError(
                 f"an unexpected error; the service's log has it under {request_id}.",
-                mend="try again; if it stays, report it with this request_id.",
+                hint="try again; if it stays, report it with this request_id.",
             )
             await problem_response(Request(scope), error)(scope, receive, send_with_id)
 
@@ -117,7 +117,7 @@ class BodyLimit:
     def _refusal(self) -> BodyTooLargeError:
         return BodyTooLargeError(
             f"the body is larger than {self._limit} bytes.",
-            mend="send a smaller profile (fewer measurements), or raise max_body_bytes of the service.",
+            hint="send a smaller profile (fewer measurements), or raise max_body_bytes of the service.",
             limits={"max_body_bytes": self._limit},
         )
 
@@ -154,7 +154,7 @@ def _compressed(coding: str) -> MediaTypeError:
     return MediaTypeError(
         f"the body is compressed: {coding!r}.",
         field="Content-Encoding",
-        mend="send it as it is.",
+        hint="send it as it is.",
         headers={"Accept-Encoding": "identity"},
     )
 

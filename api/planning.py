@@ -56,6 +56,6 @@ def _options_within_limits(wish: PlanCreate, parts: Services) -> Options:
     raise LimitError(
         f"time_limit_seconds({wish.options.time_limit_seconds:g}) is above this service's {cap:g}.",
         field="options.time_limit_seconds",
-        mend=f"ask for at most {cap:g} seconds.",
+        hint=f"ask for at most {cap:g} seconds.",
         limits={"max_solver_seconds": cap},
     )

@@ -1,7 +1,7 @@
 """RFC 9457 problem documents: every error leaves the service through this file.
 
 PlannerError, ServiceError          -> its own code, title and status
-wrong body, parameter or header     -> DocumentError (422), one entry per mistake, each with field, pointer and mend
+wrong body, parameter or header     -> DocumentError (422), one entry per mistake, each with field, pointer and hint
 unknown path, wrong method          -> 404, 405
 the database's disk is full, read-only -> 503
 anything else                       -> 500 with the request's id; the traceback goes to the log only (`planner.api.middleware`)
@@ -42,12 +42,12 @@ MEDIA_TYPE = "application/problem+json"
 MOST_ERRORS = 50
 """Mistakes that one document tells; a client that made more has made one many times."""
 LONGEST_TEXT = 2000
-"""Characters of a field, message or mend: what a client sent is not sent back whole."""
+"""Characters of a field, message or hint: what a client sent is not sent back whole."""
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
     "default": {
-        "description": "An error: what is wrong, where it stands, and how to mend it (RFC 9457).",
+        "description": "An error: what is wrong, where it stands, and how to fix it (RFC 9457).",
         "content": {
             MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/ProblemDocument"}}
         },
@@ -90,13 +90,13 @@ def document_of(
             if pointer is None or len(pointer) <= LONGEST_TEXT
             else None,
             message=_clipped(problem.message),
-            mend=_clipped(problem.mend),
+            hint=_clipped(problem.hint),
         )
         for problem, pointer in zip(
             error.problems[:MOST_ERRORS], pointers, strict=False
         )
     ]
-    lines = [str(Problem(item.field, item.message, item.mend)) for item in told]
+    lines = [str(Problem(item.field, item.message, item.hint)) for item in told]
     if len(error.problems) > len(told):
         lines.append(f"And {len(error.problems) - len(told)} mistakes more.")
     limits = error.limits if isinstance(error, ServiceError) else None
@@ -170,18 +170,18 @@ def _on_http_exception(request: Request, error: Exception) -> Response:
         translated = error.error
     elif error.status_code == 404:
         translated = NotFoundError(
-            f"there is no {request.url.path}.", mend="see /openapi.json for all paths."
+            f"there is no {request.url.path}.", hint="see /openapi.json for all paths."
         )
     elif error.status_code == 405:
         allowed = _allowed(request)
         translated = MethodError(
             f"{request.url.path} does not take {request.method}.",
-            mend=f"use {allowed}.",
+            hint=f"use {allowed}.",
             headers={"Allow": allowed},
         )
     elif error.status_code == 400:
         translated = DocumentError(
-            "the body is not valid JSON.", mend="send one JSON document in UTF-8."
+            "the body is not valid JSON.", hint="send one JSON document in UTF-8."
         )
     else:
         translated = InternalError(error.detail)
@@ -203,11 +203,11 @@ def _allowed(request: Request) -> str:
 
 
 def _on_store_error(request: Request, error: Exception) -> Response:
-    """A full or read-only disk is the operator's to mend; nothing of the request was stored."""
+    """A full or read-only disk is the operator's to fix; nothing of the request was stored."""
     logger.error("request %s: the database: %s", request.scope.get("request_id"), error)
     refusal = NotReadyError(
         f"the database cannot be used: {error}.",
-        mend="ask again later; its operator has to look after its disk.",
+        hint="ask again later; its operator has to look after its disk.",
         retry_after_seconds=10,
     )
     return problem_response(request, refusal)
@@ -219,13 +219,13 @@ def _error_of_request(request: Request, error: RequestValidationError) -> Planne
     if broken is not None:
         return DocumentError(
             f"the body is not valid JSON: {broken['ctx']['error']} (character {broken['loc'][-1]}).",
-            mend="send one JSON document.",
+            hint="send one JSON document.",
         )
     if isinstance(error.body, bytes):
         return MediaTypeError(
             f"the body was sent as {request.headers.get('content-type', 'no type')!r}.",
             field="Content-Type",
-            mend="send the header Content-Type: application/json.",
+            hint="send the header Content-Type: application/json.",
             headers={"Accept": "application/json"},
         )
     located: list[tuple[Problem, str | None]] = [
@@ -245,14 +245,14 @@ def _parameter_problem(details: Any) -> Problem:
             "leave it out, or correct its name.",
         )
     bounds = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
-    mends = [
+    hints = [
         f"{words} {context[key]}" for key, words in bounds.items() if key in context
     ]
-    mend = f"give a value of {' and '.join(mends)}." if mends else ""
+    hint = f"give a value of {' and '.join(hints)}." if hints else ""
     return Problem(
         path_of(details["loc"][1:]),
         f"{details['msg']}, got {details.get('input')!r}.",
-        mend,
+        hint,
     )
 
 

@@ -75,7 +75,7 @@ class Profiles:
             raise NotFoundError(
                 f"there is no profile {profile_id!r}.",
                 field="profile_id",
-                mend="store it first: POST /v1/profiles.",
+                hint="store it first: POST /v1/profiles.",
             )
         return document
 
@@ -89,7 +89,7 @@ class Profiles:
             raise LimitError(
                 f"the profile has {len(profile.layers)} layers.",
                 field=field,
-                mend=f"send at most {self._settings.max_layers}: put several modules into one layer.",
+                hint=f"send at most {self._settings.max_layers}: put several modules into one layer.",
                 limits={"max_layers": self._settings.max_layers},
             )
         return ResolvedProfile(digest(profile), profile, None)
@@ -125,7 +125,7 @@ class Profiles:
             raise LimitError(
                 f"the cluster has {cluster.devices} devices.",
                 field="cluster.node_groups",
-                mend=f"ask for at most {self._settings.max_devices}.",
+                hint=f"ask for at most {self._settings.max_devices}.",
                 limits={"max_devices": self._settings.max_devices},
             )
 

@@ -83,6 +83,6 @@ def check_reach(settings: Settings) -> None:
     raise DocumentError(
         f"{settings.host!r} can be reached by other machines, and there are no API keys.",
         field="host",
-        mend="make a key with `planner serve --make-key plan` and set keys_file; or set without_keys, and let whoever "
+        hint="make a key with `planner serve --make-key plan` and set keys_file; or set without_keys, and let whoever "
         "reaches the port plan, cancel and delete.",
     )

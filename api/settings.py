@@ -115,11 +115,11 @@ def _from_file(path: Path) -> dict[str, tuple[Any, str]]:
         raise DocumentError(
             f"cannot be read: {error.strerror}.",
             field=str(path),
-            mend="give a readable TOML file.",
+            hint="give a readable TOML file.",
         ) from None
     except ValueError as error:
         raise DocumentError(
-            f"is not valid TOML: {error}.", field=str(path), mend="mend the file."
+            f"is not valid TOML: {error}.", field=str(path), hint="hint the file."
         ) from None
     return {name: (value, f"{path}: {name}") for name, value in values.items()}
 
@@ -136,7 +136,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, tuple[Any, st
 
 def _with_source(problem: Problem, merged: Mapping[str, tuple[Any, str]]) -> Problem:
     value, source = merged.get(problem.field, (None, ""))
-    mend = problem.mend
+    hint = problem.hint
     if isinstance(value, str) and value.startswith("tcp://"):
-        mend = "Kubernetes sets this variable for a Service named planner; set enableServiceLinks: false, or rename it."
-    return replace(problem, field=source or problem.field, mend=mend)
+        hint = "Kubernetes sets this variable for a Service named planner; set enableServiceLinks: false, or rename it."
+    return replace(problem, field=source or problem.field, hint=hint)

@@ -88,7 +88,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The planner cannot answer, for a reason that the client can mend."""
+    """The planner cannot answer, for a reason that the client can fix."""
 
     error: PlannerError
 
@@ -145,7 +145,7 @@ def _check(plan: Plan, profile: ModelProfile) -> None:
     if not found.ok:
         raise SolverError(
             f"the plan did not pass the check, which shares no code with the search: {'; '.join(found.problems)}.",
-            mend="report it, with the request.",
+            hint="report it, with the request.",
         )
 
 
@@ -238,7 +238,7 @@ def _answer(work: Work, task: Task, connection: Connection) -> Answered | Refuse
         return Refused(
             SolverError(
                 "the solver needs more memory than it may use.",
-                mend="constrain the job further, or raise max_solver_bytes of the service.",
+                hint="constrain the job further, or raise max_solver_bytes of the service.",
             )
         )
 

@@ -105,7 +105,7 @@ class Solvers:
         if self._stopping:
             raise NotReadyError(
                 "the service is stopping.",
-                mend="ask again in a moment.",
+                hint="ask again in a moment.",
                 retry_after_seconds=1,
             )
         if not beyond_limit and not self.has_room:
@@ -182,7 +182,7 @@ class Solvers:
         if most and own >= most:
             raise TooManyJobsError(
                 f"{client} has {own} solves that run or wait.",
-                mend="wait until one has ended, or cancel one: DELETE /v1/jobs/{id}.",
+                hint="wait until one has ended, or cancel one: DELETE /v1/jobs/{id}.",
                 limits={"max_jobs_per_client": most},
                 retry_after_seconds=self._mean_seconds(),
             )
@@ -193,7 +193,7 @@ class Solvers:
     def _full(self) -> QueueFullError:
         return QueueFullError(
             f"{self.running} solves run and {self.waiting} wait.",
-            mend="try again later, or raise queue_length or concurrency of the service.",
+            hint="try again later, or raise queue_length or concurrency of the service.",
             limits={
                 "queue_length": self._settings.queue_length,
                 "concurrency": self._settings.concurrency,
@@ -261,7 +261,7 @@ class Solvers:
 def _crashed() -> PlannerError:
     return SolverError(
         "the solver met an unexpected error; the service's log has it.",
-        mend="report it.",
+        hint="report it.",
     )
 
 
@@ -269,12 +269,12 @@ def _overran(seconds: float) -> PlannerError:
     return SolverError(
         f"the solver did not end within {seconds:g} seconds and was stopped.",
         field="options.time_limit_seconds",
-        mend="constrain the job further, or ask for a smaller cluster or profile.",
+        hint="constrain the job further, or ask for a smaller cluster or profile.",
     )
 
 
 def _died(exit_code: int | None) -> PlannerError:
     return SolverError(
         f"the solver process ended with code {exit_code} and no answer (out of memory?).",
-        mend="constrain the job further, or give the service more memory.",
+        hint="constrain the job further, or give the service more memory.",
     )

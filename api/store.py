@@ -394,7 +394,7 @@ class Store:
             raise DocumentError(
                 f"has schema version {version}, this planner writes {SCHEMA_VERSION}.",
                 field=str(path),
-                mend="start the planner that wrote it, or give another path.",
+                hint="start the planner that wrote it, or give another path.",
             )
 
     def _finish(self, job_id: str, status: str, problem: str | None) -> bool:
@@ -455,7 +455,7 @@ def _unusable(path: Path, error: sqlite3.Error) -> DocumentError:
     return DocumentError(
         f"is not a usable database: {error}.",
         field=str(path),
-        mend="give another path, or restore the file.",
+        hint="give another path, or restore the file.",
     )
 
 
@@ -468,7 +468,7 @@ def _own(path: Path) -> Any:
         raise DocumentError(
             f"cannot be written: {error.strerror}.",
             field=str(path),
-            mend="give a path in a writable directory.",
+            hint="give a path in a writable directory.",
         ) from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -477,6 +477,6 @@ def _own(path: Path) -> Any:
         raise RunError(
             "another service uses this database.",
             field=str(path),
-            mend="stop it, or give another path.",
+            hint="stop it, or give another path.",
         ) from None
     return lock

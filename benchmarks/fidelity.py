@@ -159,7 +159,7 @@ def of_family(dataset: Dataset, family: str | None) -> Dataset:
         raise UnknownNameError(
             f"no family {family!r}.",
             field="--family",
-            mend=f"use one of {', '.join(sorted(dataset.rows))}.",
+            hint=f"use one of {', '.join(sorted(dataset.rows))}.",
         )
     return Dataset(
         runs=tuple(run for run in dataset.runs if run.family == family),

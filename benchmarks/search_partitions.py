@@ -87,7 +87,7 @@ def layer_milliseconds(text: str) -> tuple[float, ...]:
         raise DocumentError(
             "is no profile of PipeDream.",
             field="graph.txt",
-            mend="give the file as it was published.",
+            hint="give the file as it was published.",
         )
     return tuple(times[name] for name in in_order(list(times), edges))
 
@@ -113,7 +113,7 @@ def in_order(names: Sequence[str], edges: Iterable[tuple[str, str]]) -> list[str
         raise DocumentError(
             "the edges run in a circle.",
             field="graph.txt",
-            mend="give the file as it was published.",
+            hint="give the file as it was published.",
         )
     return order
 

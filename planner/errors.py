@@ -1,6 +1,6 @@
 """Every error that `planner` raises on purpose.
 
-    PlannerError                     something the user can mend; the message names field, value and mend
+    PlannerError                     something the user can fix; the message names field, value and hint
     ├── SpecError                    a document or argument is wrong (exit code 2, HTTP 422)
     │   ├── DocumentError            not readable: missing file, corrupted JSON, unknown or wrong field
     │   ├── UnknownNameError         a model, device, schedule or schema that is not in the catalogue
@@ -22,18 +22,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong with the input: where it stands, what stood there, and how to mend it."""
+    """One thing wrong with the input: where it stands, what stood there, and how to fix it."""
 
     field: str
     """Path of the field, e.g. ``node_groups[0].device``; empty when the whole document is meant."""
     message: str
     """What is wrong, with the value."""
-    mend: str = ""
+    hint: str = ""
     """What to write instead."""
 
     def __str__(self) -> str:
         where = f"{self.field}: " if self.field else ""
-        return f"{where}{self.message}" + (f" Mend: {self.mend}" if self.mend else "")
+        return f"{where}{self.message}" + (f" Hint: {self.hint}" if self.hint else "")
 
 
 class PlannerError(Exception):
@@ -47,10 +47,10 @@ class PlannerError(Exception):
         message: str,
         *,
         field: str = "",
-        mend: str = "",
+        hint: str = "",
         problems: tuple[Problem, ...] = (),
     ) -> None:
-        self.problems = problems or (Problem(field, message, mend),)
+        self.problems = problems or (Problem(field, message, hint),)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 

@@ -25,7 +25,7 @@ def load_callable(reference: str, *, field: str) -> Callable[..., Any]:
         raise DocumentError(
             f"cannot import {module_name!r}: {first_line(error)}",
             field=field,
-            mend="give package.module:callable as Python would import it here.",
+            hint="give package.module:callable as Python would import it here.",
         ) from error
     for part in attribute.split("."):
         found = getattr(found, part, None)
@@ -33,7 +33,7 @@ def load_callable(reference: str, *, field: str) -> Callable[..., Any]:
         raise DocumentError(
             f"{module_name} has no callable {attribute!r}.",
             field=field,
-            mend="name a function of the module.",
+            hint="name a function of the module.",
         )
     return found  # type: ignore[no-any-return]
 

@@ -246,7 +246,7 @@ class Counter:
                 f"layer {self.layers[index].name!r} of {self.source.name} does not run on {size[0]} samples in "
                 f"{str(self.dtype).removeprefix('torch.')}: {next(iter(str(error).strip().splitlines()), '')}",
                 field="model",
-                mend="let the model take every type and micro-batch size, or ask for others (precision, "
+                hint="let the model take every type and micro-batch size, or ask for others (precision, "
                 "micro_batch_sizes).",
             ) from error
 
@@ -389,13 +389,13 @@ def _check_sequence(source: ModelSource, tokens: int, degree: int) -> None:
         raise UnsupportedError(
             f"{source.name} cannot be sequence-parallel: {reason}.",
             field="sequence_parallel",
-            mend="leave it out.",
+            hint="leave it out.",
         )
     if degree == 1 or tokens % degree:
         raise DocumentError(
             f"{degree} tensor-parallel ranks cannot share {tokens} tokens.",
             field="sequence_parallel",
-            mend="use a degree above 1 that divides them, or leave it out.",
+            hint="use a degree above 1 that divides them, or leave it out.",
         )
 
 
@@ -419,13 +419,13 @@ def check_spread(
         raise UnsupportedError(
             f"tensor-parallel ranks share out the experts of {source.name}, which takes sequence parallelism.",
             field="tensor_parallel_degrees",
-            mend="count it with sequence parallelism (planner profile --device analytic:ID), or use degree 1.",
+            hint="count it with sequence parallelism (planner profile --device analytic:ID), or use degree 1.",
         )
     if experts % (tensor * expert):
         raise DocumentError(
             f"{tensor} tensor- times {expert} expert-parallel ranks cannot share {experts} experts.",
             field="expert_parallel_degrees",
-            mend=f"use degrees whose product divides {experts}.",
+            hint=f"use degrees whose product divides {experts}.",
         )
 
 
@@ -443,7 +443,7 @@ def check_context(
         raise DocumentError(
             f"a sequence of {sequence_length} tokens does not divide over {wrong[0] if wrong else 'no'} ranks.",
             field="context_parallel_degrees",
-            mend="give degrees that divide the sequence length.",
+            hint="give degrees that divide the sequence length.",
         )
     if max(degrees) > 1:
         from planner.profiler.sequence import check_pieces

@@ -144,7 +144,7 @@ def _windowed_counts(data: dict[str, Any]) -> dict[str, Any]:
         raise DocumentError(
             f"the stored counts of {name} hold for sequences below its sliding window of {window} tokens.",
             field="sequence_length",
-            mend=f"count it with torch: planner profile {name} --device analytic:ID --sequence-length N -o FILE.",
+            hint=f"count it with torch: planner profile {name} --device analytic:ID --sequence-length N -o FILE.",
         )
     return cast("dict[str, Any]", data["windowed_counts"])
 
@@ -159,7 +159,7 @@ def _stored(name: str) -> dict[str, Any]:
         raise DocumentError(
             "the catalogue has no counts of this model.",
             field=name,
-            mend=f"write them: python -m planner.profiler.counted --write {name}",
+            hint=f"write them: python -m planner.profiler.counted --write {name}",
         ) from None
     return data
 

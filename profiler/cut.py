@@ -242,20 +242,20 @@ class LayerCut:
             raise LayoutError(
                 f"there is no stage of the layers {start} to {stop} (exclusive): the model has {len(self.layers)}.",
                 field="stages",
-                mend=f"give 0 <= start < stop <= {len(self.layers)}.",
+                hint=f"give 0 <= start < stop <= {len(self.layers)}.",
             )
         for index, mode in recompute.items():
             if not start <= index < stop:
                 raise LayoutError(
                     f"layer {index} is to be recomputed, but the stage holds the layers {start} to {stop} (exclusive).",
                     field="recompute",
-                    mend="name only layers of the stage.",
+                    hint="name only layers of the stage.",
                 )
             if mode != "none" and not self.layers[index].recomputable:
                 raise UnsupportedError(
                     f"layer {self.layers[index].name!r} cannot be recomputed.",
                     field="recompute",
-                    mend="recompute other layers; those with a `full` row in the profile can be.",
+                    hint="recompute other layers; those with a `full` row in the profile can be.",
                 )
 
 
@@ -317,7 +317,7 @@ def _refuse_sparse(model: nn.Module) -> None:
             raise UnsupportedError(
                 f"{name or type(part).__name__!r} asks for sparse gradients.",
                 field="model",
-                mend="write sparse=False.",
+                hint="write sparse=False.",
             )
 
 
@@ -418,7 +418,7 @@ class SequentialChain(TensorChain):
                 raise UnsupportedError(
                     f"layer {name!r} changes in place what it takes, so it cannot begin a stage.",
                     field="model",
-                    mend="write inplace=False.",
+                    hint="write inplace=False.",
                 )
             outputs.append(inputs)
         return tuple(outputs)
@@ -479,14 +479,14 @@ def _chain_of_tensors(
         raise UnsupportedError(
             f"the model does not run on meta tensors of shape {tuple(inputs.shape)}: {str(error).splitlines()[0]}",
             field="model",
-            mend="return example inputs that the model takes, and avoid operations that read values.",
+            hint="return example inputs that the model takes, and avoid operations that read values.",
         ) from error
     for name, output in zip(chain.names, outputs, strict=True):
         if not (isinstance(output, Tensor) and output.is_floating_point()):
             raise UnsupportedError(
                 f"layer {name!r} returns no floating-point tensor, so it cannot end a stage.",
                 field="model",
-                mend="merge it with the next layer into one child of the nn.Sequential.",
+                hint="merge it with the next layer into one child of the nn.Sequential.",
             )
     return outputs
 

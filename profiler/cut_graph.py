@@ -273,7 +273,7 @@ def _refusal(model: nn.Module, scope: str, reason: str) -> UnsupportedError:
     return UnsupportedError(
         f"{name} {reason}.",
         field="model",
-        mend="give example inputs that the model takes, and avoid operations that read values of tensors.",
+        hint="give example inputs that the model takes, and avoid operations that read values of tensors.",
     )
 
 
@@ -316,7 +316,7 @@ class GraphChain:
         raise LayoutError(
             f"the stage does not take tensors of shapes {list(map(tuple, shapes))}.",
             field="stages",
-            mend="give it what the stage before returns.",
+            hint="give it what the stage before returns.",
         )
 
     def _solved(

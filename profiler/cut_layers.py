@@ -278,7 +278,7 @@ def matching(names: Sequence[str], called: frozenset[str]) -> set[str]:
             raise UnknownNameError(
                 f"no module {name!r} runs in the model.",
                 field="cut",
-                mend=f"did you mean {', '.join(close)}?"
+                hint=f"did you mean {', '.join(close)}?"
                 if close
                 else "give qualified names of modules.",
             )

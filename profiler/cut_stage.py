@@ -189,7 +189,7 @@ class GraphStage:
                     f"{type(self._model).__name__} hands {len(values(evaluated))} tensors from one stage to the next "
                     f"in evaluation, and {len(values(trained))} in training.",
                     field="model",
-                    mend="validate its checkpoints apart from the run, or plan with pipeline_parallel_degree 1.",
+                    hint="validate its checkpoints apart from the run, or plan with pipeline_parallel_degree 1.",
                 )
 
     def _dtype(self, given: tuple[Tensor, ...]) -> torch.dtype:

@@ -99,7 +99,7 @@ def check_float8(source: ModelSource, *, field: str, instead: str) -> None:
         raise UnsupportedError(
             f"{source.name} has no linear layer, ahead of its last layer, of sizes that {MULTIPLE} divides.",
             field=field,
-            mend=f"use {instead}.",
+            hint=f"use {instead}.",
         )
 
 

@@ -50,5 +50,5 @@ def check_lengths(lengths: Sequence[int]) -> None:
         raise SpecError(
             f"{list(lengths)} are no distinct sequence lengths.",
             field="sequence_lengths",
-            mend="give every length once; 0 alone for a model without a sequence.",
+            hint="give every length once; 0 alone for a model without a sequence.",
         )

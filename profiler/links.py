@@ -85,19 +85,19 @@ class LinkOptions:
                 raise SpecError(
                     f"{value} is not above 0.",
                     field=field,
-                    mend="give a positive number.",
+                    hint="give a positive number.",
                 )
         if self.sizes is not None and self.max_bytes is not None:
             raise SpecError(
                 "sizes are given, so max_bytes has no meaning.",
                 field="max_bytes",
-                mend="leave it out.",
+                hint="leave it out.",
             )
         if self.max_bytes is not None and self.max_bytes < LEAST_MAX_BYTES:
             raise SpecError(
                 f"{self.max_bytes} bytes leave fewer than two sizes.",
                 field="max_bytes",
-                mend=f"give at least {LEAST_MAX_BYTES}.",
+                hint=f"give at least {LEAST_MAX_BYTES}.",
             )
 
     def sizes_on(self, device: torch.device) -> tuple[int, ...]:
@@ -138,7 +138,7 @@ def launch_links(
         raise SpecError(
             f"a link has two ends, but ranks is {ranks}.",
             field="ranks",
-            mend="give at least 2 ranks.",
+            hint="give at least 2 ranks.",
         )
     with tempfile.TemporaryDirectory(prefix="planner-links-") as folder:
         output = Path(folder) / "links.json"
@@ -242,11 +242,11 @@ def _check_backend(backend: str | None) -> None:
         raise SpecError(
             f"no backend {backend!r}.",
             field="backend",
-            mend=f"use one of {', '.join(BACKENDS)}.",
+            hint=f"use one of {', '.join(BACKENDS)}.",
         )
     if backend == "nccl" and not torch.cuda.is_available():
         raise SpecError(
-            "nccl needs GPUs, and torch sees none.", field="backend", mend="use gloo."
+            "nccl needs GPUs, and torch sees none.", field="backend", hint="use gloo."
         )
 
 

@@ -74,7 +74,7 @@ def fit(
         raise SpecError(
             f"two unknowns cannot be fitted to {len(flat)} measured rows.",
             field="measurements",
-            mend="measure at least two sizes.",
+            hint="measure at least two sizes.",
         )
     latency, bandwidth = _solve(flat)
     return Link(

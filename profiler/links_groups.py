@@ -111,14 +111,14 @@ def world_size() -> int:
     if not dist.is_initialized():
         raise RunError(
             "there is no process group.",
-            mend="call torch.distributed.init_process_group first.",
+            hint="call torch.distributed.init_process_group first.",
         )
     world = dist.get_world_size()
     if world < 2:
         raise RunError(
             "a link has two ends, but there is one rank.",
             field="ranks",
-            mend="start at least 2 ranks with torchrun.",
+            hint="start at least 2 ranks with torchrun.",
         )
     return world
 
@@ -140,7 +140,7 @@ def find_nodes(ranks_per_node: int | None, device: torch.device) -> tuple[int, i
         raise SpecError(
             f"{world} ranks do not make whole nodes of {here}.",
             field="ranks_per_node",
-            mend="give a divisor of the number of ranks, or start equally many ranks on every node.",
+            hint="give a divisor of the number of ranks, or start equally many ranks on every node.",
         )
     bounds = torch.tensor([here, -here], device=device)
     dist.all_reduce(bounds, dist.ReduceOp.MAX)
@@ -149,6 +149,6 @@ def find_nodes(ranks_per_node: int | None, device: torch.device) -> tuple[int, i
         raise RunError(
             f"one node has {-least} ranks, another has {most}.",
             field="ranks_per_node",
-            mend="start equally many ranks on every node.",
+            hint="start equally many ranks on every node.",
         )
     return world // here, here

@@ -177,19 +177,19 @@ def check_request(
             if unknown
             else "there is no operation to measure.",
             field="operations",
-            mend=f"use some of {', '.join(OPERATIONS)}.",
+            hint=f"use some of {', '.join(OPERATIONS)}.",
         )
     if sizes is not None and (not sizes or min(sizes) < 1):
         raise SpecError(
             f"sizes must be positive numbers of bytes, got {list(sizes)}.",
             field="sizes",
-            mend="give e.g. 1024,1048576.",
+            hint="give e.g. 1024,1048576.",
         )
     if sampling.warm_up < 0 or sampling.repeats < 1:
         raise SpecError(
             f"cannot take {sampling.warm_up} warm-up samples and {sampling.repeats} samples.",
             field="repeats" if sampling.repeats < 1 else "warm_up",
-            mend="give warm_up >= 0 and repeats >= 1.",
+            hint="give warm_up >= 0 and repeats >= 1.",
         )
 
 

@@ -65,7 +65,7 @@ def run_torchrun(
             raise RunError(
                 f"{ranks} ranks of {module} had not ended after {timeout_seconds:g} seconds.",
                 field="timeout_seconds",
-                mend="measure fewer or smaller sizes, or give more time.",
+                hint="measure fewer or smaller sizes, or give more time.",
             )
         if process.returncode != 0:
             raise RunError(

@@ -25,7 +25,7 @@ def require_torchao(wish: str, *, field: str, instead: str) -> None:
         raise UnsupportedError(
             f"{wish} takes torchao, which is not installed.",
             field=field,
-            mend=f"pip install 'planner[low-bit]', or use {instead}.",
+            hint=f"pip install 'planner[low-bit]', or use {instead}.",
         )
 
 

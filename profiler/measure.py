@@ -113,7 +113,7 @@ def profile(
         raise SpecError(
             f"{time_budget_seconds} seconds are no time to measure in.",
             field="time_budget_seconds",
-            mend="give a positive number of seconds.",
+            hint="give a positive number of seconds.",
         )
     degrees = _measurable(shards, concurrency)
     sheet = look_up_device(place, concurrency)
@@ -174,7 +174,7 @@ def _check_precision(
         raise SpecError(
             f"{precision} casts what is bf16, not {dtype}.",
             field="dtype",
-            mend="give bf16, or leave precision out.",
+            hint="give bf16, or leave precision out.",
         )
     require_torchao(precision, field="precision", instead="dtype bf16 alone")
     check_float8(source, field="precision", instead="dtype bf16 alone")
@@ -193,7 +193,7 @@ def _measurable(degrees: Sequence[int], concurrency: int) -> tuple[int, ...]:
         raise UnsupportedError(
             f"with concurrency {concurrency} only whole layers can be measured.",
             field="tensor_parallel_degrees",
-            mend="add degree 1, or measure with concurrency 1.",
+            hint="add degree 1, or measure with concurrency 1.",
         )
     return measurable
 

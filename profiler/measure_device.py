@@ -51,7 +51,7 @@ def find_device(device: str, concurrency: int) -> torch.device:
         raise SpecError(
             f"concurrency is {concurrency}.",
             field="concurrency",
-            mend="give at least 1.",
+            hint="give at least 1.",
         )
     kind, _, index = device.partition(":")
     if kind not in ("cpu", "cuda") or (
@@ -60,7 +60,7 @@ def find_device(device: str, concurrency: int) -> torch.device:
         raise SpecError(
             f"no device {device!r} to measure on.",
             field="device",
-            mend="use cpu, cuda or cuda:1.",
+            hint="use cpu, cuda or cuda:1.",
         )
     if kind == "cpu":
         return torch.device("cpu")
@@ -68,13 +68,13 @@ def find_device(device: str, concurrency: int) -> torch.device:
         raise UnsupportedError(
             f"torch sees {torch.cuda.device_count()} GPUs, so there is no {device}.",
             field="device",
-            mend="use cpu, or plan without measuring: analytic:CATALOGUE_ID.",
+            hint="use cpu, or plan without measuring: analytic:CATALOGUE_ID.",
         )
     if concurrency > 1:
         raise UnsupportedError(
             f"{concurrency} ranks would share one GPU.",
             field="concurrency",
-            mend="give every rank its own GPU: use 1.",
+            hint="give every rank its own GPU: use 1.",
         )
     return torch.device("cuda", int(index or 0))
 

@@ -122,5 +122,5 @@ class Journal:
         return DocumentError(
             f"the journal cannot be used: {error.strerror}.",
             field=str(self._path),
-            mend="give the path of a file that can be written.",
+            hint="give the path of a file that can be written.",
         )

@@ -100,7 +100,7 @@ class Load:
             raise RunError(
                 f"the model's layers cannot be sent to the other ranks: {error}.",
                 field="concurrency",
-                mend="define the model's classes at the top of a module, or measure with concurrency 1.",
+                hint="define the model's classes at the top of a module, or measure with concurrency 1.",
             ) from None
 
     def beside(self, index: int) -> None:
@@ -148,7 +148,7 @@ class Load:
         raise RunError(
             f"a helper process that should load the machine died:\n{words}",
             field="concurrency",
-            mend="mend its error, or measure with concurrency 1.",
+            hint="hint its error, or measure with concurrency 1.",
         )
 
     def _path(self) -> Path:

@@ -39,7 +39,7 @@ def fake_group(rank: int, ranks: int, *, field: str = "") -> Iterator[None]:
         raise UnsupportedError(
             "ranks that do not exist are played by one process, but this one is a rank of a process group.",
             field=field,
-            mend="do it in a process of its own, outside of torchrun.",
+            hint="do it in a process of its own, outside of torchrun.",
         )
     # Importing it registers the backend "fake".
     from torch.testing._internal.distributed.fake_pg import FakeStore

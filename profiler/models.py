@@ -137,7 +137,7 @@ class ModelSource:
                 raise MismatchError(
                     f"a {type(module).__name__} without {missing[0]!r} is not the model {self.name!r}.",
                     field="model",
-                    mend="give a module that this source built.",
+                    hint="give a module that this source built.",
                 )
         return self._cut
 
@@ -148,7 +148,7 @@ class ModelSource:
             raise UnsupportedError(
                 f"all {len(parameters)} parameters of {self.name} are frozen, so there is nothing to train.",
                 field="model",
-                mend="let those that are to be trained require gradients: requires_grad_(True).",
+                hint="let those that are to be trained require gradients: requires_grad_(True).",
             )
         return cut_model(
             self.build_on_meta(),
@@ -200,7 +200,7 @@ class ModelSource:
                     f"{self.name} does not run on {micro_batch_size} samples of {sequence_length} tokens in "
                     f"{str(dtype).removeprefix('torch.')}: {next(iter(str(error).strip().splitlines()), '')}",
                     field="model",
-                    mend="let the model take every type and size, or plan for another precision.",
+                    hint="let the model take every type and size, or plan for another precision.",
                 ) from error
         return self._borders[size, dtype]
 

@@ -250,7 +250,7 @@ class Limits:
             raise DocumentError(
                 f"{list(micro_batch_sizes)} holds no micro-batch size, or one below 1.",
                 field="micro_batch_sizes",
-                mend="give whole numbers of samples from 1 on.",
+                hint="give whole numbers of samples from 1 on.",
             )
         wrong = [
             degree for degree in degrees if degree not in self.tensor_parallel_degrees
@@ -260,7 +260,7 @@ class Limits:
                 f"{self.model} cannot be tensor-parallel by {wrong[0] if wrong else 'no degree at all'}"
                 f"{self.tensor_refusal and f': {self.tensor_refusal}'}.",
                 field="tensor_parallel_degrees",
-                mend=f"use {', '.join(map(str, self.tensor_parallel_degrees))}.",
+                hint=f"use {', '.join(map(str, self.tensor_parallel_degrees))}.",
             )
         wrong = [
             degree for degree in experts if degree not in self.expert_parallel_degrees
@@ -269,7 +269,7 @@ class Limits:
             raise DocumentError(
                 f"{self.model} cannot be expert-parallel by {wrong[0] if wrong else 'no degree at all'}.",
                 field="expert_parallel_degrees",
-                mend=f"use {', '.join(map(str, self.expert_parallel_degrees))}.",
+                hint=f"use {', '.join(map(str, self.expert_parallel_degrees))}.",
             )
 
     def _check_sequence(self, sequence_length: int) -> None:
@@ -278,24 +278,24 @@ class Limits:
             raise DocumentError(
                 f"{self.model} takes tokens, and {sequence_length} of them are no sequence to learn from.",
                 field="sequence_length",
-                mend=f"give {SHORTEST_SEQUENCE} to {most} tokens.",
+                hint=f"give {SHORTEST_SEQUENCE} to {most} tokens.",
             )
         if not self.takes_tokens and sequence_length != 0:
             raise DocumentError(
                 f"{self.model} takes no tokens, got a sequence of {sequence_length}.",
                 field="sequence_length",
-                mend="give 0, or leave it out.",
+                hint="give 0, or leave it out.",
             )
         if self.longest_sequence and sequence_length > self.longest_sequence:
             raise DocumentError(
                 f"{self.model} takes at most {self.longest_sequence} tokens, got {sequence_length}.",
                 field="sequence_length",
-                mend=f"give at most {self.longest_sequence}.",
+                hint=f"give at most {self.longest_sequence}.",
             )
         if self.only_sequence and sequence_length != self.only_sequence:
             raise DocumentError(
                 f"{self.model} does not run on short sequences; it is known to take {self.only_sequence} tokens, got "
                 f"{sequence_length}.",
                 field="sequence_length",
-                mend=f"give {self.only_sequence}, or return an example of another length beside the model.",
+                hint=f"give {self.only_sequence}, or return an example of another length beside the model.",
             )

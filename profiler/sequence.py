@@ -230,7 +230,7 @@ def check_pieces(source: ModelSource) -> None:
         raise UnsupportedError(
             f"sequences of {source.name} cannot be cut into pieces: it {source.whole_sequences}.",
             field="layout",
-            mend="use sequence_chunks 1 and context_parallel_degree 1.",
+            hint="use sequence_chunks 1 and context_parallel_degree 1.",
         )
 
 

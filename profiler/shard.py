@@ -176,7 +176,7 @@ def shard(
             raise UnsupportedError(
                 f"module {name!r} is a {type(module).__name__}, which cannot be counted in shards.",
                 field="tensor_parallel_degree",
-                mend="use degree 1.",
+                hint="use degree 1.",
             )
         elif style in COLUMN_STYLES:
             _split_columns(module, degree)

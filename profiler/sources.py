@@ -59,7 +59,7 @@ def from_config_file(path: Path) -> ModelSource:
         raise DocumentError(
             "is no JSON object.",
             field=str(path),
-            mend="give a Hugging Face config.json.",
+            hint="give a Hugging Face config.json.",
         )
     name = path.resolve().parent.name if path.stem == "config" else path.stem
     return from_config(name, data, where=str(path))
@@ -96,13 +96,13 @@ def _read_config(data: dict[str, Any], where: str) -> Any:
         raise DocumentError(
             "the field model_type is missing.",
             field=f"{where}: model_type",
-            mend="give a Hugging Face config.json.",
+            hint="give a Hugging Face config.json.",
         )
     if model_type not in known:
         raise UnknownNameError(
             f"transformers knows no model_type {model_type!r}.",
             field=f"{where}: model_type",
-            mend=_close(model_type, known),
+            hint=_close(model_type, known),
         )
     try:
         config = transformers.AutoConfig.for_model(model_type, **settings)
@@ -112,7 +112,7 @@ def _read_config(data: dict[str, Any], where: str) -> Any:
         raise DocumentError(
             f"is no valid {model_type} configuration: {first_line(error)}",
             field=where,
-            mend="correct this field.",
+            hint="correct this field.",
         ) from error
     config.use_cache = False
     return config
@@ -190,7 +190,7 @@ def _task(config: Any, where: str) -> _Task:
         f"{asked or config.model_type} is trained for none of the tasks that are known here "
         f"({', '.join(task.title for task in _tasks())}).",
         field=f"{where}: architectures",
-        mend=f"use {' or '.join(known) or 'another model'}.",
+        hint=f"use {' or '.join(known) or 'another model'}.",
     )
 
 
@@ -276,7 +276,7 @@ def _try_building(builder: Any, where: str) -> None:
         raise DocumentError(
             f"transformers cannot build the model: {first_line(error)}",
             field=where,
-            mend="correct the configuration.",
+            hint="correct the configuration.",
         ) from error
 
 
@@ -296,13 +296,13 @@ def from_callable(reference: str) -> ModelSource:
         raise DocumentError(
             "returns the same module at every call.",
             field=reference,
-            mend="build a new module in the callable.",
+            hint="build a new module in the callable.",
         )
     if any(not parameter.is_meta for parameter in module.parameters()):
         raise DocumentError(
             "puts parameters on a device of its own choice.",
             field=reference,
-            mend="build on torch's default device: pass no device= and do not call .to() or .cuda().",
+            hint="build on torch's default device: pass no device= and do not call .to() or .cuda().",
         )
     return _describe(
         reference, module, example, partial(_build_from, function, reference)
@@ -316,7 +316,7 @@ def _call(function: Any, reference: str) -> tuple[nn.Module, Example]:
         raise DocumentError(
             f"the callable failed: {first_line(error)}",
             field=reference,
-            mend="make it run without arguments.",
+            hint="make it run without arguments.",
         ) from error
     module, example = (
         result if isinstance(result, tuple) and len(result) == 2 else (result, None)
@@ -326,7 +326,7 @@ def _call(function: Any, reference: str) -> tuple[nn.Module, Example]:
         raise DocumentError(
             f"the callable returned {type(result).__name__}.",
             field=reference,
-            mend="return an nn.Module, or (nn.Module, example inputs: a tensor, or a tuple or dict of tensors).",
+            hint="return an nn.Module, or (nn.Module, example inputs: a tensor, or a tuple or dict of tensors).",
         )
     for part in (
         module.modules()
@@ -386,7 +386,7 @@ def _describe(
     raise UnsupportedError(
         "what the model takes cannot be told from its first layer.",
         field=name,
-        mend="return (nn.Module, example inputs): a tensor, or a tuple or dict of tensors.",
+        hint="return (nn.Module, example inputs): a tensor, or a tuple or dict of tensors.",
     )
 
 

@@ -101,7 +101,7 @@ def _refusal(model: nn.Module, reason: str) -> UnsupportedError:
     return UnsupportedError(
         f"{type(model).__name__} {reason}.",
         field="model",
-        mend="use a causal or masked language model built from one list of blocks, or write it as nn.Sequential.",
+        hint="use a causal or masked language model built from one list of blocks, or write it as nn.Sequential.",
     )
 
 

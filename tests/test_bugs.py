@@ -1,4 +1,4 @@
-"""One test per reported bug, named after what went wrong; it fails without the mend, and stays for good.
+"""One test per reported bug, named after what went wrong; it fails without the hint, and stays for good.
 
 A bug found while building belongs in the module's own tests; one that a user met belongs here, with the input that
 showed it, as small as it goes.
@@ -330,7 +330,7 @@ def test_losses_that_are_no_loss_are_told(what: str) -> None:
     """One without gradients trained nothing, without a word; others ended in tracebacks."""
     share = _LossShare(NO_LOSSES[what], 2, None)
     with pytest.raises(
-        UnsupportedError, match=r"loss: returned .* Mend: return the mean"
+        UnsupportedError, match=r"loss: returned .* Hint: return the mean"
     ):
         share(torch.zeros(3, requires_grad=True), torch.zeros(3))
 

@@ -22,7 +22,7 @@ def problem(code: str, request: Request) -> HTMLResponse:
     if kind is None:
         raise NotFoundError(
             f"there is no problem {code!r}.",
-            mend=f"known: {', '.join(sorted(_kinds()))}.",
+            hint=f"known: {', '.join(sorted(_kinds()))}.",
         )
     return page(
         request,
@@ -44,7 +44,7 @@ def problem_page(request: Request, document: ProblemDocument) -> HTMLResponse:
 
 
 def problem_text(document: ProblemDocument) -> Node:
-    """What is wrong, and how to mend it."""
+    """What is wrong, and how to fix it."""
     return (
         bullets(map(_error, document.errors))
         if document.errors
@@ -54,12 +54,12 @@ def problem_text(document: ProblemDocument) -> Node:
 
 def _error(error: ErrorItem) -> Node:
     field: Node = (tag("code", error.field), ": ") if error.field else ""
-    return field, tag("span", error.message, class_="wrong"), " ", sentence(error.mend)
+    return field, tag("span", error.message, class_="wrong"), " ", sentence(error.hint)
 
 
-def sentence(mend: str) -> str:
+def sentence(hint: str) -> str:
     """What to do instead, as a sentence of its own."""
-    return mend[:1].upper() + mend[1:]
+    return hint[:1].upper() + hint[1:]
 
 
 def _kinds() -> dict[str, type[PlannerError]]:

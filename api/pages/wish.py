@@ -92,14 +92,14 @@ async def _answers(request: Request) -> dict[str, str]:
         raise MediaTypeError(
             f"the body was sent as {kind!r}.",
             field="Content-Type",
-            mend=f"send {FORM}.",
+            hint=f"send {FORM}.",
         )
     text = (await request.body()).decode(errors="replace")
     try:
         given = parse_qsl(text, keep_blank_values=True, max_num_fields=4 * len(FIELDS))
     except ValueError:
         raise DocumentError(
-            "the form has too many fields.", mend="send each once."
+            "the form has too many fields.", hint="send each once."
         ) from None
     return defaults() | {
         name: value[:LONGEST_ANSWER] for name, value in given if name in BY_NAME
@@ -152,7 +152,7 @@ def _summary(
 def _field(field: Field, answer: str, problems: Sequence[Problem]) -> Element:
     """Label, input, hint and what is wrong with the answer."""
     wrong = " ".join(
-        f"{problem.message} {sentence(problem.mend)}".strip() for problem in problems
+        f"{problem.message} {sentence(problem.hint)}".strip() for problem in problems
     )
     told = {
         kind: words for kind, words in (("hint", field.hint), ("wrong", wrong)) if words

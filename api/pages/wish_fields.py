@@ -154,7 +154,7 @@ def _of_constraint(problem: Problem) -> Problem:
     """The same beside the one field that all constraints are typed in."""
     name = problem.field.rpartition(" ")[2]
     message = f"{name}: {problem.message}" if name in CONSTRAINTS else problem.message
-    return Problem("job.constraints", message, problem.mend)
+    return Problem("job.constraints", message, problem.hint)
 
 
 def field_of(problem: Problem) -> str:

@@ -73,7 +73,7 @@ def get_schema(name: str) -> dict[str, Any]:
         raise NotFoundError(
             f"there is no schema {name!r}.",
             field="name",
-            mend=f"use one of {', '.join(SCHEMAS)}.",
+            hint=f"use one of {', '.join(SCHEMAS)}.",
         )
     return kind.model_json_schema(by_alias=True)
 

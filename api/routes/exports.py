@@ -121,5 +121,5 @@ def _target(name: str) -> Target:
     except UnknownNameError as error:
         (problem,) = error.problems
         raise NotFoundError(
-            problem.message, field=problem.field, mend=problem.mend
+            problem.message, field=problem.field, hint=problem.hint
         ) from None

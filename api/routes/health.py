@@ -31,7 +31,7 @@ def get_readiness(parts: ServicesDependency) -> Readiness:
     if not parts.solvers.has_room:
         raise NotReadyError(
             f"{waiting} solves are waiting.",
-            mend="try again later, or another replica.",
+            hint="try again later, or another replica.",
             limits={"queue_length": parts.settings.queue_length},
             retry_after_seconds=1,
         )
@@ -57,7 +57,7 @@ def _check_store(parts: Services) -> None:
     except sqlite3.Error as error:
         raise NotReadyError(
             f"the database cannot be written: {error}.",
-            mend="look after its disk.",
+            hint="look after its disk.",
             retry_after_seconds=10,
         ) from None
 
@@ -68,6 +68,6 @@ def _check_search() -> None:
     except ImportError as error:
         raise NotReadyError(
             f"the search cannot be loaded: {error}.",
-            mend="install planner with its dependencies.",
+            hint="install planner with its dependencies.",
             retry_after_seconds=10,
         ) from None

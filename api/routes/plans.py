@@ -214,7 +214,7 @@ def create_measurement(
         raise MismatchError(
             f"the run was of plan {body.plan_id!r}, not of {plan.id!r}.",
             field="plan_id",
-            mend=f"POST it to /v1/plans/{body.plan_id}/measurements.",
+            hint=f"POST it to /v1/plans/{body.plan_id}/measurements.",
         )
     view = _measurement_view(
         parts.store.add_measurement(plan.id, body.model_dump_json()), result.row, root
@@ -252,7 +252,7 @@ def get_measurement(
         raise NotFoundError(
             f"plan {result.row.id} has no measurement {measurement_id}.",
             field="measurement_id",
-            mend=f"GET /v1/plans/{result.row.id}/measurements lists all.",
+            hint=f"GET /v1/plans/{result.row.id}/measurements lists all.",
         )
     return cacheable(request, row.document, media_type=JSON, cache_control=FOREVER)
 
@@ -264,12 +264,12 @@ def _after_wait(request: Request, parts: Services, job: JobRow, wait: Wait) -> R
         if found is None:
             raise NotFoundError(
                 f"plan {job.plan_id} was deleted meanwhile.",
-                mend="ask for the plan again.",
+                hint="ask for the plan again.",
             )
         return _answer(request, StoredResult(*found), cache="fwd=miss; stored")
     if job.status == "cancelled":
         raise JobCancelledError(
-            f"job {job.id} was cancelled by a client.", mend="ask for the plan again."
+            f"job {job.id} was cancelled by a client.", hint="ask for the plan again."
         )
     view = view_of(job, root_of(request.scope))
     if job.status == "failed":

@@ -30,7 +30,7 @@ async def create_prediction(
     if not isinstance(answer, Forecast):
         raise NotReadyError(
             "the service is stopping.",
-            mend="ask again in a moment.",
+            hint="ask again in a moment.",
             retry_after_seconds=1,
         )
     return answer

@@ -113,13 +113,13 @@ def _number(text: str, hint: str) -> float:
 
 
 def refuse(
-    arguments: argparse.Namespace, names: Iterable[str], message: str, mend: str
+    arguments: argparse.Namespace, names: Iterable[str], message: str, hint: str
 ) -> None:
     """Refuse options that would be ignored.
 
     Args:
         names: as the namespace has them.
-        mend: in which OPTION stands for the option.
+        hint: in which OPTION stands for the option.
 
     Raises:
         DocumentError: naming the first that was given.
@@ -128,7 +128,7 @@ def refuse(
         if getattr(arguments, name) is not None:
             option = f"--{name.replace('_', '-')}"
             raise DocumentError(
-                message, field=option, mend=mend.replace("OPTION", option)
+                message, field=option, hint=hint.replace("OPTION", option)
             )
 
 

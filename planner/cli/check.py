@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise DocumentError(
             "is for --dry-run only.",
             field="--model",
-            mend="give --dry-run too, or leave it out.",
+            hint="give --dry-run too, or leave it out.",
         )
     plan = read(Plan, arguments.plan)
     model = arguments.model or model_of(plan) if arguments.dry_run else None

@@ -49,16 +49,16 @@ def check_output(path: str | None) -> None:
         return
     folder = Path(path).parent
     if Path(path).is_dir():
-        raise DocumentError("is a folder.", field=path, mend="name a file in it.")
+        raise DocumentError("is a folder.", field=path, hint="name a file in it.")
     if not folder.is_dir():
         raise DocumentError(
             f"there is no folder {str(folder)!r}.",
             field=path,
-            mend="create it, or write elsewhere.",
+            hint="create it, or write elsewhere.",
         )
     if not os.access(path if Path(path).exists() else folder, os.W_OK):
         raise DocumentError(
-            "cannot be written.", field=path, mend="choose a path you may write to."
+            "cannot be written.", field=path, hint="choose a path you may write to."
         )
 
 
@@ -76,7 +76,7 @@ def write(path: str, text: str) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         raise DocumentError(
-            f"cannot be written: {reason}.", field=path, mend="choose another path."
+            f"cannot be written: {reason}.", field=path, hint="choose another path."
         ) from None
     words(f"wrote {path}")
 

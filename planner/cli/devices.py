@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print every device, one of them, or the device of a file."""
     if arguments.device is not None and arguments.file is not None:
         raise SpecError(
-            "one device at a time.", field="--file", mend="leave out the id, or --file."
+            "one device at a time.", field="--file", hint="leave out the id, or --file."
         )
     if arguments.file is not None:
         spec = read(DeviceSpec, arguments.file)

@@ -49,4 +49,4 @@ def examine() -> list[Finding]:
 
 def _lines(finding: Finding) -> list[str]:
     lines = [f"{finding.status:<8}{finding.name:<13}{finding.detail}"]
-    return [*lines, f"{'':<21}mend: {finding.mend}"] if finding.mend else lines
+    return [*lines, f"{'':<21}hint: {finding.hint}"] if finding.hint else lines

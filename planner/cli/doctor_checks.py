@@ -31,7 +31,7 @@ class Finding:
     name: str
     status: Literal["ok", "absent", "broken"]
     detail: str
-    mend: str = ""
+    hint: str = ""
 
     def document(self) -> dict[str, str]:
         """Plain data for ``--json``."""

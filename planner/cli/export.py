@@ -45,14 +45,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise DocumentError(
             "was not given: for what shall the plan be written?",
             field="--to",
-            mend=SEE_LIST,
+            hint=SEE_LIST,
         )
     target = find(arguments.to)
     if arguments.plan is None:
         raise DocumentError(
             "was not given.",
             field="plan.json",
-            mend=f"planner export plan.json --to {target.name}, as `planner plan -o plan.json` writes it.",
+            hint=f"planner export plan.json --to {target.name}, as `planner plan -o plan.json` writes it.",
         )
     check_output(arguments.output)
     plan = read(Plan, arguments.plan)
@@ -87,7 +87,7 @@ def _list(arguments: argparse.Namespace) -> int:
             raise DocumentError(
                 "means nothing with --list.",
                 field=f"--{option}",
-                mend="leave one of the two out.",
+                hint="leave one of the two out.",
             )
     plan = None if arguments.plan is None else read(Plan, arguments.plan)
     rows = [_row(target, plan) for target in TARGETS.values()]
@@ -117,7 +117,7 @@ def _row(target: Target, plan: Plan | None) -> dict[str, Any]:
         return {**row, "can": True, "warnings": list(target.write(plan).warnings)}
     except PlannerError as error:
         problems = [
-            {"field": each.field, "message": each.message, "mend": each.mend}
+            {"field": each.field, "message": each.message, "hint": each.hint}
             for each in error.problems
         ]
         return {**row, "can": False, "errors": problems}

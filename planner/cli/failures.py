@@ -52,12 +52,12 @@ def _without_torch(error: Exception) -> Exception:
         return error
     return UnsupportedError(
         f"this needs {error.name}, which is not installed.",
-        mend="pip install 'planner[torch]', or use a catalogue model.",
+        hint="pip install 'planner[torch]', or use a catalogue model.",
     )
 
 
 def exit_code(error: Exception) -> int:
-    """2 when the user's input can be mended, 1 when the work itself failed, 143 when it was told to stop."""
+    """2 when the user's input can be fixed, 1 when the work itself failed, 143 when it was told to stop."""
     if isinstance(error, StoppedError):
         return STOPPED
     return (
@@ -82,7 +82,7 @@ def problem_document(error: Exception) -> dict[str, Any]:
         "title": error.title,
         "detail": str(error),
         "errors": [
-            {"field": each.field, "message": each.message, "mend": each.mend}
+            {"field": each.field, "message": each.message, "hint": each.hint}
             for each in error.problems
         ],
         "exit_code": exit_code(error),
@@ -96,8 +96,8 @@ def _lines(error: Exception) -> list[str]:
     for problem in error.problems:
         where = f"{problem.field}: " if problem.field else ""
         lines.append(f"error: {where}{problem.message}")
-        if problem.mend:
-            lines.append(f"  mend: {problem.mend}")
+        if problem.hint:
+            lines.append(f"  hint: {problem.hint}")
     return lines
 
 

@@ -93,7 +93,7 @@ def _named_document(field: str, path: Path) -> Any:
         raise DocumentError(
             "the file holds no such link.",
             field=f"{path}: {field}",
-            mend="measure it: `planner links` on these nodes.",
+            hint="measure it: `planner links` on these nodes.",
         )
     return link.model_dump(mode="json")
 
@@ -154,7 +154,7 @@ def profile_behind(plan: Plan, path: str | None) -> ModelProfile:
             f"the plan was made from profile {plan.request.profile_id[:12]}, this one of {profile.model!r} is "
             f"{digest(profile)[:12]}.",
             field=path or "request.profile",
-            mend="give the profile that the plan was made from, or plan anew.",
+            hint="give the profile that the plan was made from, or plan anew.",
         )
     return profile
 
@@ -169,7 +169,7 @@ def _find_profile(request: PlanRequest, path: str | None) -> ModelProfile:
     raise DocumentError(
         "the plan carries neither a profile nor the name of a catalogue model.",
         field="request.profile",
-        mend="give the profile with --profile.",
+        hint="give the profile with --profile.",
     )
 
 
@@ -224,7 +224,7 @@ def read_layout(words: list[str]) -> PredictionLayout:
     for name in names:
         if names.count(name) > 1:
             raise DocumentError(
-                "is given twice.", field=f"--layout {name}", mend="give it once."
+                "is given twice.", field=f"--layout {name}", hint="give it once."
             )
     layout = {
         name: layers_of(value) if name in _LISTED else scalar(value)

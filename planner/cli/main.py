@@ -51,7 +51,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise `SpecError` instead of ending the process."""
         raise SpecError(
-            f"{message}.", field=self.prog, mend=f"see `{self.prog} --help`."
+            f"{message}.", field=self.prog, hint=f"see `{self.prog} --help`."
         )
 
 

@@ -98,7 +98,7 @@ def _constants(question: Question, arguments: argparse.Namespace) -> Constants |
         raise DocumentError(
             f"holds no constants of framework {arguments.framework!r} on {architecture or device.id}; it has {held}.",
             field="--calibration",
-            mend="fit them with planner calibrate, or leave --calibration out.",
+            hint="fit them with planner calibrate, or leave --calibration out.",
         )
     return constants_for(arguments.framework, architecture, calibrations)
 

@@ -270,7 +270,7 @@ def _dtype(arguments: argparse.Namespace, default: DataType) -> DataType:
         raise DocumentError(
             f"cannot be {told} beside --precision {arguments.precision}.",
             field="--dtype",
-            mend="leave it out.",
+            hint="leave it out.",
         )
     return "bf16"
 
@@ -290,7 +290,7 @@ def _lengths_for(source: ModelSource, wish: tuple[int, ...] | None) -> tuple[int
         raise SpecError(
             f"{source.name} states no longest sequence.",
             field="--sequence-length",
-            mend="give the tokens per sample.",
+            hint="give the tokens per sample.",
         )
     return sequence_lengths(wish, source.longest_sequence or LONGEST_DEFAULT)
 
@@ -305,6 +305,6 @@ def sequence_lengths(wish: tuple[int, ...] | None, longest: int) -> tuple[int, .
         raise SpecError(
             "the model takes no sequence.",
             field="--sequence-length",
-            mend="leave it out.",
+            hint="leave it out.",
         )
     return (min(longest, LONGEST_DEFAULT),) if wish is None else wish

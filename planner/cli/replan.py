@@ -79,7 +79,7 @@ class PlanRebalancer:
             raise UnsupportedError(
                 f"the job fixes {DIVISION}, so layers stay where they are.",
                 field=f"request.job.constraints.{DIVISION}",
-                mend="plan without it, if slow ranks shall hold fewer layers.",
+                hint="plan without it, if slow ranks shall hold fewer layers.",
             )
         return rebalanced(plan, plan.request.profile or self._profile, slowdown)
 
@@ -112,7 +112,7 @@ class Replanner(PlanRebalancer):
             raise UnsupportedError(
                 "the plan's cluster has several nodes, and one command cannot supervise them.",
                 field="request.cluster",
-                mend="give --nodes MIN:MAX too, for a command that every node starts.",
+                hint="give --nodes MIN:MAX too, for a command that every node starts.",
             )
         super().__init__(plan)
         self._cluster = plan.request.cluster
@@ -282,7 +282,7 @@ def discovered_by(command: str) -> Callable[[], tuple[int, ...]]:
             raise RunError(
                 f"{command!r} failed: {error}.",
                 field="--discover",
-                mend="print indices of devices, one per line.",
+                hint="print indices of devices, one per line.",
             ) from None
 
     return discover

@@ -399,7 +399,7 @@ def _report(measured: MeasuredRun, address: str) -> None:
         raise RunError(
             "does not answer as a planning service does.",
             field=url,
-            mend="give the address of `planner serve`.",
+            hint="give the address of `planner serve`.",
         )
     words(
         f"stored as {stored['url']}: the step took {percent(stored['error'])} longer than predicted"
@@ -416,7 +416,7 @@ def model_of(plan: Plan) -> str:
         raise DocumentError(
             "the plan was made from a profile, which does not tell how to build its model.",
             field="--model",
-            mend="give the model that was profiled.",
+            hint="give the model that was profiled.",
         )
     return plan.request.model
 
@@ -522,7 +522,7 @@ def _print_commands(plan: Plan, model: str, arguments: argparse.Namespace) -> No
             raise DocumentError(
                 "the plan needs several nodes, which this command does not start itself.",
                 field=option,
-                mend=_without(name, option),
+                hint=_without(name, option),
             )
     found = node_commands(plan, arguments.plan, **_settings(model, arguments))
     lines = [each.text for each in found]

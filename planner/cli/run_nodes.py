@@ -219,7 +219,7 @@ def elastic_commands(
         raise DocumentError(
             "every node reads the plan itself.",
             field="plan.json",
-            mend="write it to a file that all of them have.",
+            hint="write it to a file that all of them have.",
         )
     NodeReplanner(plan, by_search(plan))
     chosen = _chosen(plan, settings)
@@ -301,7 +301,7 @@ def _policy(plan: Plan, group: str, arguments: argparse.Namespace) -> NodesPolic
         raise DocumentError(
             f"{arguments.nodes!r} is no range.",
             field="--nodes",
-            mend="give MIN:MAX, e.g. 2:4.",
+            hint="give MIN:MAX, e.g. 2:4.",
         )
     service = () if arguments.planner is None else ("--planner", arguments.planner)
     return NodesPolicy(
@@ -334,6 +334,6 @@ def _only(devices: list[int]) -> int:
         raise DocumentError(
             f"nodes of the plan's cluster have {' or '.join(map(str, devices))} devices.",
             field="--devices",
-            mend="give this node's.",
+            hint="give this node's.",
         )
     return devices[0]

@@ -162,7 +162,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise SpecError(
             "names no schedule.",
             field="schedule",
-            mend="give a NAME, or --compare NAME,NAME,...",
+            hint="give a NAME, or --compare NAME,NAME,...",
         )
     from planner.cli.schedule_options import check_options
     from planner.schedule import find
@@ -258,7 +258,7 @@ def _shares(arguments: argparse.Namespace, schedule: Schedule) -> Durations:
         raise DocumentError(
             "takes one value when schedules are compared.",
             field="--transfer",
-            mend="give one value.",
+            hint="give one value.",
         )
     transfer = _per_boundary(arguments.transfer, schedule.stages)
     return Durations(
@@ -305,7 +305,7 @@ def _per_stage(
     raise DocumentError(
         f"{len(values)} values for {stages} stages.",
         field=option,
-        mend=f"give one value, or {stages}.",
+        hint=f"give one value, or {stages}.",
     )
 
 
@@ -316,7 +316,7 @@ def _per_boundary(values: tuple[float, ...], stages: int) -> tuple[float, ...]:
         raise DocumentError(
             f"{len(values)} values for {stages - 1} boundaries between stages.",
             field="--transfer",
-            mend=f"give one value, or {stages - 1}.",
+            hint=f"give one value, or {stages - 1}.",
         )
     return values
 

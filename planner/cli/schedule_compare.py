@@ -20,7 +20,7 @@ def compare(arguments: argparse.Namespace) -> int:
     """Print one row per schedule, in the order given; a schedule that refuses the numbers is told on stderr."""
     if arguments.actions:
         raise SpecError(
-            "comparisons print no actions.", field="--actions", mend="leave it out."
+            "comparisons print no actions.", field="--actions", hint="leave it out."
         )
     names = _names(arguments)
     check_options(arguments, [find(name) for name in names])
@@ -60,7 +60,7 @@ def _names(arguments: argparse.Namespace) -> list[str]:
         names.insert(0, arguments.name)
     if not names:
         raise SpecError(
-            "names no schedule.", field="--compare", mend="give NAME,NAME,..."
+            "names no schedule.", field="--compare", hint="give NAME,NAME,..."
         )
     return list(dict.fromkeys(map(canonical_name, names)))
 

@@ -37,7 +37,7 @@ def check_options(
             raise SpecError(
                 f"{names}: {special.otherwise}.",
                 field=special.option,
-                mend="leave it out.",
+                hint="leave it out.",
             )
 
 

@@ -25,13 +25,13 @@ def check_picture(arguments: argparse.Namespace) -> None:
         raise SpecError(
             "draws text, which is no JSON.",
             field="--ascii",
-            mend="give --ascii or --json.",
+            hint="give --ascii or --json.",
         )
     if arguments.output == "-":
         raise SpecError(
             "stdout has the figures.",
             field="-o",
-            mend=f"give a name that ends with {', '.join(FORMATS)}.",
+            hint=f"give a name that ends with {', '.join(FORMATS)}.",
         )
     check_format(arguments.output)
     check_output(arguments.output)

@@ -56,7 +56,7 @@ def synthesis_of(
         raise LayoutError(
             "the search knows overlapped transfers only.",
             field="--transfer-mode",
-            mend="leave it out.",
+            hint="leave it out.",
         )
     virtual, chunks = arguments.virtual or 1, arguments.sequence_chunks
     placement = Placement(arguments.placement or Placement.WAVE)

@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UnknownNameError(
             f"no schema {arguments.name!r}.",
             field="NAME",
-            mend=(f"did you mean {close[0]!r}? " if close else "")
+            hint=(f"did you mean {close[0]!r}? " if close else "")
             + f"Schemas: {', '.join(SCHEMAS)}.",
         )
     data(to_json(SCHEMAS[arguments.name].model_json_schema(by_alias=True)))

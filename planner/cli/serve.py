@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise DocumentError(
             "names no key that is made.",
             field="--key-name",
-            mend="give --make-key too.",
+            hint="give --make-key too.",
         )
     from planner.api.settings import load_settings
 
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
         where = f"{settings.host}:{settings.port}"
         raise RunError(
             f"the service could not start on {where}.",
-            mend="see the log above; or try --port.",
+            hint="see the log above; or try --port.",
         ) from None
     return DONE
 

@@ -49,7 +49,7 @@ def check_address(address: str | None, *, option: str) -> None:
         raise DocumentError(
             f"{address!r} is no address of a service.",
             field=option,
-            mend="give http://HOST:PORT.",
+            hint="give http://HOST:PORT.",
         )
 
 
@@ -79,14 +79,14 @@ def exchange(url: str, body: Any = None, **headers: str) -> tuple[int, Message, 
             raise RunError(
                 f"redirects to {where}.",
                 field=url,
-                mend="give the address of the service itself.",
+                hint="give the address of the service itself.",
             ) from None
         raise RunError(f"answered {error.code}: {_detail(error)}", field=url) from None
     except (OSError, ValueError, HTTPException) as error:
         raise RunError(
             f"does not answer: {error}.",
             field=url,
-            mend="start it with `planner serve`, or correct the address.",
+            hint="start it with `planner serve`, or correct the address.",
         ) from None
 
 

@@ -72,7 +72,7 @@ def check_format(output: str | None) -> None:
     raise DocumentError(
         f"{Path(str(output)).suffix or 'no suffix'!r} is no picture format.",
         field=str(output),
-        mend=f"end the name with one of {', '.join(FORMATS)}.",
+        hint=f"end the name with one of {', '.join(FORMATS)}.",
     )
 
 
@@ -100,5 +100,5 @@ def _read(path: str, profile: str | None) -> Timeline:
     raise DocumentError(
         "is neither a plan nor a measured run.",
         field=path,
-        mend="give plan.json of `planner plan`, or measured.json of `planner run`.",
+        hint="give plan.json of `planner plan`, or measured.json of `planner run`.",
     )

@@ -338,7 +338,7 @@ def price(profile: ModelProfile, device: DeviceSpec) -> ModelProfile:
         raise MismatchError(
             f"device {device.id!r} has no peak for {profile.dtype}.",
             field="device",
-            mend=f"use one of its data types: {', '.join(device.peak_flops_per_second)}.",
+            hint=f"use one of its data types: {', '.join(device.peak_flops_per_second)}.",
         )
     if profile.precision == "fp8":
         check_fp8(device, field="device")

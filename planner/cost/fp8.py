@@ -163,5 +163,5 @@ def check_fp8(device: DeviceSpec, *, field: str) -> None:
         raise MismatchError(
             f"device {device.id!r} has no peak for fp8 (known: {known}), which precision 'fp8' computes in.",
             field=field,
-            mend="use bf16-mixed, a device with fp8 products (planner devices), or give its fp8 peak inline.",
+            hint="use bf16-mixed, a device with fp8 products (planner devices), or give its fp8 peak inline.",
         )

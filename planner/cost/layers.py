@@ -286,7 +286,7 @@ def _rows(work: Workload, layout: Layout) -> Rows:
             f"the profile of {work.profile.model!r} has no measurements for micro_batch_size({layout.micro_batch_size})"
             f" with tensor_parallel_degree({layout.tensor_parallel_degree}).",
             field="layout",
-            mend=f"profile them, or choose one of the pairs that the profile has: {known}.",
+            hint=f"profile them, or choose one of the pairs that the profile has: {known}.",
         )
     return found
 
@@ -303,7 +303,7 @@ def _refuse_unknown_splits(work: Workload, layout: Layout) -> None:
             raise UnsupportedError(
                 f"the profile of {work.profile.model!r} has no measurements with {field}({value}).",
                 field=f"layout.{field}",
-                mend=f"use {plain}, or a counted profile with such rows: planner profile --device analytic:ID.",
+                hint=f"use {plain}, or a counted profile with such rows: planner profile --device analytic:ID.",
             )
 
 

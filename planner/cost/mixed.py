@@ -132,7 +132,7 @@ def columns_of(work: Workload, layout: Layout) -> tuple[Column, ...]:
         raise LayoutError(
             f"ranks of one tensor- and context-parallel group of {size} would stand in two node groups.",
             field="layout.tensor_parallel_degree",
-            mend="choose a tensor_parallel_degree that divides the devices of every node group.",
+            hint="choose a tensor_parallel_degree that divides the devices of every node group.",
         )
     alike: dict[tuple[tuple[int, ...], int], list[int]] = {}
     for data, key in enumerate(
@@ -161,13 +161,13 @@ def check_mixed(work: Workload, layout: Layout, columns: Sequence[Column]) -> No
             raise UnsupportedError(
                 f"{field} must be {value} {why}.",
                 field=f"layout.{field}",
-                mend=f"give {value}.",
+                hint=f"give {value}.",
             )
     if not _takes_schedule(layout.schedule, columns):
         raise UnsupportedError(
             f"the schedule {layout.schedule!r} is not priced {why}.",
             field="layout.schedule",
-            mend=f"use {' or '.join(MIXED_SCHEDULES)}.",
+            hint=f"use {' or '.join(MIXED_SCHEDULES)}.",
         )
     rows = dict(
         sorted(
@@ -181,14 +181,14 @@ def check_mixed(work: Workload, layout: Layout, columns: Sequence[Column]) -> No
             f"groups of {layout.zero_shard_degree} data- and context-parallel ranks that share out ZeRO's states would "
             "stand in two node groups.",
             field="layout.zero_shard_degree",
-            mend="choose a divisor of the replicas in every node group, or leave it out.",
+            hint="choose a divisor of the replicas in every node group, or leave it out.",
         )
     if len(columns) > 1 and layout.zero_stage > 1:
         raise UnsupportedError(
             f"zero_stage must be 0 or 1 where replicas differ, since all of them would wait for the slowest in every "
             f"micro-batch, got {layout.zero_stage}.",
             field="layout.zero_stage",
-            mend="give 1.",
+            hint="give 1.",
         )
 
 

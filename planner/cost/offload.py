@@ -47,7 +47,7 @@ def is_offloading(layout: Layout) -> bool:
 
 
 def missing_for_offload(work: Workload) -> tuple[str, str, str] | None:
-    """Why a workload cannot offload: field, what is wrong with it, and how to mend it; None: it can."""
+    """Why a workload cannot offload: field, what is wrong with it, and how to fix it; None: it can."""
     missing = (
         missing_in_group(group, place)
         for place, group in enumerate(work.groups or (work,))
@@ -63,16 +63,16 @@ def missing_in_group(work: Workload, place: int) -> tuple[str, str, str] | None:
         place: of the group, in the cluster that was asked for.
     """
     group, field = work.cluster.node_groups[0], f"cluster.node_groups[{place}]"
-    mend = "give both host_memory_bytes of a node and host_bandwidth_bytes_per_second of its devices."
+    hint = "give both host_memory_bytes of a node and host_bandwidth_bytes_per_second of its devices."
     if group.host_memory_bytes is None:
         return (
             f"{field}.host_memory_bytes",
             "is not given, so nothing can be offloaded to the host.",
-            mend,
+            hint,
         )
     if work.device.host_bandwidth_bytes_per_second is None:
         wrong = f"the link of {work.device.id!r} to its host is not known, so copies to it have no price."
-        return f"{field}.device.host_bandwidth_bytes_per_second", wrong, mend
+        return f"{field}.device.host_bandwidth_bytes_per_second", wrong, hint
     return None
 
 
@@ -83,8 +83,8 @@ def refuse_unknown_hosts(work: Workload) -> None:
         UnsupportedError: names the field of the node group.
     """
     if missing := missing_for_offload(work):
-        field, wrong, mend = missing
-        raise UnsupportedError(wrong, field=field, mend=mend)
+        field, wrong, hint = missing
+        raise UnsupportedError(wrong, field=field, hint=hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class Offload:
             raise LayoutError(
                 "activation_offload needs layers that recompute nothing, and the profile has some that always do.",
                 field="layout.activation_offload",
-                mend="profile them with recompute none, or leave activations on the device.",
+                hint="profile them with recompute none, or leave activations on the device.",
             )
         return {"none": self.cost(options["none"])}
 

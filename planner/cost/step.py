@@ -301,7 +301,7 @@ def predict_step(
         raise DocumentError(
             "no layer takes any time, so there is no step to predict.",
             field="profile.layers",
-            mend="measure the profile on a device, or give counted FLOPs and bytes.",
+            hint="measure the profile on a device, or give counted FLOPs and bytes.",
         )
     seconds = last.step.total_ticks * TICK_SECONDS
     job = costs.work.job

@@ -22,7 +22,7 @@ def ticks(seconds: float) -> int:
             f"one action, exchange or copy takes {seconds:.3g} s; the longest that is priced takes "
             f"{LONGEST_SECONDS:.0e} s.",
             field="profile, cluster",
-            mend="look for a number in a wrong unit: seconds and FLOPs of the profile, peak FLOP/s of the device, "
+            hint="look for a number in a wrong unit: seconds and FLOPs of the profile, peak FLOP/s of the device, "
             "bytes per second of its memory and links.",
         )
     return round(seconds / TICK_SECONDS)
@@ -43,5 +43,5 @@ def check_step(micro_batches: int, micro_batch_ticks: int) -> None:
             f"{micro_batches * micro_batch_ticks * TICK_SECONDS:.3g} s; the longest step that is priced takes "
             f"{LONGEST_STEP_SECONDS:.0e} s.",
             field="job.global_batch_size",
-            mend="give a smaller global batch, or look for a number in a wrong unit in the profile.",
+            hint="give a smaller global batch, or look for a number in a wrong unit in the profile.",
         )

@@ -380,7 +380,7 @@ def _check_precision(work: Workload) -> None:
         raise MismatchError(
             f"precision {work.job.precision!r} computes in {wanted}, the profile was taken in {work.profile.dtype}.",
             field="job.precision",
-            mend=f"profile the model with --dtype {wanted}, or choose a precision of {work.profile.dtype}.",
+            hint=f"profile the model with --dtype {wanted}, or choose a precision of {work.profile.dtype}.",
         )
     if work.profile.device != COUNTED and (work.profile.precision == "fp8") != (
         work.job.precision == "fp8"
@@ -389,7 +389,7 @@ def _check_precision(work: Workload) -> None:
             f"the profile's seconds were measured in {work.profile.precision or work.profile.dtype}, and do not tell "
             f"those of precision {work.job.precision!r}.",
             field="job.precision",
-            mend="measure it with `planner profile MODEL --precision fp8` for precision fp8, without for another; or "
+            hint="measure it with `planner profile MODEL --precision fp8` for precision fp8, without for another; or "
             "use counts, which serve both: planner plan --model.",
         )
 
@@ -400,7 +400,7 @@ def _check_device(work: Workload, field: str) -> None:
         raise MismatchError(
             f"the profile holds seconds of device {measured_on!r}, but the cluster has {work.device.id!r}.",
             field=field,
-            mend="profile the model on that device, or with --device analytic:"
+            hint="profile the model on that device, or with --device analytic:"
             + work.device.id
             + ".",
         )
@@ -410,7 +410,7 @@ def _check_device(work: Workload, field: str) -> None:
         raise MismatchError(
             f"device {work.device.id!r} has no peak for {compute_type} (known: {known}) to price counted FLOPs with.",
             field="job.precision",
-            mend="choose a precision that the device has, measure a profile on it, or give the peak inline.",
+            hint="choose a precision that the device has, measure a profile on it, or give the peak inline.",
         )
     if measured_on == COUNTED and work.casts:
         check_fp8(work.device, field="job.precision")
@@ -418,7 +418,7 @@ def _check_device(work: Workload, field: str) -> None:
         raise DocumentError(
             "the device has no memory bandwidth, so memory-bound operations have no price.",
             field=f"{field}.memory_bandwidth_bytes_per_second",
-            mend="add it, or measure a profile on the device.",
+            hint="add it, or measure a profile on the device.",
         )
 
 
@@ -427,7 +427,7 @@ def _check_headroom(work: Workload) -> None:
         raise DocumentError(
             f"leaves nothing of the device's {work.device.memory_bytes} bytes, got {work.job.memory_headroom}.",
             field="job.memory_headroom",
-            mend="give a fraction below 1, or fewer bytes than the device has.",
+            hint="give a fraction below 1, or fewer bytes than the device has.",
         )
 
 
@@ -444,7 +444,7 @@ def _check_rows(work: Workload) -> None:
             f"the profile of {work.profile.model!r} has no measurements that all layers share at sequence length "
             f"{work.job.sequence_length}; it has {', '.join(map(str, lengths))}.",
             field="job.sequence_length",
-            mend="profile the model at this length, or choose one that the profile has.",
+            hint="profile the model at this length, or choose one that the profile has.",
         )
 
 

@@ -114,7 +114,7 @@ def stage_ranges(plan: Plan, cut: LayerCut) -> tuple[StageRange, ...]:
             f"the plan's {len(planned)} layers are not the model's {len(names)}: at position {position} the plan has "
             f"{theirs}, the model {ours}.",
             field="stages",
-            mend="run the plan with the model that it was made for.",
+            hint="run the plan with the model that it was made for.",
         )
     _check_modules(planned, cut)
     ranges, start = [], 0
@@ -139,7 +139,7 @@ def _check_modules(planned: list[PlannedLayer], cut: LayerCut) -> None:
                 f"layer {row.name!r} of the plan is made of {', '.join(row.modules)}, the model's of "
                 f"{', '.join(layer.modules)}.",
                 field="stages",
-                mend="profile the model again with this version, and plan with that profile.",
+                hint="profile the model again with this version, and plan with that profile.",
             )
 
 
@@ -453,7 +453,7 @@ def tensor_styles(
         raise LayoutError(
             f"{source.name} cannot be tensor-parallel by {degree}{reason and f': {reason}'}.",
             field="layout.tensor_parallel_degree",
-            mend=f"use one of {', '.join(map(str, allowed))}.",
+            hint=f"use one of {', '.join(map(str, allowed))}.",
         )
     return tensor_parallel.split_modules(module, tensor_parallel.plan(source))
 
@@ -531,7 +531,7 @@ def _refuse_split(name: str, parameter: nn.Parameter) -> None:
             f"{name!r} is shared with another stage and split over the tensor-parallel group, where copies may be "
             "split in different ways.",
             field="layout.zero_stage",
-            mend="write 0, or a tensor_parallel_degree of 1.",
+            hint="write 0, or a tensor_parallel_degree of 1.",
         )
 
 

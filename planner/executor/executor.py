@@ -200,14 +200,14 @@ class Executor:
             raise DocumentError(
                 f"cannot be {steps}.",
                 field="steps",
-                mend="give a whole number of at least 1.",
+                hint="give a whole number of at least 1.",
             )
         first = self.trained
         if first and steps <= first:
             raise DocumentError(
                 f"cannot be {steps}: this executor has trained up to step {first} already.",
                 field="steps",
-                mend="give a larger number: steps count from the beginning of the training.",
+                hint="give a larger number: steps count from the beginning of the training.",
             )
         keeper = self._keeper(checkpoints)
         if keeper is not None:
@@ -345,7 +345,7 @@ def choose_device(name: str | None) -> torch.device:
         raise RunError(
             f"this process has no device {kind!r}.",
             field="device",
-            mend="use cpu or, where present, cuda.",
+            hint="use cpu or, where present, cuda.",
         )
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
@@ -385,7 +385,7 @@ def check_model(plan: Plan, source: ModelSource) -> None:
             f"the plan was made from a profile of {profile.model}, whose parameters are not those of {source.name}, or "
             "other ones of which are frozen.",
             field="model",
-            mend=f"run the plan with {profile.model}, or profile {source.name} and plan again.",
+            hint=f"run the plan with {profile.model}, or profile {source.name} and plan again.",
         )
     if (
         profile is None
@@ -395,7 +395,7 @@ def check_model(plan: Plan, source: ModelSource) -> None:
         raise MismatchError(
             f"the plan was made for {plan.request.model}, not for {source.name}.",
             field="model",
-            mend=f"run the plan with {plan.request.model}, or plan again.",
+            hint=f"run the plan with {plan.request.model}, or plan again.",
         )
     planned = as_planned(plan, source)
     stage_ranges(plan, planned.cut())
@@ -441,7 +441,7 @@ def _check_loss(plan: Plan, source: ModelSource, loss: str | None) -> None:
         raise UnsupportedError(
             f"{source.name} returns {shapes}, which the losses known here do not take.",
             field="loss",
-            mend="give package.module:callable, which takes (output or tuple of outputs, targets).",
+            hint="give package.module:callable, which takes (output or tuple of outputs, targets).",
         )
 
 

@@ -230,7 +230,7 @@ def _groups_of_nodes(plan: Plan) -> list[str]:
         raise LayoutError(
             f"a rank stands on node {last}, and the cluster has {len(names)}, counted from 0 through all groups.",
             field="placement",
-            mend="plan again; placement and request come from one plan.",
+            hint="plan again; placement and request come from one plan.",
         )
     return names
 
@@ -251,7 +251,7 @@ def _ranks_per_node(plan: Plan) -> dict[int, int]:
         raise LayoutError(
             "torchrun numbers the ranks node by node and device by device; this placement does not.",
             field="placement",
-            mend="number the ranks of one node after the other, each from device 0 on.",
+            hint="number the ranks of one node after the other, each from device 0 on.",
         )
     return dict(counts)
 
@@ -261,7 +261,7 @@ def _check_one_node(plan: Plan) -> None:
         raise UnsupportedError(
             f"the plan needs {nodes(plan)} nodes, and torchrun starts processes on one.",
             field="placement",
-            mend="start the command of every node there: planner.executor.launch.node_commands lists them.",
+            hint="start the command of every node there: planner.executor.launch.node_commands lists them.",
         )
 
 
@@ -270,7 +270,7 @@ def _check_resume(settings: RunSettings, reference_steps: int) -> None:
         raise DocumentError(
             "are the first ones of a training, which a run that resumes does not make.",
             field="reference_steps",
-            mend="compare a run from the start.",
+            hint="compare a run from the start.",
         )
     if settings.checkpoints is not None:
         check_policy(settings.checkpoints)
@@ -326,7 +326,7 @@ def _reference(
         if signals:
             raise StoppedError(
                 "the run was told to stop (SIGTERM), before its first step.",
-                mend=RESUME,
+                hint=RESUME,
             )
         if process.returncode != 0:
             raise read_failure(
@@ -350,5 +350,5 @@ def _compare(measured: MeasuredRun, tolerance: float, log: Log) -> None:
         raise RunError(
             f"the losses differ from the single process by up to {worst:.1e}, more than {tolerance:.0e}.",
             field="losses",
-            mend="report this plan: a split must not change what is computed.",
+            hint="report this plan: a split must not change what is computed.",
         )

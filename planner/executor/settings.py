@@ -174,7 +174,7 @@ class RunSettings:
                     for name in ("resume", "checkpoint_every", "keep")
                     if getattr(self, name) not in (False, None)
                 ),
-                mend="give checkpoint_dir too.",
+                hint="give checkpoint_dir too.",
             )
         if self.validation is None:
             for name, usual in (
@@ -185,7 +185,7 @@ class RunSettings:
                     raise DocumentError(
                         "tells how to validate, but there is no word on what.",
                         field=name,
-                        mend="give validation_data too.",
+                        hint="give validation_data too.",
                     )
 
     def _check_learning_rates(self) -> None:
@@ -213,13 +213,13 @@ class RunSettings:
                     raise DocumentError(
                         "means nothing where the learning rate does not fall.",
                         field=name,
-                        mend="give learning_rate_schedule linear or cosine too.",
+                        hint="give learning_rate_schedule linear or cosine too.",
                     )
         elif warmup >= self.learning_rates.end:
             raise DocumentError(
                 f"cannot be {warmup}: the {schedule} decay ends at step {self.learning_rates.end}.",
                 field="warmup_steps",
-                mend="give a smaller number, or decay_steps above it.",
+                hint="give a smaller number, or decay_steps above it.",
             )
 
     @property
@@ -280,7 +280,7 @@ class RunSettings:
                 field="checkpoint_every"
                 if self.checkpoints is not None
                 else "checkpoint_dir",
-                mend="give checkpoint_dir and checkpoint_every.",
+                hint="give checkpoint_dir and checkpoint_every.",
             )
         return self.checkpoints
 
@@ -322,4 +322,4 @@ class RunSettings:
 
 def _check(name: str, value: object, good: bool, wanted: str) -> None:
     if not good:
-        raise DocumentError(f"cannot be {value}.", field=name, mend=f"give {wanted}.")
+        raise DocumentError(f"cannot be {value}.", field=name, hint=f"give {wanted}.")

@@ -76,7 +76,7 @@ def check_plan(plan: Plan) -> Grid:
             raise UnsupportedError(
                 f"the executor cannot run {value!r}.",
                 field=field,
-                mend=f"plan with {' or '.join(repr(item) for item in known)}.",
+                hint=f"plan with {' or '.join(repr(item) for item in known)}.",
             )
     _check_installed(plan)
     grid = grid_of(plan)
@@ -136,7 +136,7 @@ def grid_of(plan: Plan) -> Grid:
             f"{len(plan.placement)} rows do not fill the grid of pipeline {pipeline} x data {data} x context "
             f"{context} x tensor {tensor} = {len(wanted)} ranks, each coordinate and each rank once.",
             field="placement",
-            mend="plan again; a placement has one row per rank, counted from 0.",
+            hint="plan again; a placement has one row per rank, counted from 0.",
         )
     ranks = tuple(
         tuple(
@@ -177,7 +177,7 @@ def _check_rank_order(plan: Plan, grid: Grid) -> None:
         raise LayoutError(
             f"rank {wrong[1]} of the placement stands where the order {plan.layout.rank_order!r} has rank {wrong[0]}.",
             field="layout.rank_order",
-            mend=f"write {' or '.join(map(repr, get_args(RankOrder)))}, whichever the placement has, or plan again.",
+            hint=f"write {' or '.join(map(repr, get_args(RankOrder)))}, whichever the placement has, or plan again.",
         )
 
 
@@ -188,7 +188,7 @@ def _check_stages(plan: Plan, grid: Grid) -> None:
                 f"stage {stage.index} stands at position {position} on pipeline rank {stage.pipeline_rank} of "
                 f"{grid.pipeline}.",
                 field=f"stages[{position}]",
-                mend="list the stages in the order of their layers, on pipeline ranks counted from 0.",
+                hint="list the stages in the order of their layers, on pipeline ranks counted from 0.",
             )
         held_by = set(grid.ranks_of(stage.pipeline_rank))
         if set(stage.ranks) != held_by:
@@ -196,7 +196,7 @@ def _check_stages(plan: Plan, grid: Grid) -> None:
                 f"ranks {sorted(stage.ranks)} are not those placed on pipeline rank {stage.pipeline_rank}: "
                 f"{sorted(held_by)}.",
                 field=f"stages[{position}].ranks",
-                mend="plan again; stages and placement come from one plan.",
+                hint="plan again; stages and placement come from one plan.",
             )
     each = plan.layout.virtual_stages_per_rank
     held = [
@@ -207,7 +207,7 @@ def _check_stages(plan: Plan, grid: Grid) -> None:
         raise LayoutError(
             f"the pipeline ranks hold {held} stages, virtual_stages_per_rank is {each}.",
             field="stages",
-            mend=f"give every pipeline rank {each}, or another virtual_stages_per_rank.",
+            hint=f"give every pipeline rank {each}, or another virtual_stages_per_rank.",
         )
 
 
@@ -243,7 +243,7 @@ def _check_schedule(plan: Plan, schedule: Schedule) -> None:
             f"the executor does not run the schedule {entry.name!r}: it asks for second copies of stages or stale "
             "weights.",
             field="layout.schedule",
-            mend=f"use one of {', '.join(names(runnable_only=True))}.",
+            hint=f"use one of {', '.join(names(runnable_only=True))}.",
         )
     _check_owners(plan, schedule)
     _check_chunks(plan, schedule)
@@ -268,7 +268,7 @@ def _check_chunks(plan: Plan, schedule: Schedule) -> None:
         raise LayoutError(
             f"the schedule {entry.name!r} does not cut the sequence, got {chunks} chunks.",
             field="layout.sequence_chunks",
-            mend="write 1, or use a schedule of sequence chunks, such as seqpipe.",
+            hint="write 1, or use a schedule of sequence chunks, such as seqpipe.",
         )
     for rank, row in enumerate(schedule.actions):
         runs: dict[tuple[int, int, bool], list[int]] = {}
@@ -282,7 +282,7 @@ def _check_chunks(plan: Plan, schedule: Schedule) -> None:
                     f"stage {stage} runs the chunks of micro-batch {micro_batch} in the order {units}; forwards run "
                     "them in order, backwards in reverse.",
                     field=f"actions[{rank}]",
-                    mend="plan again, or correct the order.",
+                    hint="plan again, or correct the order.",
                 )
 
 
@@ -293,7 +293,7 @@ def _refuse_recompute(plan: Plan, reason: str) -> None:
                 raise UnsupportedError(
                     f"the executor does not recompute under the schedule {plan.layout.schedule!r}: {reason}.",
                     field=f"stages[{stage.index}].layers[{index}].recompute",
-                    mend="write none, or use a schedule of F and B alone, such as gpipe, 1f1b or interleaved-1f1b.",
+                    hint="write none, or use a schedule of F and B alone, such as gpipe, 1f1b or interleaved-1f1b.",
                 )
 
 
@@ -303,7 +303,7 @@ def _refuse_activation_offload(plan: Plan) -> None:
             f"the executor does not offload activations under the schedule {plan.layout.schedule!r}: I and W would "
             "each have to bring them back.",
             field="layout.activation_offload",
-            mend="write false, or use a schedule of F and B alone, such as gpipe, 1f1b or interleaved-1f1b.",
+            hint="write false, or use a schedule of F and B alone, such as gpipe, 1f1b or interleaved-1f1b.",
         )
 
 
@@ -323,7 +323,7 @@ def _check_owners(plan: Plan, schedule: Schedule) -> None:
                     f"{[stage for stage, owner in enumerate(rank_of) if owner == rank]}, for {plan.micro_batches} "
                     "micro-batches.",
                     field=f"actions[{rank}][{index}]",
-                    mend="plan again; stages and actions come from one plan.",
+                    hint="plan again; stages and actions come from one plan.",
                 )
 
 
@@ -338,7 +338,7 @@ def _check_batch(plan: Plan) -> None:
             f"{plan.layout.data_parallel_degree} data-parallel ranks{told} do not make the global batch of {batch} "
             "samples.",
             field="micro_batches",
-            mend=f"write {micro_batches}, or plan again.",
+            hint=f"write {micro_batches}, or plan again.",
         )
 
 
@@ -354,7 +354,7 @@ def _check_pieces(plan: Plan) -> None:
             f"a sequence of {length} tokens does not divide into sequence_chunks({chunks}) * context_parallel_degree"
             f"({ranks}) = {chunks * ranks} equal pieces.",
             field=field,
-            mend="choose numbers whose product divides the job's sequence_length.",
+            hint="choose numbers whose product divides the job's sequence_length.",
         )
 
 
@@ -374,14 +374,14 @@ def _check_experts(plan: Plan) -> None:
         raise UnsupportedError(
             "beside experts the tensor-parallel ranks share out the tokens, which is sequence parallelism.",
             field="layout.sequence_parallel",
-            mend="write true, or a tensor_parallel_degree of 1.",
+            hint="write true, or a tensor_parallel_degree of 1.",
         )
     if replicas % degree:
         raise LayoutError(
             f"expert_parallel_degree({degree}) does not divide data_parallel_degree({layout.data_parallel_degree}) * "
             f"context_parallel_degree({layout.context_parallel_degree}) = {replicas}.",
             field="layout.expert_parallel_degree",
-            mend=f"use a divisor of {replicas}.",
+            hint=f"use a divisor of {replicas}.",
         )
 
 
@@ -395,7 +395,7 @@ def _check_sequence(plan: Plan) -> None:
         raise LayoutError(
             "there is no tensor-parallel group to share tokens out over: tensor_parallel_degree is 1.",
             field="layout.sequence_parallel",
-            mend="write false, or a greater tensor_parallel_degree.",
+            hint="write false, or a greater tensor_parallel_degree.",
         )
     pieces = degree * layout.context_parallel_degree * layout.sequence_chunks
     if length % pieces:
@@ -403,7 +403,7 @@ def _check_sequence(plan: Plan) -> None:
             f"a sequence of {length} tokens does not divide by {pieces}: tensor_parallel_degree({degree}) * "
             f"context_parallel_degree({layout.context_parallel_degree}) * sequence_chunks({layout.sequence_chunks}).",
             field="layout.sequence_parallel",
-            mend="write false, or choose a sequence length that it divides.",
+            hint="write false, or choose a sequence length that it divides.",
         )
 
 
@@ -427,7 +427,7 @@ def check_started(plan: Plan, environment: Mapping[str, str]) -> None:
             f"rank {rank} is process {stands[0]} of {stands[1]} on its node; the plan has it on device {wanted[0]} of "
             f"{wanted[1]}, on node {mine.node}.",
             field="placement",
-            mend="start every node by its own command, which planner run prints, with its --nproc-per-node.",
+            hint="start every node by its own command, which planner run prints, with its --nproc-per-node.",
         )
 
 
@@ -442,5 +442,5 @@ def check_world(plan: Plan, world_size: int) -> None:
         raise LayoutError(
             f"WORLD_SIZE is {world_size}, but the plan places {wanted} ranks.",
             field="WORLD_SIZE",
-            mend=f"start {wanted} processes (torchrun --nproc-per-node, --nnodes), or plan for {world_size} devices.",
+            hint=f"start {wanted} processes (torchrun --nproc-per-node, --nnodes), or plan for {world_size} devices.",
         )

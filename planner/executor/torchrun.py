@@ -184,7 +184,7 @@ def _killed(number: int) -> RunError:
     memory = ", as systems do when memory runs out" if number == signal.SIGKILL else ""
     return RunError(
         f"torchrun was killed (signal {number}){memory}; its ranks end with it.",
-        mend=RESUME,
+        hint=RESUME,
     )
 
 
@@ -277,7 +277,7 @@ def stoppable() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         raise StoppedError(
             f"the run was told to stop ({signal.Signals(number).name}), between two launches.",
-            mend=RESUME,
+            hint=RESUME,
         )
 
     with handling(stop):
@@ -352,6 +352,6 @@ def visible(devices: Sequence[int] | None, outer: str | None) -> dict[str, str]:
         raise DocumentError(
             f"is {outer!r}, and device {max(devices)} is asked for.",
             field=VISIBLE_DEVICES,
-            mend="show as many devices as the plan's cluster has, or leave it unset.",
+            hint="show as many devices as the plan's cluster has, or leave it unset.",
         )
     return {VISIBLE_DEVICES: ",".join(str(seen[index]) for index in devices)}

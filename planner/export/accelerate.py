@@ -117,7 +117,7 @@ def _sharding(plan: Plan) -> tuple[int, int]:
                 _NAME,
                 why,
                 field="layout.zero_stage",
-                mend="plan with --fix zero_stage=1",
+                hint="plan with --fix zero_stage=1",
             )
         return layout.data_parallel_degree, 1
     if layout.zero_shards % context:
@@ -126,7 +126,7 @@ def _sharding(plan: Plan) -> tuple[int, int]:
             _NAME,
             why,
             field="layout.zero_shard_degree",
-            mend=f"plan with a multiple of {context}",
+            hint=f"plan with a multiple of {context}",
         )
     shard = layout.zero_shards // context
     if shard == 1 and layout.data_parallel_degree > 1:
@@ -135,7 +135,7 @@ def _sharding(plan: Plan) -> tuple[int, int]:
             _NAME,
             why,
             field="layout.zero_shard_degree",
-            mend=f"plan with --fix zero_shard_degree={layout.replicas}",
+            hint=f"plan with --fix zero_shard_degree={layout.replicas}",
         )
     return layout.data_parallel_degree // shard, shard
 

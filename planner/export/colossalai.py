@@ -68,21 +68,21 @@ def _check_zero(plan: Plan) -> None:
             _COLOSSALAI.name,
             "takes ZeRO up to stage 1 beside pipeline parallelism, the plan has stage 2",
             field="layout.zero_stage",
-            mend="plan with --fix zero_stage=0,1",
+            hint="plan with --fix zero_stage=0,1",
         )
     if layout.zero_stage and plan.request.job.precision == "fp32":
         refuse(
             _COLOSSALAI.name,
             f"takes ZeRO in half precision only, the plan has stage {layout.zero_stage} in fp32",
             field="layout.zero_stage",
-            mend="plan with --fix zero_stage=0",
+            hint="plan with --fix zero_stage=0",
         )
     if layout.optimizer_offload and not layout.zero_stage:
         refuse(
             _COLOSSALAI.name,
             "offloads the states of ZeRO's optimizer only, the plan has zero_stage 0",
             field="layout.optimizer_offload",
-            mend="plan with --fix optimizer_offload=false, or with --fix zero_stage=1",
+            hint="plan with --fix optimizer_offload=false, or with --fix zero_stage=1",
         )
 
 
@@ -93,7 +93,7 @@ def _check_sequence(plan: Plan) -> None:
             _COLOSSALAI.name,
             "splits sequences over tensor-parallel ranks or over a group of their own, and the plan over both",
             field="layout.sequence_parallel",
-            mend="plan with --fix sequence_parallel=false, or with --fix context_parallel_degree=1",
+            hint="plan with --fix sequence_parallel=false, or with --fix context_parallel_degree=1",
         )
 
 
@@ -116,7 +116,7 @@ def _check_neighbours(plan: Plan) -> None:
             f"has context-parallel ranks as neighbours, and spreads tensor-parallel ones over the nodes of {split} "
             "ranks; the plan does not",
             field="layout.context_parallel_degree",
-            mend="plan with --fix context_parallel_degree=1, or with --fix tensor_parallel_degree=1",
+            hint="plan with --fix context_parallel_degree=1, or with --fix tensor_parallel_degree=1",
         )
 
 
@@ -140,7 +140,7 @@ def _check_experts(plan: Plan) -> None:
                 _COLOSSALAI.name,
                 f"does not take {name} {getattr(layout, name)} beside expert parallelism, which the plan has",
                 field=f"layout.{name}",
-                mend=f"plan with --fix {name}={able}",
+                hint=f"plan with --fix {name}={able}",
             )
 
 
@@ -155,7 +155,7 @@ def _check_v(plan: Plan) -> None:
             f"runs a V of {ranks} ranks within the plan's memory with {2 * ranks}, {3 * ranks}, ... micro-batches, the "
             f"plan has {plan.micro_batches}",
             field="micro_batches",
-            mend="plan with --fix schedule=1f1b,interleaved-1f1b",
+            hint="plan with --fix schedule=1f1b,interleaved-1f1b",
         )
 
 

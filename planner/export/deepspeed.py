@@ -83,8 +83,8 @@ def _zero(plan: Plan, target: str) -> dict[str, Any]:
     if layout.zero_shard_degree is not None:
         if stage < 3:
             why = f"shares out states in groups of {layout.zero_shard_degree} (MiCS) under ZeRO 3 only, not {stage}"
-            mend = f"plan with --fix zero_shard_degree={layout.replicas}"
-            refuse(target, why, field="layout.zero_shard_degree", mend=mend)
+            hint = f"plan with --fix zero_shard_degree={layout.replicas}"
+            refuse(target, why, field="layout.zero_shard_degree", hint=hint)
         found["mics_shard_size"] = layout.zero_shard_degree
     if layout.optimizer_offload:
         if stage == 0:
@@ -93,7 +93,7 @@ def _zero(plan: Plan, target: str) -> dict[str, Any]:
                 target,
                 why,
                 field="layout.zero_stage",
-                mend="plan with --fix zero_stage=1",
+                hint="plan with --fix zero_stage=1",
             )
         if "Adam" not in _type(plan, target):
             demand(plan, target, optimizer_offload=False)

@@ -27,7 +27,7 @@ def write(plan: Plan) -> Export:
             _NAME,
             why,
             field="layout.pipeline_parallel_degree",
-            mend="export with --to deepspeed",
+            hint="export with --to deepspeed",
         )
     demand(plan, _NAME, virtual_stages_per_rank=1)
     if layout.data_parallel_degree > 1:
@@ -35,7 +35,7 @@ def write(plan: Plan) -> Export:
     if layout.zero_stage > 1:
         why = f"is not compatible with ZeRO 2 and 3, the plan has ZeRO {layout.zero_stage}"
         refuse(
-            _NAME, why, field="layout.zero_stage", mend="plan with --fix zero_stage=1"
+            _NAME, why, field="layout.zero_stage", hint="plan with --fix zero_stage=1"
         )
     config = configuration(plan, _NAME)
     warnings = (

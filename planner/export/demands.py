@@ -29,7 +29,7 @@ def demand(plan: Plan, target: str, /, **fields: bool | int | str) -> None:
                 target,
                 f"takes plans with {field} {written(wanted)}, this plan has {written(found)}",
                 field=f"layout.{field}",
-                mend=f"plan with --fix {field}={written(wanted)}",
+                hint=f"plan with --fix {field}={written(wanted)}",
             )
 
 
@@ -44,7 +44,7 @@ def demand_equal_shares(plan: Plan, target: str) -> None:
             target,
             f"runs as many micro-batches on every replica, the plan's run {list(plan.layout.micro_batch_shares or ())}",
             field="layout.micro_batch_shares",
-            mend="plan for a batch that the replicas divide",
+            hint="plan for a batch that the replicas divide",
         )
 
 
@@ -66,7 +66,7 @@ def known(plan: Plan, target: str, field: str, words: Mapping[str, str]) -> str:
             target,
             f"does not do {field} {value} as the plan does; of the planner's it has {', '.join(words)}",
             field=f"request.job.{field}",
-            mend=f"plan a job with {field} {next(iter(words))}",
+            hint=f"plan a job with {field} {next(iter(words))}",
         )
     return words[value]
 
@@ -88,7 +88,7 @@ def demand_division(
         does: what it makes, such as "deals blocks equally to 4 stages".
 
     Raises:
-        UnsupportedError: it does not; the mend is a rule of the job's for the division, where one of them suits, and
+        UnsupportedError: it does not; the hint is a rule of the job's for the division, where one of them suits, and
             else fewer stages too.
     """
     sizes = [stage.blocks for stage in blocks.stages]
@@ -99,8 +99,8 @@ def demand_division(
         for word in DIVISION_WORDS
         if takes(_divided(word, blocks.blocks, len(sizes)))
     )
-    mend = f"plan with --fix layers_per_stage={next(fitting, '')}"
-    if mend.endswith("="):
+    hint = f"plan with --fix layers_per_stage={next(fitting, '')}"
+    if hint.endswith("="):
         fewer = (
             each
             for each in range(len(sizes) - 1, 0, -1)
@@ -109,8 +109,8 @@ def demand_division(
         stages = next(
             each for each in fewer if takes(_divided("even", blocks.blocks, each))
         )
-        mend = f"plan with --fix layers_per_stage=even --fix pipeline_parallel_degree={stages}"
-        mend += (
+        hint = f"plan with --fix layers_per_stage=even --fix pipeline_parallel_degree={stages}"
+        hint += (
             " --fix virtual_stages_per_rank=1"
             if plan.layout.virtual_stages_per_rank > 1
             else ""
@@ -119,7 +119,7 @@ def demand_division(
         target,
         f"{does}, the plan has {', '.join(map(str, sizes))}",
         field="stages",
-        mend=mend,
+        hint=hint,
     )
 
 

@@ -61,7 +61,7 @@ def _check_stages(blocks: Transformer) -> None:
                 _GALVATRON.name,
                 f"has a block in every stage, the plan has none in stage {number}",
                 field=f"stages[{number}].layers",
-                mend="plan with --fix for another pipeline_parallel_degree",
+                hint="plan with --fix for another pipeline_parallel_degree",
             )
 
 

@@ -117,7 +117,7 @@ def _check_zero(plan: Plan) -> None:
                 _NEOX.name,
                 f"takes ZeRO {layout.zero_stage} with {name} 1 only, the plan has {getattr(layout, name)}",
                 field="layout.zero_stage",
-                mend="plan with --fix zero_stage=0,1",
+                hint="plan with --fix zero_stage=0,1",
             )
 
 

@@ -88,14 +88,14 @@ def _like_nodes(plan: Plan) -> Nodes:
             _TRAINER,
             f"gives a job nodes of one kind, the plan uses {' and '.join(dict.fromkeys(each.name for each in nodes))}",
             field="request.cluster.node_groups",
-            mend="plan for one of its node groups",
+            hint="plan for one of its node groups",
         )
     if len(nodes) > 1:
         refuse(
             _TRAINER,
             f"starts as many ranks on every node, the plan {', '.join(str(each.ranks) for each in nodes)}",
             field="placement",
-            mend="plan for whole nodes",
+            hint="plan for whole nodes",
         )
     return nodes[0]
 
@@ -110,7 +110,7 @@ def _packed(plan: Plan) -> str:
             _TRAINER,
             f"is given the plan by a ConfigMap of at most 1 MiB, and this plan takes {len(packed)} bytes there",
             field="request.profile",
-            mend="keep plan.json on a volume that the pods share, and start there what --to torchrun writes",
+            hint="keep plan.json on a volume that the pods share, and start there what --to torchrun writes",
         )
     return packed
 

@@ -85,7 +85,7 @@ def nodes_of(plan: Plan, launcher: str) -> tuple[Nodes, ...]:
             launcher,
             "counts the ranks of one node after the other, from device 0 on; this placement does not",
             field="placement",
-            mend="plan again",
+            hint="plan again",
         )
     groups = [
         group for group in plan.request.cluster.node_groups for _ in range(group.nodes)

@@ -148,7 +148,7 @@ def _pipeline(plan: Plan, target: str, transformer: Transformer) -> Settings:
             f"interleaves stages for {ranks} micro-batches or more, one per pipeline rank; the plan has "
             f"{plan.micro_batches}",
             field="micro_batches",
-            mend="plan with --fix virtual_stages_per_rank=1",
+            hint="plan with --fix virtual_stages_per_rank=1",
         )
     warnings = follow(plan, target, "interleaved-1f1b" if is_interleaved else "1f1b")
     group = (

@@ -131,7 +131,7 @@ def _check_micro_batches(plan: Plan) -> None:
             _MINDFORMERS.name,
             f"wants at least as many micro-batches as pipeline stages, the plan has {plan.micro_batches} for {stages}",
             field="micro_batches",
-            mend="plan with --fix for fewer pipeline stages or smaller micro-batches",
+            hint="plan with --fix for fewer pipeline stages or smaller micro-batches",
         )
 
 

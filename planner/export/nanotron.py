@@ -98,7 +98,7 @@ def _check_warm_up(plan: Plan) -> None:
             _NANOTRON.name,
             f"starts 1f1b with {stages - 1} micro-batches on {stages} stages, the plan has {plan.micro_batches}",
             field="micro_batches",
-            mend="plan with --fix schedule=gpipe",
+            hint="plan with --fix schedule=gpipe",
         )
 
 
@@ -124,7 +124,7 @@ def _cut(blocks: Transformer) -> list[str]:
             _NANOTRON.name,
             f"cuts stages of about equal cost, and cuts no model into {', '.join(map(str, sizes))} blocks",
             field="stages",
-            mend=_nearest(sizes),
+            hint=_nearest(sizes),
         )
     return [
         f"nanotron cuts stages itself: into the plan's {', '.join(map(str, sizes))} blocks where vocab_size / "

@@ -30,19 +30,19 @@ def follow(plan: Plan, target: str, name: str) -> tuple[str, ...]:
     Raises:
         UnsupportedError: its schedule needs other numbers, puts stages elsewhere, or holds more.
     """
-    ours, mend = schedule_of(plan), f"plan with --fix schedule={name}"
+    ours, hint = schedule_of(plan), f"plan with --fix schedule={name}"
     theirs = _theirs(plan, target, name)
     if theirs.to_text() == ours.to_text():
         return ()
     if theirs.stage_ranks != ours.stage_ranks or _has_copies(ours):
         why = f"puts stage s on pipeline rank s % {ours.ranks}, the plan has its stages elsewhere"
-        refuse(target, why, field="layout.schedule", mend=mend)
+        refuse(target, why, field="layout.schedule", hint=hint)
     for rank, (held, planned) in enumerate(
         zip(in_flight_vectors(theirs), in_flight_vectors(ours), strict=True)
     ):
         if not all(any(_contains(other, each) for other in planned) for each in held):
             why = f"runs {name}, which holds more micro-batches on pipeline rank {rank} than the plan's {ours.name}"
-            refuse(target, why, field="layout.schedule", mend=mend)
+            refuse(target, why, field="layout.schedule", hint=hint)
     return (
         f"{target} runs the order of {name} instead of {ours.name}: the same stages, no more micro-batches in flight, "
         "another time of the step.",
@@ -65,7 +65,7 @@ def _theirs(plan: Plan, target: str, name: str) -> Schedule:
     except LayoutError as error:
         problem = error.problems[0]
         why = f"runs {name}, and {problem.message.rstrip('.')}"
-        refuse(target, why, field="layout.schedule", mend=problem.mend.rstrip("."))
+        refuse(target, why, field="layout.schedule", hint=problem.hint.rstrip("."))
 
 
 def _has_copies(schedule: Schedule) -> bool:

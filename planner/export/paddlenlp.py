@@ -119,7 +119,7 @@ def _check_zero(plan: Plan) -> None:
             _PADDLENLP.name,
             f"takes ZeRO up to stage 1 beside pipeline parallelism, the plan has stage {layout.zero_stage}",
             field="layout.zero_stage",
-            mend="plan with --fix zero_stage=0,1",
+            hint="plan with --fix zero_stage=0,1",
         )
     if layout.zero_stage == 1 and layout.zero_shards < layout.replicas:
         refuse(
@@ -127,7 +127,7 @@ def _check_zero(plan: Plan) -> None:
             "shares out the states of ZeRO 1 over all replicas, which some of its versions insist on; the plan shares "
             f"them out over {layout.zero_shards} of {layout.replicas}",
             field="layout.zero_shard_degree",
-            mend=f"plan with --fix zero_shard_degree={layout.replicas}",
+            hint=f"plan with --fix zero_shard_degree={layout.replicas}",
         )
 
 
@@ -140,7 +140,7 @@ def _check_order(plan: Plan) -> None:
             _PADDLENLP.name,
             "has pipelines inside of data parallelism where nothing is sharded, the plan has them outside",
             field="layout.rank_order",
-            mend="plan with --fix rank_order=tp-cp-pp-dp, or with --fix zero_stage=1",
+            hint="plan with --fix rank_order=tp-cp-pp-dp, or with --fix zero_stage=1",
         )
 
 

@@ -83,7 +83,7 @@ def _check_context(plan: Plan) -> None:
             _PICOTRON.name,
             "sums no gradients over context-parallel ranks where dp_size is 1, as in the plan",
             field="layout.context_parallel_degree",
-            mend="plan with --fix context_parallel_degree=1, or with --fix data_parallel_degree=2",
+            hint="plan with --fix context_parallel_degree=1, or with --fix data_parallel_degree=2",
         )
 
 

@@ -37,14 +37,14 @@ def write(plan: Plan) -> Export:
             _TORCH,
             f"runs whole sequences, the plan has {layout.sequence_chunks} sequence chunks",
             field="layout.sequence_chunks",
-            mend="plan with --fix sequence_chunks=1",
+            hint="plan with --fix sequence_chunks=1",
         )
     if layout.has_uneven_shares:
         refuse(
             _TORCH,
             "runs one list of actions on all replicas, the plan's have shares of their own",
             field="layout.micro_batch_shares",
-            mend="plan for a batch that the replicas divide",
+            hint="plan for a batch that the replicas divide",
         )
     actions = plan.actions or _built(plan)
     _check_one_rank_per_stage(plan, actions)
@@ -61,7 +61,7 @@ def _built(plan: Plan) -> tuple[tuple[str, ...], ...]:
             _TORCH,
             f"is given a list of actions, which the plan lacks, and {layout.schedule} has none of its own",
             field="actions",
-            mend="plan again",
+            hint="plan again",
         )
     schedule = build(
         layout.schedule,
@@ -81,7 +81,7 @@ def _check_one_rank_per_stage(plan: Plan, actions: tuple[tuple[str, ...], ...]) 
                     _TORCH,
                     f"holds every stage on one rank; under {plan.layout.schedule}, stage {stage} is on two",
                     field="layout.schedule",
-                    mend="plan with another schedule, such as --fix schedule=zb-v",
+                    hint="plan with another schedule, such as --fix schedule=zb-v",
                 )
 
 

@@ -107,7 +107,7 @@ class Runtime:
                 self.name,
                 f"runs the schedules {_listed(self.schedules)}, the plan's is {name}",
                 field="layout.schedule",
-                mend=f"plan with --fix schedule={','.join(self.schedules)}",
+                hint=f"plan with --fix schedule={','.join(self.schedules)}",
             )
         if name == "interleaved-1f1b" and plan.micro_batches % ranks:
             refuse(
@@ -115,7 +115,7 @@ class Runtime:
                 f"interleaves micro-batches in groups of {ranks}, one per pipeline rank, the plan has "
                 f"{plan.micro_batches}",
                 field="micro_batches",
-                mend="plan with --fix micro_batch_size for another number of them",
+                hint="plan with --fix micro_batch_size for another number of them",
             )
 
     def _check_zero(self, plan: Plan) -> None:
@@ -154,7 +154,7 @@ class Runtime:
             if row.rank != row.tensor + tensor * (row.context + context * outer):
                 why = f"numbers ranks by rows of its mesh, and the plan's rank {row.rank} stands elsewhere"
                 refuse(
-                    self.name, why, field="placement", mend="plan for nodes of one kind"
+                    self.name, why, field="placement", hint="plan for nodes of one kind"
                 )
 
     def _check_recompute(self, plan: Plan) -> None:
@@ -165,7 +165,7 @@ class Runtime:
                         self.name,
                         f"recomputes nothing, the plan recomputes {layer.name}",
                         field=f"stages[{stage.index}].layers",
-                        mend="plan with --fix recompute=none",
+                        hint="plan with --fix recompute=none",
                     )
 
     def _refuse_field(
@@ -178,7 +178,7 @@ class Runtime:
             self.name,
             why,
             field=f"layout.{name}",
-            mend=f"plan with --fix {name}={written(able)}",
+            hint=f"plan with --fix {name}={written(able)}",
         )
 
 
@@ -248,7 +248,7 @@ def more_memory(plan: Plan, runtime: str, what: str, *, of_parameters: float) ->
                 f"{what}, {gibibytes(more)} more than planned, and pipeline rank {row.pipeline_rank} has "
                 f"{gibibytes(max(0, row.capacity_bytes - row.peak_bytes))} left",
                 field=f"prediction.memory[{row.pipeline_rank}]",
-                mend="plan for a job with a larger memory_headroom",
+                hint="plan for a job with a larger memory_headroom",
             )
     return f"{runtime} {what}: up to {gibibytes(most)} more than planned on the fullest device."
 

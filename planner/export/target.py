@@ -70,15 +70,15 @@ def header(
     return "".join(f"{comment}{line}\n" for line in lines)
 
 
-def refuse(target: str, why: str, *, field: str, mend: str) -> NoReturn:
+def refuse(target: str, why: str, *, field: str, hint: str) -> NoReturn:
     """Raise `UnsupportedError`: the target cannot do what this field of the plan says.
 
     Args:
         target: the runtime, as it calls itself.
         why: a clause that goes on behind its name, such as ``runs no context parallelism, the plan has degree 2``.
         field: of the plan, such as ``layout.context_parallel_degree``.
-        mend: what to ask the search for instead, such as ``plan with --fix context_parallel_degree=1``.
+        hint: what to ask the search for instead, such as ``plan with --fix context_parallel_degree=1``.
     """
     raise UnsupportedError(
-        f"{target} {why}.", field=field, mend=f"{mend}, or choose another target."
+        f"{target} {why}.", field=field, hint=f"{hint}, or choose another target."
     )

@@ -70,5 +70,5 @@ def find(name: str) -> Target:
     raise UnknownNameError(
         f"there is no export target {name!r}.",
         field="target",
-        mend=f"{meant}{', '.join(sorted(TARGETS))}.",
+        hint=f"{meant}{', '.join(sorted(TARGETS))}.",
     )

@@ -88,7 +88,7 @@ def _check_release(plan: Plan, choices: Choices) -> None:
     if choices.replicate > 1:
         why = "runs replicas that share nothing out beside no other parallelism"
         refuse(
-            _NAME, why, field="layout.zero_stage", mend="plan with --fix zero_stage=1"
+            _NAME, why, field="layout.zero_stage", hint="plan with --fix zero_stage=1"
         )
     if plan.request.job.precision == "bf16-mixed":
         why = "computes in bf16 where replicas share out parameters, and trains in fp32 on one replica of many devices"
@@ -96,7 +96,7 @@ def _check_release(plan: Plan, choices: Choices) -> None:
             _NAME,
             why,
             field="request.job.precision",
-            mend="export for its main branch, --to torchtitan-main",
+            hint="export for its main branch, --to torchtitan-main",
         )
 
 

@@ -116,7 +116,7 @@ def _sharding(plan: Plan, target: str) -> tuple[int, int]:
     if layout.zero_stage > 1 and layout.pipeline_parallel_degree > 1:
         why = "keeps parameters and gradients whole from the first micro-batch of a pipeline's step to the last"
         refuse(
-            target, why, field="layout.zero_stage", mend="plan with --fix zero_stage=1"
+            target, why, field="layout.zero_stage", hint="plan with --fix zero_stage=1"
         )
     if layout.zero_stage and layout.zero_shards % context:
         why = f"shards over context-parallel ranks first, {context}, and the plan over {layout.zero_shards} in all"
@@ -124,14 +124,14 @@ def _sharding(plan: Plan, target: str) -> tuple[int, int]:
             target,
             why,
             field="layout.zero_shard_degree",
-            mend=f"plan with a multiple of {context}",
+            hint=f"plan with a multiple of {context}",
         )
     shard = layout.zero_shards // context if layout.zero_stage else 1
     expert = layout.expert_parallel_degree
     if (shard * context) % expert:
         why = f"takes expert-parallel ranks from those that shard, {shard * context}, and the plan has {expert}"
         refuse(
-            target, why, field="layout.zero_stage", mend="plan with --fix zero_stage=1"
+            target, why, field="layout.zero_stage", hint="plan with --fix zero_stage=1"
         )
     return layout.data_parallel_degree // shard, shard
 
@@ -152,7 +152,7 @@ def _schedule(plan: Plan, target: str) -> tuple[str, str]:
             target,
             f"has no schedule {layout.schedule}, and runs lists of actions only of stages s on rank s % {ranks}",
             field="layout.schedule",
-            mend="plan with --fix schedule=1f1b",
+            hint="plan with --fix schedule=1f1b",
         )
     return name or "PipelineScheduleMulti", "" if name else pipelining.TARGET.file_name(
         plan

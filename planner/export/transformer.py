@@ -65,7 +65,7 @@ class Transformer:
                 f"{target} takes models of an embedding, one list of blocks and a head; this plan's model has the "
                 f"layers {', '.join(layer.name for layer in layers[:2])} ... {layers[-1].name}.",
                 field="stages",
-                mend="choose a target that takes any model: see `planner export --list`.",
+                hint="choose a target that takes any model: see `planner export --list`.",
             )
         _check_ends(plan, target)
         end = len(plan.stages) - 1
@@ -87,7 +87,7 @@ def _check_ends(plan: Plan, target: str) -> None:
                 target,
                 f"recomputes blocks, the plan recomputes {layer.name} too",
                 field=f"stages[{stage.index}].layers",
-                mend="plan with --fix recompute=none",
+                hint="plan with --fix recompute=none",
             )
 
 

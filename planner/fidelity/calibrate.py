@@ -450,7 +450,7 @@ def too_few(data: Measured, framework: str | None) -> PlannerError:
     return DocumentError(
         f"hold too few runs{whose} for a fit: {len(data.times)} step times and {len(data.memories)} memories in all.",
         field="measurements",
-        mend=f"give at least {LEAST_ROWS} measured runs of one framework on one device architecture.",
+        hint=f"give at least {LEAST_ROWS} measured runs of one framework on one device architecture.",
     )
 
 
@@ -463,5 +463,5 @@ def require_scipy() -> None:
     if find_spec("scipy") is None:
         raise UnsupportedError(
             "fits need scipy, which is not installed.",
-            mend="pip install 'planner[calibrate]'.",
+            hint="pip install 'planner[calibrate]'.",
         )

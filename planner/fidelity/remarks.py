@@ -81,7 +81,7 @@ def _rows(file: Path) -> Iterator[dict[str, str]]:
                 yield from reader
     except (OSError, UnicodeDecodeError) as error:
         raise DocumentError(
-            f"cannot be read: {error}", field=str(file), mend="give a CSV file."
+            f"cannot be read: {error}", field=str(file), hint="give a CSV file."
         ) from error
 
 
@@ -91,7 +91,7 @@ def _check_columns(file: Path, columns: Sequence[str]) -> None:
         raise DocumentError(
             f"lacks the columns {', '.join(missing)}.",
             field=str(file),
-            mend="add them; blank means unstated.",
+            hint="add them; blank means unstated.",
         )
 
 

@@ -146,7 +146,7 @@ def read_runs(path: Path) -> Dataset:
         raise DocumentError(
             "holds no runs.",
             field=str(path),
-            mend="give a CSV file with the columns source_id, hardware, layers, ...",
+            hint="give a CSV file with the columns source_id, hardware, layers, ...",
         )
     return Dataset(tuple(runs), out, counts)
 
@@ -165,7 +165,7 @@ def _rows(file: Path) -> Iterator[Row]:
                 )
     except OSError as error:
         raise DocumentError(
-            f"cannot be read: {error}", field=str(file), mend="give a CSV file."
+            f"cannot be read: {error}", field=str(file), hint="give a CSV file."
         ) from error
 
 

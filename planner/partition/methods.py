@@ -34,6 +34,6 @@ def partition(costs: Sequence[float], parts: int, method: str = "optimal") -> Pa
         raise UnknownNameError(
             f"no method {method!r}.",
             field="method",
-            mend=f"use one of {', '.join(METHODS)}.",
+            hint=f"use one of {', '.join(METHODS)}.",
         )
     return chosen(costs, parts)

@@ -53,7 +53,7 @@ def layer_costs(
     """
     if by not in MEASURES:
         raise UnknownNameError(
-            f"no measure {by!r}.", field="by", mend=f"use one of {', '.join(MEASURES)}."
+            f"no measure {by!r}.", field="by", hint=f"use one of {', '.join(MEASURES)}."
         )
     choice = choice or Choice()
     size, length = chosen_size(profile, choice)
@@ -101,7 +101,7 @@ def _row(
         f"layer {layer.name!r} has no whole row of {micro_batch_size} samples of {sequence_length} tokens; "
         f"it has {known}.",
         field="profile.layers",
-        mend="choose one of these, or profile the model at this size.",
+        hint="choose one of these, or profile the model at this size.",
     )
 
 
@@ -125,7 +125,7 @@ def _seconds(layer: LayerProfile, row: Measurement) -> float:
         raise MismatchError(
             f"layer {layer.name!r} is counted only: it has no seconds to balance by.",
             field="profile.layers",
-            mend="profile the model on a device, or with --device analytic:ID; or balance by memory.",
+            hint="profile the model on a device, or with --device analytic:ID; or balance by memory.",
         )
     return sum(part or 0.0 for part in parts)
 

@@ -60,26 +60,26 @@ def check_costs(costs: Sequence[float], parts: int) -> None:
         raise LayoutError(
             "there are no costs.",
             field="costs",
-            mend="give the cost of every layer, e.g. 10,40,30.",
+            hint="give the cost of every layer, e.g. 10,40,30.",
         )
     for index, cost in enumerate(costs):
         if not (math.isfinite(cost) and cost >= 0):
             raise LayoutError(
                 f"a cost must be finite and not negative, got {cost}.",
                 field=f"costs[{index}]",
-                mend="give 0 or more.",
+                hint="give 0 or more.",
             )
     if parts < 1:
         raise LayoutError(
             f"there must be at least 1 part, got {parts}.",
             field="parts",
-            mend="give 1 or more.",
+            hint="give 1 or more.",
         )
     if parts > len(costs):
         raise LayoutError(
             f"{len(costs)} layers cannot make {parts} parts: every part needs a layer.",
             field="parts",
-            mend=f"use at most {len(costs)} parts, or cut the model into more layers.",
+            hint=f"use at most {len(costs)} parts, or cut the model into more layers.",
         )
 
 

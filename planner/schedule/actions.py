@@ -54,7 +54,7 @@ class Action(NamedTuple):
             raise ScheduleError(
                 f"{text!r} is no action.",
                 field="actions",
-                mend="write <stage><F|B|I|W><micro_batch>, counted from 0, e.g. 2F0.",
+                hint="write <stage><F|B|I|W><micro_batch>, counted from 0, e.g. 2F0.",
             )
         stage, kind, micro_batch = match.groups()
         return cls(int(stage), ActionKind(kind), int(micro_batch))
@@ -161,7 +161,7 @@ class Schedule:
             raise ScheduleError(
                 f"no rank runs stage {missing[0]}.",
                 field="actions",
-                mend="count stages from 0, without a gap.",
+                hint="count stages from 0, without a gap.",
             )
         units = 1 + max(action.micro_batch for row in actions for action in row)
         return cls(

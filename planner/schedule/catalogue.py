@@ -84,7 +84,7 @@ def find(name: str) -> ScheduleEntry:
         raise UnknownNameError(
             f"no schedule {name!r}.",
             field="schedule",
-            mend=f"use one of {', '.join(names())}.",
+            hint=f"use one of {', '.join(names())}.",
         )
     return found
 
@@ -143,7 +143,7 @@ def _check_sizes(shape: Shape) -> None:
             raise LayoutError(
                 f"{field} must be at least 1, got {value}.",
                 field=field,
-                mend="give 1 or more.",
+                hint="give 1 or more.",
             )
     units = shape.units
     if units > LARGEST_SCHEDULE_UNITS:
@@ -151,7 +151,7 @@ def _check_sizes(shape: Shape) -> None:
             f"ranks({shape.ranks}) * micro_batches({shape.micro_batches}) * virtual_stages({shape.virtual_stages}) * "
             f"sequence_chunks({shape.sequence_chunks}) = {units} is more than {LARGEST_SCHEDULE_UNITS}.",
             field="micro_batches",
-            mend="use fewer, larger micro-batches.",
+            hint="use fewer, larger micro-batches.",
         )
 
 

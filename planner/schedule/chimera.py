@@ -27,7 +27,7 @@ def check(shape: Shape) -> None:
             f"chimera runs units of {shape.ranks} micro-batches on {shape.ranks} ranks, got micro_batches = "
             f"{shape.micro_batches}.",
             field="micro_batches",
-            mend=f"use a multiple of {shape.ranks}.",
+            hint=f"use a multiple of {shape.ranks}.",
         )
 
 

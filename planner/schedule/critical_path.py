@@ -165,5 +165,5 @@ def _check_tails(schedule: Schedule, tails: Sequence[float]) -> None:
         raise LayoutError(
             f"tails has {len(tails)} values for {schedule.ranks} ranks.",
             field="tails",
-            mend="give one per rank.",
+            hint="give one per rank.",
         )

@@ -126,7 +126,7 @@ class Durations:
         raise LayoutError(
             f"{name} has {given} values for {self.stages} stages.",
             field=name,
-            mend=f"give {length} values.",
+            hint=f"give {length} values.",
         )
 
     def _check_chunks(self) -> None:
@@ -134,7 +134,7 @@ class Durations:
             raise LayoutError(
                 f"{len(self.forward)} values are not {self.sequence_chunks} for every stage.",
                 field="sequence_chunks",
-                mend="give one value per stage and sequence chunk.",
+                hint="give one value per stage and sequence chunk.",
             )
 
     def _check_overlap(self) -> None:
@@ -146,7 +146,7 @@ class Durations:
                 raise LayoutError(
                     f"a pair cannot save {saved}, more than its shorter action lasts ({min(both)}).",
                     field=f"overlap[{index}]",
-                    mend=f"give {min(both)} or less.",
+                    hint=f"give {min(both)} or less.",
                 )
 
 
@@ -164,5 +164,5 @@ def _check_times(name: str, times: Sequence[float]) -> None:
             raise LayoutError(
                 f"a time must be finite and not negative, got {seconds}.",
                 field=f"{name}[{index}]",
-                mend="give 0 or more.",
+                hint="give 0 or more.",
             )

@@ -81,7 +81,7 @@ def needs_even(name: str, field: str, value: int) -> None:
     raise LayoutError(
         f"{name} needs an even number of {field.replace('_', ' ')}, got {value}.",
         field=field,
-        mend=f"use {value + 1}, or another schedule.",
+        hint=f"use {value + 1}, or another schedule.",
     )
 
 
@@ -92,7 +92,7 @@ def needs_micro_batches(name: str, shape: Shape, least: int, because: str) -> No
     raise LayoutError(
         f"{name} on {shape.ranks} ranks needs micro_batches >= {because} = {least}, got {shape.micro_batches}.",
         field="micro_batches",
-        mend=f"use at least {least} micro-batches, fewer pipeline ranks, or 1f1b, which takes any number.",
+        hint=f"use at least {least} micro-batches, fewer pipeline ranks, or 1f1b, which takes any number.",
     )
 
 
@@ -187,7 +187,7 @@ class ScheduleEntry:
         raise LayoutError(
             f"{self.name} does not recompute {shape.recompute!r}.",
             field="recompute",
-            mend=known,
+            hint=known,
         )
 
     def _check_virtual_stages(self, given: int) -> None:
@@ -198,7 +198,7 @@ class ScheduleEntry:
         raise LayoutError(
             f"{self.name} puts {wanted} stages on every pipeline rank, got virtual_stages({given}).",
             field="virtual_stages",
-            mend=f"use virtual_stages={least}, or another schedule (several stages per rank: interleaved-1f1b).",
+            hint=f"use virtual_stages={least}, or another schedule (several stages per rank: interleaved-1f1b).",
         )
 
     def _check_sequence_chunks(self, given: int) -> None:
@@ -207,5 +207,5 @@ class ScheduleEntry:
         raise LayoutError(
             f"{self.name} does not cut the sequence, got sequence_chunks({given}).",
             field="sequence_chunks",
-            mend="use sequence_chunks=1.",
+            hint="use sequence_chunks=1.",
         )

@@ -169,7 +169,7 @@ def from_measured(run: MeasuredRun, title: str = "measured") -> Timeline:
         raise DocumentError(
             "the run recorded no actions.",
             field="actions",
-            mend="measure again with `planner run`.",
+            hint="measure again with `planner run`.",
         )
     by_rank = attrgetter("rank")
     rows = {

@@ -105,13 +105,13 @@ def check_stages(schedule: Schedule, durations: Durations) -> None:
         raise LayoutError(
             f"durations of {durations.stages} stages for a schedule of {schedule.stages}.",
             field="durations",
-            mend=f"give {schedule.stages} values, one per stage.",
+            hint=f"give {schedule.stages} values, one per stage.",
         )
     if durations.sequence_chunks not in (1, schedule.sequence_chunks):
         raise LayoutError(
             f"durations of {durations.sequence_chunks} sequence chunks for a schedule of {schedule.sequence_chunks}.",
             field="durations",
-            mend=f"give one value per stage, or {schedule.sequence_chunks}.",
+            hint=f"give one value per stage, or {schedule.sequence_chunks}.",
         )
 
 

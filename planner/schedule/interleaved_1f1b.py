@@ -35,7 +35,7 @@ def check_groups(name: str, shape: Shape) -> None:
         f"{name} runs {shape.micro_batches} micro-batches on {shape.ranks} pipeline ranks in {rounds} equal groups, "
         f"and {shape.micro_batches} % {rounds} = {shape.micro_batches % rounds}.",
         field="micro_batches",
-        mend=f"use a multiple of {shape.ranks}, e.g. {below} or {below + shape.ranks}.",
+        hint=f"use a multiple of {shape.ranks}, e.g. {below} or {below + shape.ranks}.",
     )
 
 

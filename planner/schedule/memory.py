@@ -45,7 +45,7 @@ class HeldBytes:
                 raise LayoutError(
                     f"{len(values)} values for {len(self.activation)} stages.",
                     field=name,
-                    mend=f"give {len(self.activation)} values, or none.",
+                    hint=f"give {len(self.activation)} values, or none.",
                 )
             if any(
                 part > whole
@@ -54,7 +54,7 @@ class HeldBytes:
                 raise LayoutError(
                     "a part is larger than the stage's activations.",
                     field=name,
-                    mend="give no more than activation.",
+                    hint="give no more than activation.",
                 )
 
 
@@ -76,7 +76,7 @@ def memory_curves(
         raise LayoutError(
             f"bytes of {len(held.activation)} stages for a schedule of {simulation.schedule.stages}.",
             field="activation",
-            mend=f"give {simulation.schedule.stages} values, one per stage.",
+            hint=f"give {simulation.schedule.stages} values, one per stage.",
         )
     return tuple(
         _curve(simulation, held, rank) for rank in range(simulation.schedule.ranks)

@@ -73,13 +73,13 @@ class OrderProblem:
                 raise LayoutError(
                     f"{field} has {given} values, not {wanted}.",
                     field=field,
-                    mend=f"give {wanted}.",
+                    hint=f"give {wanted}.",
                 )
         if any(self.durations.overlap):
             raise LayoutError(
                 "an order pairs no actions, so nothing overlaps.",
                 field="overlap",
-                mend="leave it out.",
+                hint="leave it out.",
             )
 
     @property

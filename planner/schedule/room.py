@@ -29,7 +29,7 @@ class Room:
                 raise LayoutError(
                     f"a size is not negative, got {size}.",
                     field=f"sizes[{stage}]",
-                    mend="give 0 or more.",
+                    hint="give 0 or more.",
                 )
 
     @classmethod

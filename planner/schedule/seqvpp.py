@@ -24,7 +24,7 @@ def check_chunks(name: str, shape: Shape) -> None:
         raise LayoutError(
             f"{name} needs sequence_chunks <= pipeline ranks = {shape.ranks}, got {shape.sequence_chunks}.",
             field="sequence_chunks",
-            mend=f"use at most {shape.ranks} sequence chunks, or seqpipe, which takes any number.",
+            hint=f"use at most {shape.ranks} sequence chunks, or seqpipe, which takes any number.",
         )
     units = shape.micro_batches * shape.sequence_chunks
     if units < shape.ranks:
@@ -32,7 +32,7 @@ def check_chunks(name: str, shape: Shape) -> None:
             f"{name} needs micro_batches({shape.micro_batches}) * sequence_chunks({shape.sequence_chunks}) >= pipeline "
             f"ranks({shape.ranks}), got {units}.",
             field="micro_batches",
-            mend=f"use at least {-(-shape.ranks // shape.sequence_chunks)} micro-batches.",
+            hint=f"use at least {-(-shape.ranks // shape.sequence_chunks)} micro-batches.",
         )
 
 
@@ -50,7 +50,7 @@ def check(shape: Shape) -> None:
             f"seqvpp runs groups of {units} units on {shape.ranks} ranks with sequence_chunks({shape.sequence_chunks}),"
             " too few to come round in time.",
             field="sequence_chunks",
-            mend="use a number of sequence chunks that divides the pipeline ranks, or seqsmartvpp.",
+            hint="use a number of sequence chunks that divides the pipeline ranks, or seqsmartvpp.",
         )
 
 

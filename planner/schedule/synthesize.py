@@ -132,7 +132,7 @@ def synthesize(
         raise UnsupportedError(
             f"an order of {problem.actions} actions is too large to search, the most is {MOST_ACTIONS}.",
             field="micro_batches",
-            mend="synthesise for fewer micro-batches, or use a canonical schedule.",
+            hint="synthesise for fewer micro-batches, or use a canonical schedule.",
         )
     known = best_known(problem)
     return known and best_order(problem, known, Effort(seconds=time_limit_seconds))

@@ -20,7 +20,7 @@ def check(shape: Shape) -> None:
         f"{NAME} is an order for given durations, which ranks({shape.ranks}) and micro_batches({shape.micro_batches}) "
         "do not tell.",
         field="schedule",
-        mend="call synthesize(durations, ...), or take the actions of the plan that uses it.",
+        hint="call synthesize(durations, ...), or take the actions of the plan that uses it.",
     )
 
 

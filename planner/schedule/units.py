@@ -46,7 +46,7 @@ def common_axis(traces: Sequence[Timeline]) -> Axis:
     """
     if not traces:
         raise SpecError(
-            "there is no timeline to show.", field="traces", mend="give at least one."
+            "there is no timeline to show.", field="traces", hint="give at least one."
         )
     start = min(trace.start_seconds for trace in traces)
     return Axis(start, (max(trace.end_seconds for trace in traces) - start) or 1.0)

@@ -36,9 +36,9 @@ def check_schedule(schedule: Schedule) -> Columns:
     return columns
 
 
-def wrong(message: str, mend: str) -> ScheduleError:
+def wrong(message: str, hint: str) -> ScheduleError:
     """The error of a schedule that cannot run."""
-    return ScheduleError(message, field="actions", mend=mend)
+    return ScheduleError(message, field="actions", hint=hint)
 
 
 def _check_shape(schedule: Schedule) -> None:

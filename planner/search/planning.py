@@ -139,7 +139,7 @@ def plan(
         raise MismatchError(
             f"the request was made for profile {request.profile_id[:12]}, not {_profile_id(profile)[:12]}.",
             field="profile",
-            mend="give the profile that the request names.",
+            hint="give the profile that the request names.",
         )
     callbacks = callbacks or Callbacks()
     deadline = time.monotonic() + request.options.time_limit_seconds
@@ -394,7 +394,7 @@ def _check_virtual_stages(layout: Layout) -> None:
         raise LayoutError(
             f"the schedule {entry.name!r} does not put {counted(given, 'stage')} on a rank.",
             field="layout.virtual_stages_per_rank",
-            mend=f"give {entry.least_virtual_stages}, or another schedule.",
+            hint=f"give {entry.least_virtual_stages}, or another schedule.",
         )
 
 
@@ -404,7 +404,7 @@ def _check_sequence_chunks(layout: Layout, job: Job) -> None:
         raise LayoutError(
             f"the schedule {entry.name!r} does not cut the sequence, got {given} chunks.",
             field="layout.sequence_chunks",
-            mend="give 1, or a schedule of sequence chunks, such as seqpipe.",
+            hint="give 1, or a schedule of sequence chunks, such as seqpipe.",
         )
     ranks = layout.context_parallel_degree * (
         layout.tensor_parallel_degree if layout.sequence_parallel else 1
@@ -418,7 +418,7 @@ def _check_sequence_chunks(layout: Layout, job: Job) -> None:
         raise LayoutError(
             f"a sequence of {job.sequence_length} tokens does not divide into {given} equal chunks{shared}.",
             field="layout.sequence_chunks",
-            mend="give a number that divides the tokens of a rank.",
+            hint="give a number that divides the tokens of a rank.",
         )
 
 
@@ -431,7 +431,7 @@ def _check_full_backwards(costs: LayoutCosts) -> None:
             f"activation_offload does not go with the schedule {layout.schedule!r}, which splits backwards: each half "
             "would want what was saved.",
             field="layout.schedule",
-            mend="give a schedule of full backwards, such as 1f1b, or leave activations on the device.",
+            hint="give a schedule of full backwards, such as 1f1b, or leave activations on the device.",
         )
 
 
@@ -444,7 +444,7 @@ def _check_stages(layout: PredictionLayout, costs: LayoutCosts) -> None:
         raise LayoutError(
             f"{factors} is more than the model's {counted(layer_count, 'layer')}.",
             field="layout.pipeline_parallel_degree",
-            mend=f"use at most {layer_count // virtual}.",
+            hint=f"use at most {layer_count // virtual}.",
         )
     given = layout.layers_per_stage
     if given is None:
@@ -454,7 +454,7 @@ def _check_stages(layout: PredictionLayout, costs: LayoutCosts) -> None:
             f"layers_per_stage {list(given)} has {len(given)} stages with {sum(given)} layers; the layout has "
             f"{factors} and the model {layer_count} layers.",
             field="layout.layers_per_stage",
-            mend="give one positive count per stage that add up to the model's layers.",
+            hint="give one positive count per stage that add up to the model's layers.",
         )
 
 
@@ -502,7 +502,7 @@ def _fastest(costs: LayoutCosts) -> StageMap:
         if inside.stage_map is not None:
             return inside.stage_map
     raise LayoutError(
-        "no stage map was found in time.", field="layout", mend="give layers_per_stage."
+        "no stage map was found in time.", field="layout", hint="give layers_per_stage."
     )
 
 

@@ -178,7 +178,7 @@ def load(path: Path) -> tuple[Calibration, ...]:
         raise DocumentError(
             f"cannot be read: {error}",
             field=str(path),
-            mend="give a file of planner calibrate.",
+            hint="give a file of planner calibrate.",
         ) from error
 
 
@@ -190,7 +190,7 @@ def parse(text: str, name: str) -> tuple[Calibration, ...]:
         raise DocumentError(
             f"holds no calibrations: {error!r}.",
             field=name,
-            mend="write it with `planner calibrate -o`.",
+            hint="write it with `planner calibrate -o`.",
         ) from error
 
 

@@ -45,17 +45,17 @@ def split(text: str, names: Sequence[str], where: str) -> tuple[str, str]:
     name = name.strip()
     if name not in names:
         close = difflib.get_close_matches(name, names, n=1)
-        mend = f"did you mean {close[0]!r}? Fields: " if close else "use one of "
+        hint = f"did you mean {close[0]!r}? Fields: " if close else "use one of "
         raise UnknownNameError(
             f"no layout field {name!r}.",
             field=where,
-            mend=mend + ", ".join(names) + ".",
+            hint=hint + ", ".join(names) + ".",
         )
     if not equals or not value.strip():
         raise DocumentError(
             f"{text!r} gives no value.",
             field=f"{where} {name}",
-            mend=f"write {name}=VALUE.",
+            hint=f"write {name}=VALUE.",
         )
     return name, value.strip()
 
@@ -86,7 +86,7 @@ def _range(name: str, text: str, where: str) -> dict[str, int]:
         raise DocumentError(
             f"{text!r} is no range of whole numbers.",
             field=f"{where} {name}",
-            mend=f"write {name}=MIN..MAX, e.g. 2..8.",
+            hint=f"write {name}=MIN..MAX, e.g. 2..8.",
         )
     return values
 

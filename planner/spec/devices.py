@@ -94,7 +94,7 @@ def find_entry(identifier: str, *, field: str = "device") -> CatalogueDevice:
         raise UnknownNameError(
             f"no device {identifier!r} in the catalogue.",
             field=field,
-            mend=f"give an id of `planner devices`, or an inline device with id and memory_bytes. {names}",
+            hint=f"give an id of `planner devices`, or an inline device with id and memory_bytes. {names}",
         )
     return found
 
@@ -197,7 +197,7 @@ def _missing_link(field: str) -> DocumentError:
     return DocumentError(
         "the device's data sheet has no such link.",
         field=field,
-        mend="give latency_seconds and bandwidth_bytes_per_second, or measure them with `planner links`.",
+        hint="give latency_seconds and bandwidth_bytes_per_second, or measure them with `planner links`.",
     )
 
 

@@ -1,4 +1,4 @@
-"""Reading documents: JSON for machines, YAML or TOML for people; every mistake named with its field and mend."""
+"""Reading documents: JSON for machines, YAML or TOML for people; every mistake named with its field and hint."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def parse(kind: type[DocumentType], data: Any, *, where: str = "") -> DocumentTy
     """Check plain data against a document type.
 
     Raises:
-        DocumentError: one `Problem` per wrong field, each with its path, value and mend.
+        DocumentError: one `Problem` per wrong field, each with its path, value and hint.
     """
     try:
         return kind.model_validate(data)
@@ -105,7 +105,7 @@ def read_data(path: str | Path) -> Any:
         raise DocumentError(
             f"is not valid {form}: {error}.",
             field=str(path),
-            mend=f"write the file as {form}, or restore it.",
+            hint=f"write the file as {form}, or restore it.",
         ) from None
 
 
@@ -118,13 +118,13 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise DocumentError(
-            "there is no such file.", field=str(path), mend="check the path."
+            "there is no such file.", field=str(path), hint="check the path."
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise DocumentError(
             f"cannot be read: {error}.",
             field=str(path),
-            mend="give a readable text file.",
+            hint="give a readable text file.",
         ) from None
 
 
@@ -234,17 +234,17 @@ def _problem(details: Any, kind: type[BaseModel], location: Location) -> Problem
     value = _short(details.get("input"))
     if details["type"] == "extra_forbidden":
         known = _fields_at(kind, location[:-1])
-        mend = (
+        hint = (
             f"remove it, or use one of: {', '.join(known)}." if known else "remove it."
         )
-        return Problem(field, f"unknown field (value {value}).", mend)
+        return Problem(field, f"unknown field (value {value}).", hint)
     if details["type"] == "missing":
         return Problem(field, "the field is missing.", "add it.")
     message = details["msg"].removeprefix("Value error, ").rstrip(".")
-    return Problem(field, f"{message}, got {value}.", _mend(details))
+    return Problem(field, f"{message}, got {value}.", _hint(details))
 
 
-def _mend(details: Any) -> str:
+def _hint(details: Any) -> str:
     context = details.get("ctx", {})
     for key, words in (
         ("ge", "at least"),

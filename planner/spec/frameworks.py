@@ -354,6 +354,6 @@ def find_framework(name: str, *, field: str = "framework") -> Framework:
     if found is None:
         known = ", ".join(get_args(FrameworkName))
         raise UnknownNameError(
-            f"no framework {name!r}.", field=field, mend=f"use one of {known}."
+            f"no framework {name!r}.", field=field, hint=f"use one of {known}."
         )
     return found

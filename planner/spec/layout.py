@@ -110,7 +110,7 @@ class Layout(Document):
                 f"global_batch_size({global_batch_size}) does not divide by data_parallel_degree"
                 f"({self.data_parallel_degree}) * micro_batch_size({self.micro_batch_size}) = {per_round}.",
                 field="micro_batch_size",
-                mend=f"choose degrees whose product divides {global_batch_size}, or another global batch"
+                hint=f"choose degrees whose product divides {global_batch_size}, or another global batch"
                 f"{self._shares_text(global_batch_size)}.",
             )
         return global_batch_size // per_round
@@ -137,7 +137,7 @@ class Layout(Document):
             f"data_parallel_degree({self.data_parallel_degree}) ranks, and global_batch_size({global_batch_size}) is "
             f"{wanted:g} micro-batches of {self.micro_batch_size} samples.",
             field="layout.micro_batch_shares",
-            mend=f"give {self.data_parallel_degree} numbers, each at least 1, that add up to {wanted:g}.",
+            hint=f"give {self.data_parallel_degree} numbers, each at least 1, that add up to {wanted:g}.",
         )
 
     def shares(self, global_batch_size: int) -> tuple[int, ...]:
@@ -160,7 +160,7 @@ class Layout(Document):
                 f"expert_parallel_degree({self.expert_parallel_degree}) does not divide data_parallel_degree"
                 f"({self.data_parallel_degree}) * context_parallel_degree({self.context_parallel_degree}), {replicas}.",
                 field="layout.expert_parallel_degree",
-                mend=f"choose a divisor of {replicas}.",
+                hint=f"choose a divisor of {replicas}.",
             )
         if self.devices == devices:
             return
@@ -169,7 +169,7 @@ class Layout(Document):
             f" * pipeline_parallel_degree({self.pipeline_parallel_degree}) * context_parallel_degree"
             f"({self.context_parallel_degree}) = {self.devices}, but the cluster has {devices} devices.",
             field="layout",
-            mend=f"choose degrees whose product is {devices}, or a cluster of {self.devices} devices.",
+            hint=f"choose degrees whose product is {devices}, or a cluster of {self.devices} devices.",
         )
 
     def check_shards(self) -> None:
@@ -182,26 +182,26 @@ class Layout(Document):
             f"data_parallel_degree * context_parallel_degree = {replicas}",
         )
         if self.zero_stage == 0:
-            wrong, mend = (
+            wrong, hint = (
                 f"{given} needs ZeRO, and zero_stage is 0.",
                 "choose a zero_stage of 1 to 3, or leave it out.",
             )
         elif degree == 1 and replicas > 1:
-            wrong, mend = (
+            wrong, hint = (
                 f"{given} is a group of one rank, which shares nothing out.",
                 "choose zero_stage 0.",
             )
         elif replicas % degree:
-            wrong, mend = (
+            wrong, hint = (
                 f"{given} does not divide {whole}.",
                 f"choose a divisor of {replicas}.",
             )
         elif degree % self.expert_parallel_degree:
             wrong = f"{given} does not divide by expert_parallel_degree({self.expert_parallel_degree})."
-            mend = "choose a multiple of the expert degree: a group that shares out the states holds all experts."
+            hint = "choose a multiple of the expert degree: a group that shares out the states holds all experts."
         else:
             return
-        raise LayoutError(wrong, field="layout.zero_shard_degree", mend=mend)
+        raise LayoutError(wrong, field="layout.zero_shard_degree", hint=hint)
 
     def check_offload(self) -> None:
         """Raise `LayoutError` where activations cannot go to the host: beside what handles saved tensors in its own
@@ -212,7 +212,7 @@ class Layout(Document):
             raise LayoutError(
                 "micro_batch_shares differ, and offloading is known for equal replicas only.",
                 field="layout.micro_batch_shares",
-                mend="leave out the shares, or offload nothing.",
+                hint="leave out the shares, or offload nothing.",
             )
         if not self.activation_offload:
             return
@@ -226,7 +226,7 @@ class Layout(Document):
                 raise LayoutError(
                     f"activation_offload does not go with {field} {value!r}.",
                     field=f"layout.{field}",
-                    mend=f"give {field} {possible!r}, or leave activations on the device.",
+                    hint=f"give {field} {possible!r}, or leave activations on the device.",
                 )
 
 

@@ -119,7 +119,7 @@ def recipe(precision: Precision, optimizer: OptimizerName) -> OgpRecipe:
 def _check(name: str, known: tuple[str, ...], *, field: str) -> None:
     if name not in known:
         raise UnknownNameError(
-            f"no {field} {name!r}.", field=field, mend=f"use one of {', '.join(known)}."
+            f"no {field} {name!r}.", field=field, hint=f"use one of {', '.join(known)}."
         )
 
 
@@ -135,6 +135,6 @@ def _known(elements: int | None, optimizer: OptimizerName) -> int:
         raise MismatchError(
             f"what {optimizer} keeps depends on the parameters' shapes, which the profile does not tell.",
             field="job.optimizer",
-            mend="profile the model again with this version, or use adamw.",
+            hint="profile the model again with this version, or use adamw.",
         )
     return elements

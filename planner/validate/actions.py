@@ -40,7 +40,7 @@ def _parse(text: str) -> Action:
         raise ScheduleError(
             f"{text!r} is no action.",
             field="actions",
-            mend="write <stage><F|B|I|W><micro_batch>, counted from 0, e.g. 2F0.",
+            hint="write <stage><F|B|I|W><micro_batch>, counted from 0, e.g. 2F0.",
         )
     return Action(int(match[1]), match[2], int(match[3]))
 

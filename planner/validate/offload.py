@@ -43,7 +43,7 @@ def copied_seconds(size_bytes: int, group: UsedGroup) -> float:
         raise UnsupportedError(
             f"copies between {group.device.id} and its host cannot be timed.",
             field="device.host_bandwidth_bytes_per_second",
-            mend="tell it, or offload nothing.",
+            hint="tell it, or offload nothing.",
         )
     return size_bytes / (bandwidth * HOST_ACHIEVABLE_FRACTION)
 

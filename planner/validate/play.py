@@ -174,7 +174,7 @@ def _dead_lock(actions: Actions, place: Sequence[int]) -> ScheduleError:
     return ScheduleError(
         f"dead-lock: {waiting} wait for ever.",
         field="actions",
-        mend="order the lists so that what an action waits for runs before it.",
+        hint="order the lists so that what an action waits for runs before it.",
     )
 
 

@@ -90,7 +90,7 @@ def entry(name: str) -> CatalogueEntry:
         raise UnknownNameError(
             f"no model {name!r} in the catalogue, and no such file.",
             field="model",
-            mend=f"did you mean {', '.join(close)}?"
+            hint=f"did you mean {', '.join(close)}?"
             if close
             else f"use one of {', '.join(names())}.",
         )
@@ -109,7 +109,7 @@ def find_family(text: str) -> tuple[str, ...]:
         raise UnknownNameError(
             f"no family {text!r} in the catalogue.",
             field="--family",
-            mend=f"use one of {', '.join(families)}.",
+            hint=f"use one of {', '.join(families)}.",
         )
     return found
 

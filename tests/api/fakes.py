@@ -199,11 +199,11 @@ class Refusing(Instant):
     """Refuses every request."""
 
     def __call__(self, task: Task, report: Callable[[Any], None]) -> Answer:
-        """An error that the client can mend."""
+        """An error that the client can fix."""
         raise MismatchError(
             "the profile is of another device.",
             field="profile.device",
-            mend="profile it again.",
+            hint="profile it again.",
         )
 
 

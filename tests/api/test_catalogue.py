@@ -92,7 +92,7 @@ def test_a_wrong_model_document_is_refused(
     assert (answer.status_code, answer.json()["code"]) == (422, code)
     (error,) = answer.json()["errors"]
     assert error["field"] == field
-    assert words in error["message"] + error["mend"]
+    assert words in error["message"] + error["hint"]
 
 
 def test_the_catalogues_are_whole(live: Live) -> None:

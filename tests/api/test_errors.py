@@ -1,4 +1,4 @@
-"""Every mistake of a client gets a problem document that names field and mend, and never a traceback."""
+"""Every mistake of a client gets a problem document that names field and hint, and never a traceback."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_form_is_no_json(live: Live) -> None:
         415,
         "unsupported-media-type",
     )
-    assert "Content-Type: application/json" in document.errors[0].mend
+    assert "Content-Type: application/json" in document.errors[0].hint
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_wrong_field_is_named(
     document = problem(live.plan(plan_body(**changes)), 422, "invalid-document")
     (error,) = document.errors
     assert (error.field, error.pointer) == (field, pointer)
-    assert words in error.message + error.mend
+    assert words in error.message + error.hint
 
 
 def test_all_mistakes_at_once(live: Live) -> None:
@@ -215,20 +215,20 @@ def test_what_is_not_there_is_not_found(live: Live, method: str, path: str) -> N
     }
     run |= {"median_step_seconds": 1.0, "tokens_per_second": 1.0, "ranks": []}
     answer = live.client.request(method, path, json=run if method == "POST" else None)
-    assert problem(answer, 404, "not-found").errors[0].mend
+    assert problem(answer, 404, "not-found").errors[0].hint
 
 
 def test_an_unknown_profile_id_is_not_found(live: Live) -> None:
     """A plan about a profile that nobody stored is 404, naming the field."""
     body = plan_body(profile=None, profile_id=digest(four_equal_layers()))
     (error,) = problem(live.plan(body), 404, "not-found").errors
-    assert (error.field, "POST /v1/profiles" in error.mend) == ("profile_id", True)
+    assert (error.field, "POST /v1/profiles" in error.hint) == ("profile_id", True)
 
 
 def test_a_wrong_method_is_told_the_right_one(live: Live) -> None:
     """405 says which method the path takes."""
     answer = live.client.put("/healthz")
-    assert problem(answer, 405, "method-not-allowed").errors[0].mend == "use GET, HEAD."
+    assert problem(answer, 405, "method-not-allowed").errors[0].hint == "use GET, HEAD."
     assert answer.headers["allow"] == "GET, HEAD"
 
 

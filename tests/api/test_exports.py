@@ -70,17 +70,17 @@ def test_a_plan_is_downloaded(settings: Settings, journal: Path) -> None:
 
 
 def test_what_cannot_be_written_is_refused(settings: Settings, journal: Path) -> None:
-    """An unknown target is 404 with the names that are near; a plan that it cannot run is 422, with field and mend."""
+    """An unknown target is 404 with the names that are near; a plan that it cannot run is 422, with field and hint."""
     with running(settings, Chunked(journal)) as live:
         plan_id = live.plan(plan_body()).json()["id"]
         unknown = live.get(f"/v1/plans/{plan_id}/exports/torch-pipelines")
         assert (unknown.status_code, unknown.json()["code"]) == (404, "not-found")
         assert unknown.json()["errors"][0]["field"] == "target"
-        assert "did you mean 'torch-pipelining'" in unknown.json()["errors"][0]["mend"]
+        assert "did you mean 'torch-pipelining'" in unknown.json()["errors"][0]["hint"]
         refused = live.get(f"/v1/plans/{plan_id}/exports/{TARGET.name}")
         assert (refused.status_code, refused.json()["code"]) == (422, "unsupported")
         assert refused.json()["errors"][0]["field"] == "layout.sequence_chunks"
-        assert "--fix sequence_chunks=1" in refused.json()["errors"][0]["mend"]
+        assert "--fix sequence_chunks=1" in refused.json()["errors"][0]["hint"]
         assert (
             live.get(f"/v1/plans/none/exports/{TARGET.name}").json()["errors"][0][
                 "field"

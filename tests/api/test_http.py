@@ -92,7 +92,7 @@ def test_all_methods_of_a_path_are_told(live: Live, path: str, methods: str) -> 
         "method-not-allowed",
         methods,
     )
-    assert answer.json()["errors"][0]["mend"] == f"use {methods}."
+    assert answer.json()["errors"][0]["hint"] == f"use {methods}."
 
 
 def test_a_precondition_that_does_not_hold(live: Live, plan_id: str) -> None:

@@ -178,7 +178,7 @@ def test_a_failed_solve_says_why(
     http_status: int,
     code: str,
 ) -> None:
-    """Refusals keep their field and mend; a crash shows no traceback; both stand in the job; the service goes on."""
+    """Refusals keep their field and hint; a crash shows no traceback; both stand in the job; the service goes on."""
     with running(settings, work(journal)) as live:
         answer = live.plan(plan_body())
         assert answer.status_code == http_status
@@ -194,14 +194,14 @@ def test_a_failed_solve_says_why(
         assert live.get("/healthz").status_code == 200
 
 
-def test_a_refusal_names_field_and_mend(settings: Settings, journal: Path) -> None:
+def test_a_refusal_names_field_and_hint(settings: Settings, journal: Path) -> None:
     """What the search says about the request reaches the client whole."""
     with running(settings, Refusing(journal)) as live:
         (error,) = live.plan(plan_body()).json()["errors"]
         assert error == {
             "field": "profile.device",
             "message": "the profile is of another device.",
-            "mend": "profile it again.",
+            "hint": "profile it again.",
         }
 
 

@@ -158,7 +158,7 @@ def test_the_service_needs_no_torch() -> None:
 
 
 def test_a_taken_database_is_refused_before_the_start(tmp_path: Path) -> None:
-    """A user's mistake is an error with field and mend, not a failed start with a traceback."""
+    """A user's mistake is an error with field and hint, not a failed start with a traceback."""
     settings = Settings(port=0, database=tmp_path / "planner.db")
     store = Store(settings.database)
     with pytest.raises(RunError, match="another service uses this database"):

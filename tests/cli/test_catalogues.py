@@ -91,7 +91,7 @@ def test_own_device(planner: Command) -> None:
 def test_wrong_devices(
     planner: Command, words: tuple[str | Path, ...], told: str
 ) -> None:
-    """What is no device is told with its mend."""
+    """What is no device is told with its hint."""
     ended = planner("devices", *words)
     assert (ended.code, ended.out) == (2, "")
     assert told in ended.err

@@ -65,7 +65,7 @@ def test_outputs_are_refused_before_the_work(tmp_path: Path, path: str) -> None:
     with pytest.raises(DocumentError) as caught:
         console.check_output(str(tmp_path / path))
     assert caught.value.problems[0].field == str(tmp_path / path)
-    assert caught.value.problems[0].mend
+    assert caught.value.problems[0].hint
 
 
 @pytest.mark.parametrize(

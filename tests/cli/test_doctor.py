@@ -33,14 +33,14 @@ def test_this_machine_is_sound(planner: Command) -> None:
 def test_what_is_broken_fails(
     planner: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A broken part ends with 1 and tells its mend."""
+    """A broken part ends with 1 and tells its hint."""
     monkeypatch.setitem(
         CHECKS, "solver", lambda name: Finding(name, "broken", "is broken", "reinstall")
     )
     ended = planner("doctor")
     assert ended.code == 1
     assert "broken  solver" in ended.out
-    assert "mend: reinstall" in ended.out
+    assert "hint: reinstall" in ended.out
 
 
 @pytest.mark.usefixtures("without_ranks")
@@ -73,7 +73,7 @@ def test_without_torch_planning_still_works(
     findings = {each["name"]: each for each in ended.json["checks"]}
     assert ended.code == 0
     assert findings["torch"]["status"] == findings["devices"]["status"] == "absent"
-    assert "planner[torch]" in findings["torch"]["mend"]
+    assert "planner[torch]" in findings["torch"]["hint"]
 
 
 def test_gloo_is_tried_with_real_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

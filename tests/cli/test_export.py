@@ -116,7 +116,7 @@ def test_what_cannot_be_exported_is_told(
     done = planner("export", *(plan_path if word == "PLAN" else word for word in words))
     assert (done.code, done.out) == (2, "")
     assert told in done.err
-    assert "mend: " in done.err
+    assert "hint: " in done.err
 
 
 def test_a_refusal_is_a_problem_document_under_json(
@@ -127,7 +127,7 @@ def test_a_refusal_is_a_problem_document_under_json(
     problem = json.loads(done.err)
     assert (done.code, problem["type"]) == (2, "/problems/unsupported")
     assert problem["errors"][0]["field"] == "stages"
-    assert problem["errors"][0]["mend"]
+    assert problem["errors"][0]["hint"]
 
 
 def test_a_broken_plan_is_told(planner: Command, tmp_path: Path) -> None:

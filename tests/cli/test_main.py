@@ -108,11 +108,11 @@ def test_every_verb_has_a_module(verb: str) -> None:
     ids=" ".join,
 )
 def test_wrong_usage_is_one_readable_error(planner: Command, words: list[str]) -> None:
-    """Wrong usage ends with 2, nothing on stdout, and an error and its mend on stderr; never a traceback."""
+    """Wrong usage ends with 2, nothing on stdout, and an error and its hint on stderr; never a traceback."""
     ended = planner(*words)
     assert (ended.code, ended.out) == (2, "")
     assert ended.err.startswith("error: ")
-    assert "mend: " in ended.err
+    assert "hint: " in ended.err
     assert "Traceback" not in ended.err
 
 
@@ -131,7 +131,7 @@ def test_wrong_usage_is_one_readable_error(planner: Command, words: list[str]) -
 def test_exit_codes(
     planner: Command, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
 ) -> None:
-    """What the user can mend ends with 2; what failed on its own ends with 1."""
+    """What the user can fix ends with 2; what failed on its own ends with 1."""
     fail_with(monkeypatch, error)
     assert planner("devices").code == code
 
@@ -139,24 +139,24 @@ def test_exit_codes(
 def test_every_problem_has_its_lines(
     planner: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error with several problems names each: field, what is wrong, mend."""
+    """An error with several problems names each: field, what is wrong, hint."""
     problems = (Problem("a.b", "is 0.", "give 1."), Problem("c", "is missing."))
     fail_with(monkeypatch, SpecError("", problems=problems))
     lines = planner("devices").err.splitlines()
-    assert lines == ["error: a.b: is 0.", "  mend: give 1.", "error: c: is missing."]
+    assert lines == ["error: a.b: is 0.", "  hint: give 1.", "error: c: is missing."]
 
 
 def test_json_errors_are_problem_documents(
     planner: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With --json the error is an object with type, title, detail and one entry per problem, on stderr."""
-    fail_with(monkeypatch, LayoutError("is 0.", field="a", mend="give 1."))
+    fail_with(monkeypatch, LayoutError("is 0.", field="a", hint="give 1."))
     ended = planner("devices", "--json")
     problem = json.loads(ended.err)
     assert ended.out == ""
     assert problem["type"] == "/problems/impossible-layout"
     assert problem["title"] == LayoutError.title
-    assert problem["errors"] == [{"field": "a", "message": "is 0.", "mend": "give 1."}]
+    assert problem["errors"] == [{"field": "a", "message": "is 0.", "hint": "give 1."}]
     assert problem["exit_code"] == 2
 
 

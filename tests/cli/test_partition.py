@@ -68,7 +68,7 @@ def test_nothing_costs_anything(planner: Command) -> None:
 
 
 def test_more_parts_than_layers(planner: Command) -> None:
-    """Both numbers are named, and the mend."""
+    """Both numbers are named, and the hint."""
     ended = planner("partition", "--costs", "1,2", "--parts", "3")
     assert ended.code == 2
     assert "2 layers cannot make 3 parts" in ended.err

@@ -94,7 +94,7 @@ def test_analytic_profile_of_a_callable(planner: Command) -> None:
     ],
 )
 def test_wrong_input(planner: Command, words: tuple[str, ...], told: str) -> None:
-    """What cannot be profiled is named with its mend."""
+    """What cannot be profiled is named with its hint."""
     ended = planner("profile", *words)
     assert (ended.code, ended.out) == (2, "")
     assert told in ended.err

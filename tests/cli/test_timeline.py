@@ -131,7 +131,7 @@ def test_chrome_trace_on_stdout(planner: Command, run: Path) -> None:
 
 
 def test_wrong_inputs(planner: Command, run: Path, tmp_path: Path) -> None:
-    """An unknown format, and a file that is neither plan nor run, are refused with their mend."""
+    """An unknown format, and a file that is neither plan nor run, are refused with their hint."""
     assert "out.png" in planner("timeline", run, "-o", tmp_path / "out.png").err
     other = tmp_path / "other.json"
     other.write_text("{}")

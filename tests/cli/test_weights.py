@@ -16,7 +16,7 @@ from tests.executor.plans import make_plan, source_of
 
 
 def test_files_and_bytes_are_told(planner: Command, tmp_path: Path) -> None:
-    """For people and as JSON; refused with its mend where the folder is not empty."""
+    """For people and as JSON; refused with its hint where the folder is not empty."""
     source = source_of("mlp", tmp_path)
     plan = make_plan(
         [layer.name for layer in source.cut().layers],
@@ -32,7 +32,7 @@ def test_files_and_bytes_are_told(planner: Command, tmp_path: Path) -> None:
     assert str(tmp_path / "w" / "model.safetensors") in ended.out
     again = planner("weights", tmp_path / "kept", "-o", tmp_path / "w", "--json")
     assert again.code == 2
-    assert "--overwrite" in json.loads(again.err)["errors"][0]["mend"]
+    assert "--overwrite" in json.loads(again.err)["errors"][0]["hint"]
     sized = ("--max-shard-size", "1KB", "--overwrite", "--json")
     told = json.loads(
         planner("weights", tmp_path / "kept", "-o", tmp_path / "w", *sized).out

@@ -109,7 +109,7 @@ def test_tensor_parallel_ranks_share_maxima() -> None:
 
 
 def test_a_device_without_fp8_is_refused() -> None:
-    """An A100 has no such products; the mend names what can be done."""
+    """An A100 has no such products; the hint names what can be done."""
     with pytest.raises(
         MismatchError, match=r"'a100-sxm4-80gb' has no peak for fp8.*use bf16-mixed"
     ):

@@ -128,7 +128,7 @@ def test_hosts_that_are_not_known_are_refused(
     machines = machines.model_copy(update={"node_groups": (group,)})
     with pytest.raises(UnsupportedError, match=words) as caught:
         costs_of(machines, optimizer_offload=True)
-    assert "host_bandwidth_bytes_per_second" in caught.value.problems[0].mend
+    assert "host_bandwidth_bytes_per_second" in caught.value.problems[0].hint
     assert costs_of(machines).layers
 
 

@@ -1,4 +1,4 @@
-"""Profile, cluster and job that do not belong together are refused, with the field and the mend."""
+"""Profile, cluster and job that do not belong together are refused, with the field and the hint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def refused(kind: type[PlannerError], **changes: Any) -> str:
     with pytest.raises(kind) as caught:
         workload(**given)
     (problem,) = caught.value.problems
-    assert problem.mend
+    assert problem.hint
     return str(problem)
 
 
@@ -68,7 +68,7 @@ def test_rows_are_those_that_all_layers_have() -> None:
 
 
 def test_wrong_data_type() -> None:
-    """A profile of bf16 does not price fp32; the mend tells how to profile again."""
+    """A profile of bf16 does not price fp32; the hint tells how to profile again."""
     text = refused(MismatchError, job=job(precision="fp32"))
     assert text.startswith("job.precision: ")
     assert "--dtype fp32" in text

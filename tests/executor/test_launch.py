@@ -186,14 +186,14 @@ def test_settings_out_of_range_are_refused(field: str, value: float) -> None:
 
 
 def test_error_raised_on_purpose_comes_back_as_it_was(tmp_path: Path) -> None:
-    """Class, field and mend cross the process boundary, and win over neighbours that only lost their peer."""
+    """Class, field and hint cross the process boundary, and win over neighbours that only lost their peer."""
     write_failure(tmp_path, 0, RuntimeError("connection closed by peer"))
     write_failure(
-        tmp_path, 1, LayoutError("seven is odd.", field="layout", mend="use eight.")
+        tmp_path, 1, LayoutError("seven is odd.", field="layout", hint="use eight.")
     )
     error = read_failure(tmp_path, "")
     assert type(error) is LayoutError
-    assert error.problems[0].mend == "use eight."
+    assert error.problems[0].hint == "use eight."
 
 
 def test_first_of_unexpected_errors_is_told(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_rank_with_a_fault_is_told_with_what_it_did_and_where(tmp_path: Path) ->
         "Fatal Python error: Segmentation fault",
         '  File "mine.py", line 5 in kernel',
     ]
-    assert "native code" in error.problems[0].mend
+    assert "native code" in error.problems[0].hint
 
 
 def test_rank_that_fails_before_its_handler_stands_is_told_by_its_own_lines(
@@ -290,7 +290,7 @@ def test_leaving_by_sys_exit_is_an_error_and_leaving_in_order_is_none(
 def test_torchrun_of_the_user_tells_the_error_in_its_summary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the form that torch reads: rank, what it did, error and mend, in place of a traceback per rank."""
+    """In the form that torch reads: rank, what it did, error and hint, in place of a traceback per rank."""
     from torch.distributed.elastic.multiprocessing.errors import (
         ChildFailedError,
         ProcessFailure,
@@ -303,7 +303,7 @@ def test_torchrun_of_the_user_tells_the_error_in_its_summary(
         with last_words.last_words(None, 1):
             doing.now("while it joined the process group")
             raise RunError(
-                "this process has no device 'cuda'.", field="device", mend="use cpu."
+                "this process has no device 'cuda'.", field="device", hint="use cpu."
             )
 
     with pytest.raises(SystemExit):

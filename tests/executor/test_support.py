@@ -87,7 +87,7 @@ def test_what_is_not_carried_out_is_refused(
         check_plan(_changed(make_plan(LAYERS, **options), **change))
     problem = caught.value.problems[0]
     assert problem.field.startswith("layout.")
-    assert problem.mend
+    assert problem.hint
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,6 @@ def test_refusals_recommend_what_is_taken(
         )
     (problem,) = caught.value.problems
     assert problem.field == "stages"
-    assert re.findall(r"--fix (\S+=[\w,-]*\w)", problem.mend) == fixes
+    assert re.findall(r"--fix (\S+=[\w,-]*\w)", problem.hint) == fixes
     asked = dict(read_constraint(each, where="--fix") for each in fixes)
     assert find(target).write(planned(len(sizes), precision, {**degrees, **asked})).text

@@ -254,7 +254,7 @@ def test_what_megatron_cannot_do_is_refused(name: str, field: str) -> None:
     with pytest.raises(UnsupportedError) as raised:
         find("megatron-lm").write(plan_of(name))
     assert raised.value.problems[0].field == field
-    assert raised.value.problems[0].mend
+    assert raised.value.problems[0].hint
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def written(target: Target, plan: Plan) -> Export | None:
     except UnsupportedError as error:
         for problem in error.problems:
             assert is_field(plan, problem.field), problem
-            assert problem.mend, problem
+            assert problem.hint, problem
         return None
 
 

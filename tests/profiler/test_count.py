@@ -325,7 +325,7 @@ def test_sizes_that_the_model_does_not_take_are_refused(
             },
         )
     assert caught.value.problems[0].field == field
-    assert caught.value.problems[0].mend
+    assert caught.value.problems[0].hint
 
 
 def test_images_take_no_sequence():

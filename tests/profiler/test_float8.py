@@ -351,7 +351,7 @@ def _in_float8(source: ModelSource, stage: nn.Module) -> None:
 def test_what_cannot_run_in_fp8_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Another type, a model without a product of that size, and no torchao; each by name and mend."""
+    """Another type, a model without a product of that size, and no torchao; each by name and hint."""
     sizes: dict[str, Any] = {
         "sequence_lengths": (16,),
         "micro_batch_sizes": (1,),

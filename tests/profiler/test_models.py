@@ -106,13 +106,13 @@ def test_callable_builds_a_model_that_takes_its_example_inputs(
         (f"{CALLABLES}:convolutions", UnsupportedError, "example inputs"),
     ],
 )
-def test_wrong_references_are_refused_with_a_mend(
+def test_wrong_references_are_refused_with_a_hint(
     reference: str, error: type[Exception], words: str
 ):
     """Every mistake is an error of the house that says what to do instead."""
     with pytest.raises(error, match=words) as caught:
         load_model(reference)
-    assert all(problem.mend for problem in caught.value.problems)
+    assert all(problem.hint for problem in caught.value.problems)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_synthesized_is_known_and_needs_durations() -> None:
         LayoutError, match=r"order for given durations.*ranks\(4\)"
     ) as refused:
         build("synthesized", ranks=4, micro_batches=8)
-    assert "synthesize(durations" in refused.value.problems[0].mend
+    assert "synthesize(durations" in refused.value.problems[0].hint
 
 
 def test_virtual_stages_default_to_the_fewest() -> None:

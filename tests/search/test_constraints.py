@@ -237,7 +237,7 @@ def test_what_the_search_does_not_choose_is_refused(
         plan(request(model, cluster(4), job(**wishes)), model)
     (problem,) = caught.value.problems
     assert problem.field == f"job.constraints.{field}"
-    assert problem.mend
+    assert problem.hint
 
 
 @pytest.mark.parametrize("wish", ["no-such-schedule", 4, Range(min=1)])

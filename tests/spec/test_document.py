@@ -1,4 +1,4 @@
-"""Reading documents: every mistake is told with its field, its value and its mend, and told once."""
+"""Reading documents: every mistake is told with its field, its value and its hint, and told once."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ DEVICE: dict[str, Any] = {"id": "mine", "memory_bytes": 1}
 
 
 def mistakes(kind: Any, data: Any) -> list[tuple[str, str, str]]:
-    """(field, message, mend) of every problem."""
+    """(field, message, hint) of every problem."""
     with pytest.raises(DocumentError) as caught:
         parse(kind, data)
     return [
-        (problem.field, problem.message, problem.mend)
+        (problem.field, problem.message, problem.hint)
         for problem in caught.value.problems
     ]
 
 
 def test_unknown_field_is_named_with_those_that_are_known() -> None:
     """A misspelt field is told with its value, and the fields of that very document are listed."""
-    [(field, message, mend)] = mistakes(
+    [(field, message, hint)] = mistakes(
         Cluster, {"node_groups": [GROUP | {"nodse": 3}]}
     )
     assert field == "node_groups[0].nodse"
     assert "unknown field (value 3)" in message
-    assert "devices_per_node" in mend
-    assert "global_batch_size" not in mend
+    assert "devices_per_node" in hint
+    assert "global_batch_size" not in hint
 
 
 @pytest.mark.parametrize(
-    ("value", "message", "mend"),
+    ("value", "message", "hint"),
     [
         ("80 GB", "valid integer", "unit that the field's name ends with"),
         (-4, "greater than 0, got -4", "more than 0"),
@@ -47,7 +47,7 @@ def test_unknown_field_is_named_with_those_that_are_known() -> None:
     ],
 )
 def test_a_mistake_inside_a_choice_of_types_is_told_once(
-    value: Any, message: str, mend: str
+    value: Any, message: str, hint: str
 ) -> None:
     """A device may be an id or a data sheet; of a wrong data sheet only the wrong field is told."""
     [found] = mistakes(
@@ -55,7 +55,7 @@ def test_a_mistake_inside_a_choice_of_types_is_told_once(
     )
     assert found[0] == "node_groups[0].device.memory_bytes"
     assert message in found[1]
-    assert mend in found[2]
+    assert hint in found[2]
 
 
 @pytest.mark.parametrize(

@@ -42,12 +42,12 @@ def test_ranks_that_share_out_states(
     [
         (
             {"zero_stage": 0, "zero_shard_degree": 2},
-            r"needs ZeRO.* Mend: choose a zero_stage",
+            r"needs ZeRO.* Hint: choose a zero_stage",
         ),
         ({"zero_stage": 0, "zero_shard_degree": 8}, r"needs ZeRO"),
         (
             {"zero_stage": 1, "zero_shard_degree": 1},
-            r"a group of one rank.* Mend: choose zero_stage 0",
+            r"a group of one rank.* Hint: choose zero_stage 0",
         ),
         (
             {"zero_stage": 1, "zero_shard_degree": 3},

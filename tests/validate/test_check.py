@@ -548,7 +548,7 @@ def test_recompute_word_must_agree_with_the_layers() -> None:
 
 
 def test_clusters_that_cannot_be_checked_are_errors() -> None:
-    """Devices that no catalogue has are refused with a mend."""
+    """Devices that no catalogue has are refused with a hint."""
     found, model = solved("pipeline of four")
     document = found.to_json()
     groups = document["request"]["cluster"]["node_groups"]

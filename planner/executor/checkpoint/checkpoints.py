@@ -143,7 +143,7 @@ class Checkpoints:
                     DocumentError(
                         f"cannot be used: {error}.",
                         field="checkpoint_dir",
-                        mend="choose another folder.",
+                        hint="choose another folder.",
                     )
                 ]
         dist.broadcast_object_list(told, src=0, group=self._group)
@@ -199,7 +199,7 @@ class Checkpoints:
             raise RunError(
                 f"are not all finite after step {steps - 1} on rank {ranks}; no checkpoint is kept of it.",
                 field="parameters",
-                mend="lower the learning rate, clip the gradients, or look for broken samples, and resume.",
+                hint="lower the learning rate, clip the gradients, or look for broken samples, and resume.",
             )
 
     def _wait(self) -> None:
@@ -213,7 +213,7 @@ class Checkpoints:
             raise RunError(
                 f"the checkpoint of step {self._saved} could not be written: {cause(error)}.",
                 field="checkpoint_dir",
-                mend="make room, or keep checkpoints on a file system that all ranks can write to.",
+                hint="make room, or keep checkpoints on a file system that all ranks can write to.",
             ) from error
 
     def _manifest(self, steps: int) -> Manifest:
@@ -398,7 +398,7 @@ def _refuse_missing(wanted: Iterable[str], stored: Iterable[str], path: Path) ->
         raise MismatchError(
             f"the checkpoint {path} holds no {missing[0]!r}.",
             field="checkpoint_dir",
-            mend="resume with the model that it was saved of.",
+            hint="resume with the model that it was saved of.",
         )
 
 

@@ -148,7 +148,7 @@ def find(path: Path) -> Path:
         raise DocumentError(
             f"{wrong}.",
             field=str(path),
-            mend="give the --checkpoint-dir of a run, or one in it.",
+            hint="give the --checkpoint-dir of a run, or one in it.",
         )
     if (path / MANIFEST).is_file():
         return path
@@ -158,7 +158,7 @@ def find(path: Path) -> Path:
         raise DocumentError(
             f"holds neither checkpoints nor a {MANIFEST}.",
             field=str(path),
-            mend="give the --checkpoint-dir of a run, or a complete checkpoint in it.",
+            hint="give the --checkpoint-dir of a run, or a complete checkpoint in it.",
         )
     return found[-1]
 
@@ -241,8 +241,8 @@ def used_alone(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _bad_folder(folder: Path, message: str, mend: str) -> DocumentError:
-    return DocumentError(message, field=f"checkpoint_dir: {folder}", mend=mend)
+def _bad_folder(folder: Path, message: str, hint: str) -> DocumentError:
+    return DocumentError(message, field=f"checkpoint_dir: {folder}", hint=hint)
 
 
 def clear_partial(folder: Path) -> None:
@@ -324,7 +324,7 @@ def _damaged(path: Path, why: str) -> RunError:
     return RunError(
         f"the checkpoint {path} is damaged: {why}.",
         field="checkpoint_dir",
-        mend=f"remove {path.name}, to go on from the checkpoint before it.",
+        hint=f"remove {path.name}, to go on from the checkpoint before it.",
     )
 
 
@@ -342,13 +342,13 @@ def read_manifest(path: Path) -> Manifest:
             raise RunError(
                 f"the checkpoint {path} is of form {form}, this version reads form 1.",
                 field="checkpoint_dir",
-                mend="resume with the version of this package that wrote it.",
+                hint="resume with the version of this package that wrote it.",
             )
         return parse(Manifest, data, where=str(file))
     except DocumentError as error:
         found = replace(
             error.problems[0],
-            mend="",
+            hint="",
             field=error.problems[0].field.removeprefix(f"{path}/"),
         )
         raise _damaged(path, str(found).rstrip(".")) from error
@@ -373,7 +373,7 @@ def check_steps_left(folder: Path, trained: int, steps: int) -> None:
         raise DocumentError(
             f"are {steps}, and the checkpoint has {trained} trained.",
             field="steps",
-            mend=f"give more than {trained}: those before the checkpoint count.",
+            hint=f"give more than {trained}: those before the checkpoint count.",
         )
 
 
@@ -409,5 +409,5 @@ def check_same_training(manifest: Manifest, trained: Trained) -> None:
             raise MismatchError(
                 f"the checkpoint of step {manifest.step} was trained with {theirs}, this run has {ours}.",
                 field=field,
-                mend="resume with the same model, job and seed; the layout may be another.",
+                hint="resume with the same model, job and seed; the layout may be another.",
             )

@@ -249,5 +249,5 @@ def _refuse_missing_values(part: nn.Module) -> None:
             raise UnsupportedError(
                 f"the model's own _init_weights gives the parameter {name!r} no value.",
                 field="model",
-                mend="initialise it in _init_weights of the model's class.",
+                hint="initialise it in _init_weights of the model's class.",
             )

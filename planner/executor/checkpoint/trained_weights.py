@@ -109,13 +109,13 @@ def _check_folder(folder: Path, overwrite: bool) -> None:
         raise DocumentError(
             "is no folder.",
             field=str(folder),
-            mend="give a folder, which may be a new one.",
+            hint="give a folder, which may be a new one.",
         )
     if folder.exists() and not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         raise DocumentError(
             "cannot be written.",
             field=str(folder),
-            mend="choose a folder that you may write to.",
+            hint="choose a folder that you may write to.",
         )
     held = (
         sorted(path.name for path in folder.iterdir() if path.name != DRAFTS)
@@ -126,7 +126,7 @@ def _check_folder(folder: Path, overwrite: bool) -> None:
         raise DocumentError(
             f"is not empty: it holds {held[0]}.",
             field=str(folder),
-            mend="give another folder, or --overwrite to replace the weights in it.",
+            hint="give another folder, or --overwrite to replace the weights in it.",
         )
 
 
@@ -139,8 +139,8 @@ def _verified(path: Path) -> Manifest:
             damaged(path, manifest) if DCP_METADATA in manifest.files else [MANIFEST],
         )
     except RunError as error:
-        mend = "give another checkpoint of the run."
-        raise RunError(error.problems[0].message, field=str(path), mend=mend) from None
+        hint = "give another checkpoint of the run."
+        raise RunError(error.problems[0].message, field=str(path), hint=hint) from None
     return manifest
 
 
@@ -153,7 +153,7 @@ def _readable(path: Path) -> Iterator[None]:
         raise RunError(
             f"the checkpoint could not be read: {cause(error)}.",
             field=str(path),
-            mend="give one that no run removes meanwhile: --keep of `planner run` says how many stay.",
+            hint="give one that no run removes meanwhile: --keep of `planner run` says how many stay.",
         ) from error
 
 
@@ -248,7 +248,7 @@ def _refuse_unwritten(folder: Path, reason: str, error: Exception) -> NoReturn:
     raise RunError(
         f"the weights could not be written: {reason}.",
         field=str(folder),
-        mend="make room, or give another folder.",
+        hint="make room, or give another folder.",
     ) from error
 
 

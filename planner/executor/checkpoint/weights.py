@@ -48,7 +48,7 @@ class Weights:
             raise DocumentError(
                 f"{path} holds no {SUFFIX} file.",
                 field="weights",
-                mend="save the model there with save_pretrained.",
+                hint="save the model there with save_pretrained.",
             )
 
     @cached_property
@@ -67,7 +67,7 @@ class Weights:
             raise DocumentError(
                 f"{path} cannot be read: {error}.",
                 field="weights",
-                mend=f"give a {SUFFIX} file, or a folder of them.",
+                hint=f"give a {SUFFIX} file, or a folder of them.",
             ) from None
 
     def find(self, names: tuple[str, ...], prefix: str) -> str | None:
@@ -201,7 +201,7 @@ class _Loading:
         raise MismatchError(
             f"the files hold no {names[0]!r}.",
             field="weights",
-            mend="give the weights of this model, under the names of its parameters.",
+            hint="give the weights of this model, under the names of its parameters.",
         )
 
     def _find(self, names: tuple[str, ...]) -> tuple[str, torch.Tensor] | None:
@@ -246,7 +246,7 @@ def _fill(tensor: torch.Tensor, value: torch.Tensor, found: str) -> None:
         raise MismatchError(
             f"{found!r} is of shape {tuple(value.shape)} in the files and {tuple(tensor.shape)} in the model.",
             field="weights",
-            mend="give the weights of this model.",
+            hint="give the weights of this model.",
         )
     is_float = value.is_floating_point()
     if is_float != tensor.is_floating_point() or (is_float and value.itemsize < 2):
@@ -254,7 +254,7 @@ def _fill(tensor: torch.Tensor, value: torch.Tensor, found: str) -> None:
         raise MismatchError(
             f"{found!r} is of type {value.dtype} in the files and {tensor.dtype} in the model.",
             field="weights",
-            mend="give weights that are not quantized, in fp32, fp16 or bf16.",
+            hint="give weights that are not quantized, in fp32, fp16 or bf16.",
         )
     with torch.no_grad():
         tensor.copy_(value)

@@ -152,19 +152,19 @@ def explain(error: Exception, address: str) -> Exception:
         return RunError(
             "the run of this id has ended, without this node.",
             field="run_id",
-            mend="look at its report; to train on, start with --resume and another --run-id.",
+            hint="look at its report; to train on, start with --resume and another --run-id.",
         )
     if isinstance(error, RendezvousTimeoutError):
         return RunError(
             "not enough nodes came in time, or the run did not need this one.",
             field="nodes",
-            mend="start the command on more nodes, or give a longer --join or a smaller MIN.",
+            hint="start the command on more nodes, or give a longer --join or a smaller MIN.",
         )
     reason = str(error.__cause__ or error).splitlines()[0].rstrip(".")
     return RunError(
         f"the store at {address} does not answer: {reason}. Where it lived on a node that is lost, no node can go on.",
         field="rendezvous",
-        mend="start the commands again with --resume: the checkpoints are kept. So that any node may be lost, hold the "
+        hint="start the commands again with --resume: the checkpoints are kept. So that any node may be lost, hold the "
         "store on a machine outside: python -m planner.executor.elastic.rendezvous HOST:PORT.",
     )
 

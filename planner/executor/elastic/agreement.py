@@ -102,7 +102,7 @@ class Agreement:
             raise RunError(
                 f"nodes or ranks were lost {counted(broken, 'time')}; restarts allowed: {self._restarts}.",
                 field="restarts",
-                mend="look why they are lost; the run can be resumed.",
+                hint="look why they are lost; the run can be resumed.",
             )
 
     def _plan_of(self, roster: Roster) -> Plan:
@@ -124,7 +124,7 @@ class Agreement:
             raise RunError(
                 f"no plan can be run on {roster}: {refusal}",
                 field="nodes",
-                mend="resume when more are there, or give a larger MIN; the checkpoints are kept.",
+                hint="resume when more are there, or give a larger MIN; the checkpoints are kept.",
             )
         assert isinstance(found, Plan)
         return found

@@ -163,7 +163,7 @@ def run_rank(
 
 
 def has_lost_others(error: BaseException | None) -> bool:
-    """Does this error only say that another rank is gone? A new rendezvous mends that; any other would come again."""
+    """Does this error only say that another rank is gone? A new rendezvous fixes that; any other would come again."""
     while error is not None:
         if isinstance(error, DistError) or LOST_OTHERS.search(str(error)):
             return True

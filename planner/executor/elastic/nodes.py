@@ -104,7 +104,7 @@ class NodesPolicy:
         for field, value, good, wanted in checks:
             if not good:
                 raise DocumentError(
-                    f"cannot be {value}.", field=field, mend=f"give {wanted}."
+                    f"cannot be {value}.", field=field, hint=f"give {wanted}."
                 )
 
 
@@ -182,12 +182,12 @@ def run_node(
         if signals or process.returncode == STOPPED:
             raise read_late(folder, seconds=2 * settings.grace_seconds) or StoppedError(
                 "this node was told to leave (SIGTERM), and did; the nodes that are left go on where it stopped.",
-                mend="start the command again to come back.",
+                hint="start the command again to come back.",
             )
         if process.returncode < 0:
             raise RunError(
                 f"the agent of this node was killed (signal {-process.returncode}); other nodes go on without it.",
-                mend="start the command again to come back.",
+                hint="start the command again to come back.",
             )
         if process.returncode != 0:
             error = read_failure(

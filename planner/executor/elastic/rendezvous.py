@@ -51,7 +51,7 @@ LEAVE_SECONDS = 5.0
 ENDED = Problem(
     "run_id",
     "a store knows no other run of this id.",
-    "when it is mended, start with --resume and another --run-id.",
+    "when it is fixed, start with --resume and another --run-id.",
 )
 """What is told besides the error that a run has ended by."""
 
@@ -204,7 +204,7 @@ def endpoint(address: str) -> tuple[str, int]:
         host, port = address, str(DEFAULT_PORT)
     if not host or not port.isdecimal():
         raise DocumentError(
-            f"{address!r} is no address.", field="rendezvous", mend="give HOST:PORT."
+            f"{address!r} is no address.", field="rendezvous", hint="give HOST:PORT."
         )
     return host, int(port)
 

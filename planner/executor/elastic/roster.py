@@ -124,7 +124,7 @@ def check_groups(cluster: Cluster) -> None:
             raise DocumentError(
                 f"{group.name!r} names node groups of different devices or links, and nodes tell their group by name.",
                 field="request.cluster.node_groups",
-                mend="give each a name of its own, and plan again.",
+                hint="give each a name of its own, and plan again.",
             )
 
 
@@ -146,7 +146,7 @@ def group_of_node(cluster: Cluster, told: str | None, device: str | None) -> str
         raise MismatchError(
             f"the plan's cluster has no node group {told!r}.",
             field="group",
-            mend=f"give {listed}.",
+            hint=f"give {listed}.",
         )
     if len(kinds(cluster)) == 1:
         return ANY_GROUP
@@ -164,7 +164,7 @@ def group_of_node(cluster: Cluster, told: str | None, device: str | None) -> str
     raise DocumentError(
         "the plan's cluster has several kinds of nodes, and the device of this one does not tell which it is.",
         field="group",
-        mend=f"give this node's: {listed}.",
+        hint=f"give this node's: {listed}.",
     )
 
 

@@ -72,13 +72,13 @@ class ElasticPolicy:
             raise DocumentError(
                 f"cannot be {self.restarts}.",
                 field="restarts",
-                mend="give a whole number.",
+                hint="give a whole number.",
             )
         if not self.cooldown_seconds >= 0:
             raise DocumentError(
                 f"cannot be {self.cooldown_seconds}.",
                 field="cooldown",
-                mend="give seconds.",
+                hint="give seconds.",
             )
 
 
@@ -226,7 +226,7 @@ class Elastic:
             raise RunError(
                 f"the plan needs {counted(len(self._plan.placement), 'device')}, of which {len(chosen)} can be used.",
                 field="devices",
-                mend="plan for those that are there.",
+                hint="plan for those that are there.",
             )
         path = folder / "plan.json"
         path.write_text(self._plan.model_dump_json(by_alias=True), encoding="utf-8")
@@ -341,7 +341,7 @@ class Elastic:
             raise RunError(
                 f"ranks were killed {counted(self._restarts, 'time')}; restarts allowed: {self._policy.restarts}.",
                 field="restarts",
-                mend="look why they are killed; the run can be resumed.",
+                hint="look why they are killed; the run can be resumed.",
             ) from ended.error
         if len(usable) < len(self._plan.placement):
             self._plan = self._plan_for(len(usable), kept)
@@ -362,7 +362,7 @@ class Elastic:
             raise RunError(
                 f"no plan can be run on what is left: {counted(devices, 'device')}.",
                 field="devices",
-                mend="resume when more are there; the checkpoints are kept.",
+                hint="resume when more are there; the checkpoints are kept.",
             )
         return found
 

@@ -75,7 +75,7 @@ def error_of(report: Mapping[str, Any]) -> PlannerError:
         return error
     return RunError(
         f"rank {report['rank']} failed first{while_doing}:\n{_tail(report['text'])}",
-        mend="correct what the last line names; the ranks after it only lost their neighbour.",
+        hint="correct what the last line names; the ranks after it only lost their neighbour.",
     )
 
 
@@ -134,7 +134,7 @@ def read_late(folder: Path, *, seconds: float) -> StoppedError | None:
         return None
     return StoppedError(
         f"the run was told to stop (SIGTERM); {path.read_text(encoding='utf-8')}",
-        mend="resume to go on; keep checkpoints more often, or give a longer --grace where whoever sends SIGTERM waits "
+        hint="resume to go on; keep checkpoints more often, or give a longer --grace where whoever sends SIGTERM waits "
         "so long.",
     )
 
@@ -145,12 +145,12 @@ def read_stopped(folder: Path) -> StoppedError:
     if not path.exists():
         return read_late(folder, seconds=math.inf) or StoppedError(
             "the run was told to stop (SIGTERM), and kept nothing of the steps since the last checkpoint.",
-            mend="resume to go on from the newest checkpoint; where none is kept, give checkpoint_dir.",
+            hint="resume to go on from the newest checkpoint; where none is kept, give checkpoint_dir.",
         )
     note = json.loads(path.read_text(encoding="utf-8"))
     return StoppedError(
         f"the run was told to stop (SIGTERM), and did after {note['step']} steps, kept in {note['checkpoint']}.",
-        mend="resume to go on.",
+        hint="resume to go on.",
     )
 
 
@@ -169,7 +169,7 @@ def read_failure(folder: Path, stderr: str) -> PlannerError:
     if not reports:
         return RunError(
             f"torchrun failed:\n{_tail(stderr)}",
-            mend="correct what the last lines name.",
+            hint="correct what the last lines name.",
         )
     first = min(reports, key=lambda report: (not report["problems"], report["seconds"]))
     return error_of(first)
@@ -243,12 +243,12 @@ def _killed(folder: Path, ranks: tuple[int, ...], stderr: str) -> RunError:
     if any(number in FAULTS for number in numbers):
         return RunError(
             f"{said}{_crash(folder, ranks)}",
-            mend="a fault of native code: look what the innermost lines call (an extension, a driver, a library of "
+            hint="a fault of native code: look what the innermost lines call (an extension, a driver, a library of "
             "another version).",
         )
     return RunError(
         f"{said}.",
-        mend="plan with a smaller memory limit, or free memory on this machine; with --elastic a run goes on.",
+        hint="plan with a smaller memory limit, or free memory on this machine; with --elastic a run goes on.",
     )
 
 
@@ -279,7 +279,7 @@ def _left(folder: Path, codes: Mapping[int, int], stderr: str) -> RunError:
     return RunError(
         f"rank {first} ended with exit code {code}{others}, {doing_so}"
         + (f":\n{_tail(own)}" if own.strip() else ", without a word."),
-        mend="correct what the last line names; without one, look for os._exit, and try `planner doctor` where it ran.",
+        hint="correct what the last line names; without one, look for os._exit, and try `planner doctor` where it ran.",
     )
 
 

@@ -34,7 +34,7 @@ def waited_in_vain(rank: int, ranks: int, when: str, place: str) -> RunError:
     return RunError(
         f"rank {rank} waited in vain {when}, {place}; ranks that did not wait themselves: {suspects}.",
         field="timeout",
-        mend="look what those ranks were doing; where a step takes so long, give a longer timeout.",
+        hint="look what those ranks were doing; where a step takes so long, give a longer timeout.",
     )
 
 

@@ -69,7 +69,7 @@ def _error_of(error: BaseException, rank: int) -> Exception | None:
     return RunError(
         f"rank {rank} called sys.exit({code!r}) {doing.current()}:\n"
         + "".join(traceback.format_tb(error.__traceback__)[-1:]).rstrip(),
-        mend="let the code of the run raise an error that says why.",
+        hint="let the code of the run raise an error that says why.",
     )
 
 

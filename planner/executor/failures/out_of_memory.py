@@ -70,7 +70,7 @@ def ran_out(
     return RunError(
         f"rank {rank} ran out of memory {where}: it asked for {wanted} at a peak of {used}; {promised}.",
         field="memory",
-        mend=_mend(plan, needed, None if row is None else row.peak_bytes),
+        hint=_hint(plan, needed, None if row is None else row.peak_bytes),
     )
 
 
@@ -95,11 +95,11 @@ def _host_ran_out(
         f"rank {rank} ran out of {kind} {where}: it asked for {gibibytes(error.asked_bytes)} more beside "
         f"{gibibytes(host_bytes)} that it has offloaded; {promised}.",
         field="host_memory_bytes",
-        mend=_host_mend(plan),
+        hint=_host_hint(plan),
     )
 
 
-def _host_mend(plan: Plan) -> str:
+def _host_hint(plan: Plan) -> str:
     found = next(
         (
             each
@@ -148,7 +148,7 @@ def next_that_fits(
     )
 
 
-def _mend(plan: Plan, needed: int, predicted: int | None) -> str:
+def _hint(plan: Plan, needed: int, predicted: int | None) -> str:
     if predicted is None:
         return "plan for less memory per device, or smaller micro-batches."
     found = next_that_fits(plan, needed, predicted)

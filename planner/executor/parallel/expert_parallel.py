@@ -109,13 +109,13 @@ def check_experts(
         raise UnsupportedError(
             f"{source.name} cannot be expert-parallel: {reason}.",
             field="layout.expert_parallel_degree",
-            mend="write 1.",
+            hint="write 1.",
         )
     if tensor > 1 and not sequence_parallel:
         raise UnsupportedError(
             f"the experts of {source.name} gather tokens that the tensor-parallel ranks share out, but these do not.",
             field="layout.sequence_parallel",
-            mend="write true, or a tensor_parallel_degree of 1.",
+            hint="write true, or a tensor_parallel_degree of 1.",
         )
     for name, module in experts_of(source.blueprint).items():
         number = int(module.num_experts)  # type: ignore[arg-type]
@@ -124,7 +124,7 @@ def check_experts(
                 f"{name} has {number} experts, which expert_parallel_degree({expert}) * tensor_parallel_degree({tensor}"
                 f") = {expert * tensor} ranks cannot share.",
                 field="layout.expert_parallel_degree",
-                mend=f"use degrees whose product divides {number}.",
+                hint=f"use degrees whose product divides {number}.",
             )
 
 

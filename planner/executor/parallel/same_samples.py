@@ -38,7 +38,7 @@ def refuse_unlike(batch: Batch | None, mesh: Mesh, numbers: tuple[int, int]) -> 
             raise DocumentError(
                 f"gave rank {rank} other samples than rank {other} for the numbers {start}..{stop - 1}.",
                 field="data",
-                mend="let the same numbers always give the same samples: seed a generator by them.",
+                hint="let the same numbers always give the same samples: seed a generator by them.",
             )
 
 

@@ -37,7 +37,7 @@ def sequence_plan(
         raise UnsupportedError(
             f"{source.name} cannot be sequence-parallel: {reason}.",
             field="layout.sequence_parallel",
-            mend="write false.",
+            hint="write false.",
         )
     return SequencePlan.of(stage, chain.blocks_name, styles)
 

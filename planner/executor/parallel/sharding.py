@@ -74,7 +74,7 @@ def shard_tensors(
             raise UnsupportedError(
                 f"the module {name!r} wants the style {style!r}.",
                 field="layout.tensor_parallel_degree",
-                mend=f"use a model whose plan has only {', '.join([*styles, PARTIAL_GRADIENT])}, or degree 1.",
+                hint=f"use a model whose plan has only {', '.join([*styles, PARTIAL_GRADIENT])}, or degree 1.",
             )
         elif name not in whole:
             chosen = scattered_rows() if name in left else styles[style]

@@ -58,18 +58,18 @@ def check_shares(plan: Plan) -> None:
         LayoutError: the shares are not those of the global batch.
     """
     shares = plan.layout.shares(plan.request.job.global_batch_size)
-    for field, value, reason, mend in (
+    for field, value, reason, hint in (
         _meetings(plan) if plan.layout.has_uneven_shares else ()
     ):
         raise UnsupportedError(
             f"{field}({value}) does not go with the unequal micro_batch_shares {list(shares)}: {reason}.",
             field=f"layout.{field}",
-            mend=f"{mend}, or leave micro_batch_shares out.",
+            hint=f"{hint}, or leave micro_batch_shares out.",
         )
 
 
 def _meetings(plan: Plan) -> Iterator[tuple[str, object, str, str]]:
-    """Field and value that unequal shares do not go with, why, and how to mend it."""
+    """Field and value that unequal shares do not go with, why, and how to fix it."""
     layout = plan.layout
     if layout.zero_stage > 1:
         exchanged = (

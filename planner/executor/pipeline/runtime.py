@@ -104,7 +104,7 @@ class PipelineRuntime(_PipelineScheduleRuntime):
             raise ScheduleError(
                 f"torch refuses the schedule: {error}",
                 field="actions",
-                mend="plan again.",
+                hint="plan again.",
             ) from None
         self._forwards: list[_Action] | None = None
         self._recorder = recorder
@@ -402,7 +402,7 @@ class _LossShare:
             raise UnsupportedError(
                 f"returned {told} {'with' if getattr(loss, 'requires_grad', False) else 'without'} gradients.",
                 field="loss",
-                mend="return the mean over the micro-batch: a tensor of one number, with its gradients.",
+                hint="return the mean over the micro-batch: a tensor of one number, with its gradients.",
             )
         share = loss.reshape(()) / self._micro_batches
         # The first scale is already too large for fp16, which a user's own loss may return.

@@ -75,7 +75,7 @@ def load_dataset(name: str, spec: DataSpec, *, seed: int) -> Dataset:
         raise UnsupportedError(
             f"{name!r} is text, but the model takes {others[0]}.",
             field="data",
-            mend="use 'synthetic', or package.module:callable that returns (inputs, targets).",
+            hint="use 'synthetic', or package.module:callable that returns (inputs, targets).",
         )
     text = _stdlib_sources() if name == "stdlib" else _read_bytes(Path(name))
     return _ByteTokens(text, spec, name, seed)
@@ -100,7 +100,7 @@ class _ByteTokens:
             raise UnsupportedError(
                 f"byte tokens need a vocabulary of {BYTE_VALUES}, the model has {spec.vocabulary_size}.",
                 field="data",
-                mend="use 'synthetic', or package.module:callable.",
+                hint="use 'synthetic', or package.module:callable.",
             )
         self._lengths = _lengths(spec)
         longest = max(self._lengths)
@@ -109,7 +109,7 @@ class _ByteTokens:
             raise DocumentError(
                 f"{name!r} holds {len(text)} bytes, less than one sample of {longest} tokens.",
                 field="data",
-                mend="give more text.",
+                hint="give more text.",
             )
         whole = torch.frombuffer(
             bytearray(text[: windows * longest]), dtype=torch.uint8
@@ -209,7 +209,7 @@ class _UserData:
             raise DocumentError(
                 f"{call} failed: {type(error).__name__}: {error}.",
                 field="data",
-                mend="return (inputs, targets) of the samples start..stop-1.",
+                hint="return (inputs, targets) of the samples start..stop-1.",
             ) from error
         inputs, targets = self._parts(answer, call)
         for role, value in (
@@ -220,7 +220,7 @@ class _UserData:
                 raise DocumentError(
                     f"{call} returned {role} that are not a tensor of {stop - start} samples, but {_told(value)}.",
                     field="data",
-                    mend="return (inputs, targets), samples along dimension 0; of a dict its tensors: inputs as a "
+                    hint="return (inputs, targets), samples along dimension 0; of a dict its tensors: inputs as a "
                     "tuple in the order in which the model takes them, targets joined into one.",
                 )
         for value, (kind, shape) in zip(inputs, self._samples, strict=True):
@@ -236,7 +236,7 @@ class _UserData:
             raise DocumentError(
                 f"{call} returned {_told(answer)}, not (inputs, targets).",
                 field="data",
-                mend="return (inputs, targets), inputs a tensor or a tuple of all that the model takes.",
+                hint="return (inputs, targets), inputs a tensor or a tuple of all that the model takes.",
             )
         inputs, targets = answer
         found = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
@@ -244,7 +244,7 @@ class _UserData:
             raise DocumentError(
                 f"{call} returned {len(found)} inputs, the model takes {self._inputs}.",
                 field="data",
-                mend="return (inputs, targets), inputs a tensor or a tuple of all that the model takes.",
+                hint="return (inputs, targets), inputs a tensor or a tuple of all that the model takes.",
             )
         return found, targets
 
@@ -265,7 +265,7 @@ class _UserData:
                 f"{call} returned samples of shape {tuple(value.shape[1:])} and type {value.dtype}, not {wanted} of "
                 f"shape {shape}.",
                 field="data",
-                mend="pad or cut sequences to the job's sequence_length; else profile the model with such inputs.",
+                hint="pad or cut sequences to the job's sequence_length; else profile the model with such inputs.",
             )
 
 
@@ -328,5 +328,5 @@ def _read_bytes(path: Path) -> bytes:
         raise DocumentError(
             f"cannot be read: {error}.",
             field=f"data: {path}",
-            mend="use 'stdlib', 'synthetic', a text file, or package.module:callable.",
+            hint="use 'stdlib', 'synthetic', a text file, or package.module:callable.",
         ) from None

@@ -98,7 +98,7 @@ def loss_of_pieces(loss: Loss, pieces: Pieces) -> Loss:
         raise UnsupportedError(
             "a loss of one's own takes whole sequences, which this layout cuts into pieces.",
             field="loss",
-            mend="leave it out, or use sequence_chunks 1 and context_parallel_degree 1.",
+            hint="leave it out, or use sequence_chunks 1 and context_parallel_degree 1.",
         )
     return next_token_of_piece
 

@@ -44,7 +44,7 @@ def _unwritten(path: Path, error: OSError) -> RunError:
     return RunError(
         f"{path} cannot be written: {error.strerror or error}.",
         field="metrics",
-        mend="make room, or name another file.",
+        hint="make room, or name another file.",
     )
 
 

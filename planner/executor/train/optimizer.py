@@ -141,7 +141,7 @@ def make_optimizer(
     raise UnsupportedError(
         f"no optimizer {name!r}.",
         field="request.job.optimizer",
-        mend="use sgd, momentum, adam, adamw, adam-8bit, adafactor or muon.",
+        hint="use sgd, momentum, adam, adamw, adam-8bit, adafactor or muon.",
     )
 
 

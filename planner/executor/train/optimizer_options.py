@@ -28,7 +28,7 @@ def _check(
     name: str, value: float | None, wanted: str, is_good: Callable[[float], bool]
 ) -> None:
     if value is not None and not (math.isfinite(value) and is_good(value)):
-        raise DocumentError(f"cannot be {value}.", field=name, mend=f"give {wanted}.")
+        raise DocumentError(f"cannot be {value}.", field=name, hint=f"give {wanted}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class OptimizerOptions:
                 raise DocumentError(
                     f"cannot be {value}: the job's optimizer is {optimizer}, which has no {name} to choose.",
                     field=name,
-                    mend=f"leave it out, for {optimizer} takes {', '.join(known)}; or plan a job with {others}.",
+                    hint=f"leave it out, for {optimizer} takes {', '.join(known)}; or plan a job with {others}.",
                 )
 
     def keywords(self, *names: str) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class LossScaler:
             raise RunError(
                 f"gradients overflow fp16 even with a loss scale of {self.scale:g}.",
                 field="request.job.precision",
-                mend="lower the learning rate, look for broken samples, or plan with bf16-mixed.",
+                hint="lower the learning rate, look for broken samples, or plan with bf16-mixed.",
             )
         self.scale /= 2
         self.good_steps = 0

@@ -5,7 +5,7 @@
 
 The median and its absolute deviation are not moved by the spikes themselves (Iglewicz and Hoaglin, "How to Detect and
 Handle Outliers", 1993; 1.4826 makes the deviation that of a normal distribution). The 1 % keeps losses that hardly move
-from being spikes; a falling loss is never one. A spike is reported, not mended: the run goes on.
+from being spikes; a falling loss is never one. A spike is reported, not fixed: the run goes on.
 """
 
 from __future__ import annotations

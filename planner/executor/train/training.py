@@ -355,8 +355,8 @@ class Trainer:
 
 
 def _broken(message: str, field: str) -> RunError:
-    mend = "lower the learning rate, clip the gradients, or look for broken samples."
-    return RunError(message, field=field, mend=mend)
+    hint = "lower the learning rate, clip the gradients, or look for broken samples."
+    return RunError(message, field=field, hint=hint)
 
 
 def _never() -> bool:

@@ -53,7 +53,7 @@ def warm_ups(costs: LayoutCosts) -> tuple[int, ...]:
         raise UnsupportedError(
             f"no bound is known for the schedule {name!r}.",
             field="schedule",
-            mend=f"use {' or '.join(BOUNDED)}.",
+            hint=f"use {' or '.join(BOUNDED)}.",
         )
     if name == "gpipe":
         return (costs.micro_batches,) * ranks

@@ -72,11 +72,11 @@ def check_offload_constraints(work: Workload) -> None:
             and None not in missing
             and not allows(work.job.constraints.get(field), False)
         ):
-            where, wrong, mend = missing[0]
+            where, wrong, hint = missing[0]
             raise UnsupportedError(
                 f"offloading is asked for, and {where}: {wrong}",
                 field=f"job.constraints.{field}",
-                mend=mend,
+                hint=hint,
             )
 
 

@@ -97,7 +97,7 @@ def schedules_of(constraint: Constraint | None) -> tuple[str, ...]:
         raise UnknownNameError(
             f"{constraint_text(constraint)} is no schedule.",
             field="job.constraints.schedule",
-            mend=f"use one of {', '.join(ON_REQUEST)}.",
+            hint=f"use one of {', '.join(ON_REQUEST)}.",
         )
     wanted = tuple(dict.fromkeys(canonical_name(str(value)) for value in values))
     unable = [name for name in wanted if name not in ON_REQUEST]
@@ -105,7 +105,7 @@ def schedules_of(constraint: Constraint | None) -> tuple[str, ...]:
         raise UnsupportedError(
             f"the search does not choose the schedule {unable[0]!r}.",
             field="job.constraints.schedule",
-            mend=f"use one of {', '.join(ON_REQUEST)}; `planner predict` prices a layout with any other.",
+            hint=f"use one of {', '.join(ON_REQUEST)}; `planner predict` prices a layout with any other.",
         )
     return wanted
 

@@ -75,7 +75,7 @@ def parts_of(cluster: Cluster) -> tuple[Part, ...]:
         raise UnsupportedError(
             f"{count - 1} choices of nodes are more than the {MOST_PARTS} that are looked at.",
             field="cluster.node_groups",
-            mend="give fewer nodes or groups, or the objective step_time.",
+            hint="give fewer nodes or groups, or the objective step_time.",
         )
     starts = [
         sum(group.nodes for group in groups[:place]) for place in range(len(groups))
@@ -140,7 +140,7 @@ def check_prices(cluster: Cluster) -> None:
             raise DocumentError(
                 "the objective cost needs the price of one device and hour, above 0.",
                 field=f"cluster.node_groups[{place}].price_per_hour",
-                mend="give it, in any currency; the catalogue has no prices.",
+                hint="give it, in any currency; the catalogue has no prices.",
             )
 
 

@@ -208,7 +208,7 @@ def check_constraints(job: Job) -> None:
         raise UnsupportedError(
             f"sequence_chunks can be 1, {', '.join(map(str, CHUNKS))}, got {constraint_text(chunks)}.",
             field="job.constraints.sequence_chunks",
-            mend="use one of them, or remove the constraint; `planner predict` prices layouts with any number.",
+            hint="use one of them, or remove the constraint; `planner predict` prices layouts with any number.",
         )
     whole = job.optimizer in WHOLE_PARAMETERS
     for field, plain in (
@@ -221,14 +221,14 @@ def check_constraints(job: Job) -> None:
                 f"{field} must be {plain} with {job.optimizer}, whose update of one element depends on its whole "
                 f"matrix, got {constraint_text(job.constraints[field])}.",
                 field=f"job.constraints.{field}",
-                mend=f"give {plain}, or train with adamw.",
+                hint=f"give {plain}, or train with adamw.",
             )
     wish = job.constraints.get("recompute")
     if wish is not None and not any(allows(wish, value) for value in RECOMPUTE_WISHES):
         raise UnsupportedError(
             f"recompute can be {', '.join(RECOMPUTE_WISHES)}, got {constraint_text(wish)}.",
             field="job.constraints.recompute",
-            mend="use one of them.",
+            hint="use one of them.",
         )
     if "schedule" in job.constraints:
         schedules_of(job.constraints["schedule"])

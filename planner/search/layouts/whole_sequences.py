@@ -34,12 +34,12 @@ def check_asked_pieces(work: Workload) -> None:
                 "give 1",
             )
     if "schedule" in asked and set(schedules_of(asked["schedule"])) <= set(CHUNKED):
-        mend = "give a schedule of whole sequences, such as 1f1b"
+        hint = "give a schedule of whole sequences, such as 1f1b"
         _refuse(
             work.profile,
             "job.constraints.schedule",
             constraint_text(asked["schedule"]),
-            mend,
+            hint,
         )
 
 
@@ -54,10 +54,10 @@ def check_pieces_of(layout: Layout, profile: ModelProfile) -> None:
             _refuse(profile, f"layout.{field}", str(getattr(layout, field)), "give 1")
 
 
-def _refuse(profile: ModelProfile, field: str, value: str, mend: str) -> None:
+def _refuse(profile: ModelProfile, field: str, value: str, hint: str) -> None:
     if profile.whole_sequences:
         raise UnsupportedError(
             f"sequences of {profile.model} cannot be cut into pieces: it {profile.whole_sequences}; got {value}.",
             field=field,
-            mend=f"{mend}, or leave it out.",
+            hint=f"{hint}, or leave it out.",
         )

@@ -327,5 +327,5 @@ def check_per_layer(costs: LayoutCosts, schedule: Schedule) -> None:
             raise UnsupportedError(
                 f"under the schedule {costs.layout.schedule!r} recomputation is not chosen per layer {why}.",
                 field="layout.recompute",
-                mend="use none, selective or full, or one of gpipe and 1f1b.",
+                hint="use none, selective or full, or one of gpipe and 1f1b.",
             )

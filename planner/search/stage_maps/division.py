@@ -56,7 +56,7 @@ def given_sizes(work: Workload, stages: int) -> Sizes | None:
             f"{DIVISION} = {constraint_text(wish, DIVISION)} {makes}; the layout has {stages} stages and the model "
             f"{len(names)} layers.",
             field=f"job.constraints.{DIVISION}",
-            mend="give a division into as many stages, or remove the constraint.",
+            hint="give a division into as many stages, or remove the constraint.",
         )
     return sizes
 
@@ -88,7 +88,7 @@ def check_division(work: Workload, most_virtual_stages: int) -> None:
         raise LayoutError(
             f"{DIVISION} = {text} adds up to {sum(map(int, wish))} layers, the model has {layers}.",
             field=where,
-            mend=f"give one number per stage that add up to {layers}: embedding and head are layers, too.",
+            hint=f"give one number per stage that add up to {layers}: embedding and head are layers, too.",
         )
     degrees = "pipeline_parallel_degree", "virtual_stages_per_rank"
     pairs = (
@@ -107,7 +107,7 @@ def check_division(work: Workload, most_virtual_stages: int) -> None:
         f"{DIVISION} = {text} lists {counted(len(wish), 'stage')}, which is no pipeline_parallel_degree x "
         f"virtual_stages_per_rank with {' and '.join(asked)}, and at most {most_virtual_stages} stages on a rank.",
         field=where,
-        mend="give as many numbers as there are stages, or leave the degrees to the search.",
+        hint="give as many numbers as there are stages, or leave the degrees to the search.",
     )
 
 

@@ -163,7 +163,7 @@ def check_synthesis(costs: LayoutCosts) -> None:
         * layout.virtual_stages_per_rank
         * costs.micro_batches
     )
-    for is_wrong, field, why, mend in (
+    for is_wrong, field, why, hint in (
         (
             bool(costs.columns or costs.ranks),
             "schedule",
@@ -191,7 +191,7 @@ def check_synthesis(costs: LayoutCosts) -> None:
     ):
         if is_wrong:
             raise UnsupportedError(
-                f"{orders}{why}.", field=f"layout.{field}", mend=f"{mend}."
+                f"{orders}{why}.", field=f"layout.{field}", hint=f"{hint}."
             )
 
 

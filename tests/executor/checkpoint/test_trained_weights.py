@@ -216,7 +216,7 @@ def test_what_is_no_checkpoint_is_refused(gpt2: Path, tmp_path: Path) -> None:
             write_weights(checkpoint, tmp_path / output, max_shard_bytes=10**9)
         assert not (tmp_path / "w").exists()
         (problem,) = raised.value.problems
-        assert problem.mend
+        assert problem.hint
         return f"{problem.field}: {problem.message}"
 
     kept = tmp_path / "kept"

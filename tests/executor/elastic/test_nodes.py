@@ -524,7 +524,7 @@ def test_nodes_wait_at_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     board.end(0, RunError("cannot go on.", field="loss"))
     with pytest.raises(RunError, match="loss: cannot go on") as refused:
         second.next_rendezvous()
-    assert refused.value.problems[-1].field == "run_id", "a mended run has another id"
+    assert refused.value.problems[-1].field == "run_id", "a fixed run has another id"
     for each in (first, third):
         each.leave()
 
@@ -545,7 +545,7 @@ def test_agents_say_what_to_do(error: Exception, told: str) -> None:
     explained = explain(error, "host:7")
     assert isinstance(explained, RunError)
     assert told in str(explained)
-    assert explained.problems[0].mend
+    assert explained.problems[0].hint
 
 
 @pytest.mark.parametrize(

@@ -89,9 +89,9 @@ def test_all_is_told() -> None:
         "memory: rank 3 ran out of memory in step 2, in 1F5: it asked for 4 KiB more at a peak of 80 MiB; "
         "the plan predicted a peak of 60 MiB of 70 MiB."
     )
-    mend = error.problems[0].mend
-    assert "next alternative that fits: data 1 x tensor 4 x pipeline 1" in mend
-    assert "recompute full, with a predicted peak of 40 MiB, 12.5 % slower" in mend
+    hint = error.problems[0].hint
+    assert "next alternative that fits: data 1 x tensor 4 x pipeline 1" in hint
+    assert "recompute full, with a predicted peak of 40 MiB, 12.5 % slower" in hint
 
 
 def test_what_the_prediction_missed_counts_for_alternatives() -> None:
@@ -110,7 +110,7 @@ def test_what_the_prediction_missed_counts_for_alternatives() -> None:
         MemoryError(), plan, rank=0, pipeline=0, where="there", used_bytes=120 * MIB
     )
     assert (
-        f"memory_headroom that is larger by {60 * MIB} bytes" in told.problems[0].mend
+        f"memory_headroom that is larger by {60 * MIB} bytes" in told.problems[0].hint
     )
 
 
@@ -164,7 +164,7 @@ def test_no_room_on_the_host_is_told_as_such() -> None:
     )
     assert (
         "next alternative that offloads nothing: data 1 x tensor 4"
-        in told.problems[0].mend
+        in told.problems[0].hint
     )
     pinned = ran_out(
         HostMemoryError(1, is_pinned=True),

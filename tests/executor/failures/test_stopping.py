@@ -82,7 +82,7 @@ def test_the_launcher_tells_what_is_kept(tmp_path: Path) -> None:
     late = read_late(notes, seconds=10)
     assert isinstance(late, StoppedError)
     assert f"kept is {checkpoints / 'step-00000004'}." in str(late)
-    assert "--grace" in late.problems[0].mend
+    assert "--grace" in late.problems[0].hint
     assert read_late(notes, seconds=-1) is None, "word of another time"
     write_stopped(notes, 5, checkpoints / "step-00000005")
     assert "did after 5 steps" in str(read_stopped(notes))

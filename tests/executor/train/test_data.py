@@ -144,7 +144,7 @@ def test_samples_that_were_not_planned_for_are_refused(name: str) -> None:
     read = load_dataset(f"{__name__}:{name}", TOKENS, seed=0)
     with pytest.raises(
         DocumentError,
-        match=r"data: .*not whole numbers of shape \(8,\)\. Mend: pad or cut",
+        match=r"data: .*not whole numbers of shape \(8,\)\. Hint: pad or cut",
     ):
         read(0, 2)
 
@@ -194,7 +194,7 @@ def test_answers_that_are_no_samples_are_named(
     read = load_dataset(f"{__name__}:user_data", TOKENS, seed=0)
     with pytest.raises(
         DocumentError,
-        match=r"data: .*user_data\(0, 2\) returned .*Mend: return \(inputs, targets\)",
+        match=r"data: .*user_data\(0, 2\) returned .*Hint: return \(inputs, targets\)",
     ):
         read(0, 2)
 

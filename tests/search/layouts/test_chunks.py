@@ -169,7 +169,7 @@ def test_pieces_of_whole_sequences_are_refused(wish: dict[str, Any]) -> None:
         plan(request(WHOLE, cluster(4), asked, top=0), WHOLE)
     (problem,) = caught.value.problems
     assert problem.field == f"job.constraints.{next(iter(wish))}"
-    assert problem.mend
+    assert problem.hint
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ def test_plan_on_node_groups_is_the_optimum_of_what_is_left(
 
 
 @pytest.mark.parametrize(
-    ("wishes", "wrong", "mend"),
+    ("wishes", "wrong", "hint"),
     [
         (
             {"layers_per_stage": (2, 3)},
@@ -205,15 +205,15 @@ def test_plan_on_node_groups_is_the_optimum_of_what_is_left(
     ],
 )
 def test_lists_that_cannot_be_are_refused(
-    wishes: dict[str, Any], wrong: str, mend: str
+    wishes: dict[str, Any], wrong: str, hint: str
 ) -> None:
-    """With the field, what is wrong with the value, and the mend."""
+    """With the field, what is wrong with the value, and the hint."""
     model = four_equal_layers()
     with pytest.raises(LayoutError, match=wrong) as caught:
         plan(request(model, cluster(4), job(**wishes)), model)
     (problem,) = caught.value.problems
     assert problem.field == "job.constraints.layers_per_stage"
-    assert mend in problem.mend
+    assert hint in problem.hint
 
 
 @pytest.mark.parametrize(
