@@ -30,6 +30,7 @@ from planner.spec.plan import (
     Prediction,
 )
 from planner.spec.profile import LayerProfile, Measurement, ModelProfile
+from planner.spec.short_form import ShortForm
 
 SCHEMAS: dict[str, type[Document]] = {
     "profile": ModelProfile,
@@ -71,6 +72,7 @@ __all__ = [
     "Prediction",
     "PredictionLayout",
     "ScaleUp",
+    "ShortForm",
     "canonical_json",
     "digest",
     "parse",

@@ -12,6 +12,24 @@ from planner.spec.document import parse
 from planner.spec.job import CONSTRAINTS, DIVISION
 from planner.spec.layout import Layout, PredictionLayout
 
+SHORT_NAMES = {
+    "dp": "data_parallel_degree",
+    "tp": "tensor_parallel_degree",
+    "pp": "pipeline_parallel_degree",
+    "cp": "context_parallel_degree",
+    "ep": "expert_parallel_degree",
+    "vpp": "virtual_stages_per_rank",
+    "mbs": "micro_batch_size",
+    "zero": "zero_stage",
+    "sp": "sequence_parallel",
+}
+"""Usual abbreviations of layout fields."""
+
+
+def full_name(name: str) -> str:
+    """``tp`` -> ``tensor_parallel_degree``; any other name is returned as it is."""
+    return SHORT_NAMES.get(name, name)
+
 
 def read_constraint(text: str, *, where: str) -> tuple[str, Any]:
     """``FIELD=V`` -> field and constraint: V is a value, a list ``a,b,c``, or a range ``MIN..MAX`` (one end may lack);
@@ -42,7 +60,7 @@ def split(text: str, names: Sequence[str], where: str) -> tuple[str, str]:
         DocumentError: there is no value.
     """
     name, equals, value = text.partition("=")
-    name = name.strip()
+    name = full_name(name.strip())
     if name not in names:
         close = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {close[0]!r}? Fields: " if close else "use one of "

@@ -7,6 +7,7 @@ framework's code, stated with its source; what has to be fitted (efficiencies, h
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -342,6 +343,28 @@ _ALL = (
     ),
 )
 FRAMEWORKS: dict[str, Framework] = {framework.name: framework for framework in _ALL}
+OURS = "planner"
+"""The executor of this package."""
+ALIASES = {
+    "nemo": "megatron-core",
+    "megatron-bridge": "megatron-core",
+    "mcore": "megatron-core",
+}
+"""Frameworks that launch the kernels of another one."""
+
+
+def check_runtime(name: str) -> str:
+    """The name itself.
+
+    Raises:
+        ValueError: no runtime has this name.
+    """
+    known = (*get_args(FrameworkName), *ALIASES)
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ValueError(f"no runtime {name!r}; {hint}known: {', '.join(known)}")
+    return name
 
 
 def find_framework(name: str, *, field: str = "framework") -> Framework:
@@ -350,7 +373,7 @@ def find_framework(name: str, *, field: str = "framework") -> Framework:
     Raises:
         UnknownNameError: no framework has this name.
     """
-    found = FRAMEWORKS.get(name)
+    found = FRAMEWORKS.get(ALIASES.get(name, name))
     if found is None:
         known = ", ".join(get_args(FrameworkName))
         raise UnknownNameError(

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self, get_args
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from planner.spec.document import Document
+from planner.spec.frameworks import OURS, check_runtime
 
 Precision = Literal["fp32", "fp16-mixed", "bf16-mixed", "bf16", "fp8"]
 Objective = Literal["step_time", "cost", "devices"]
@@ -97,6 +98,8 @@ class Job(Document):
     meet the deadline. The last two may use a part of the cluster: whole nodes, or some devices of one node."""
     deadline_seconds: float | None = Field(default=None, gt=0)
     """Of one step; for ``devices`` only."""
+    runtime: str = OURS
+    """Framework that will run the plan (`planner.spec.frameworks`): prices are for its kernels and overlaps."""
     constraints: dict[str, Constraint] = Field(
         default_factory=dict,
         json_schema_extra={"properties": {DIVISION: _DIVISION_SCHEMA}},
@@ -112,6 +115,11 @@ class Job(Document):
                 f"{given:g} GiB are {int(given * 2**30)}"
             )
         return given
+
+    @field_validator("runtime")
+    @classmethod
+    def _runtime_is_known(cls, name: str) -> str:
+        return check_runtime(name)
 
     @model_validator(mode="after")
     def _deadline_has_a_use(self) -> Self:

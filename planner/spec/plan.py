@@ -253,7 +253,7 @@ class PlanRequest(Document):
 
 
 _LATER: dict[str, dict[str, Any]] = {
-    "job": {"deadline_seconds": None},
+    "job": {"deadline_seconds": None, "runtime": "planner"},
     "options": {"pareto": False, "explain": "brief"},
 }
 """Fields that requests did not always have: at their defaults they do not count, so that the ids of old plans hold."""
