@@ -1,46 +1,58 @@
-"""Every error that `planner` raises on purpose.
+"""Exceptions that `planner` raises.
 
-    PlannerError                     something the user can fix; the message names field, value and hint
-    ├── SpecError                    a document or argument is wrong (exit code 2, HTTP 422)
-    │   ├── DocumentError            not readable: missing file, corrupted JSON, unknown or wrong field
-    │   ├── UnknownNameError         a model, device, schedule or schema that is not in the catalogue
-    │   ├── LayoutError              degrees, micro-batches or layers that do not fit together
-    │   └── MismatchError            two documents that do not belong together (profile of another model, device)
-    ├── ScheduleError                actions that dead-lock, are missing, doubled or out of order
-    ├── UnsupportedError             a valid wish that this version cannot run or price; says what it can
-    ├── RunError                     a training or measuring run failed (exit code 1)
-    │   └── StoppedError             it was told to stop, and did (exit code 143)
-    └── FinishedError                a run that was to go on has no step left to train (exit code 0)
+    PlannerError                 base class: problems, each with field, message, hint
+    ├── SpecError                a document or an argument is wrong (exit 2, HTTP 422)
+    │   ├── DocumentError        missing file, invalid JSON, unknown or wrong field
+    │   ├── UnknownNameError     model, device, schedule or schema not in the catalogue
+    │   ├── LayoutError          degrees, micro-batches or layers that do not match
+    │   └── MismatchError        two documents that do not match
+    ├── NoPlanError              no layout fits in memory or the constraints (exit 3)
+    ├── ScheduleError            deadlocked, missing, repeated or misordered actions
+    ├── UnsupportedError         valid, but this version cannot run or price it
+    ├── RunError                 a training or measuring run failed (exit 1)
+    │   └── StoppedError         a signal stopped the run (exit 143)
+    └── FinishedError            the run to resume has no step left to train (exit 0)
 
-"No plan fits" is not an error but a result: see `planner.search.PlanResult`.
+Only `planner.plan` raises `NoPlanError`. The HTTP service answers with the document
+`planner.spec.Infeasible` instead, and the command line prints it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong with the input: where it stands, what stood there, and how to fix it."""
+    """One thing wrong with the input: its field, what is wrong, and how to fix it."""
 
     field: str
-    """Path of the field, e.g. ``node_groups[0].device``; empty when the whole document is meant."""
+    """Path, e.g. ``node_groups[0].device``; empty for the whole document."""
     message: str
     """What is wrong, with the value."""
     hint: str = ""
-    """What to write instead."""
+    """One action that fixes it."""
 
     def __str__(self) -> str:
         where = f"{self.field}: " if self.field else ""
-        return f"{where}{self.message}" + (f" Hint: {self.hint}" if self.hint else "")
+        hint = f" Hint: {self.hint}" if self.hint else ""
+        return f"{where}{self.message}{hint}"
 
 
 class PlannerError(Exception):
-    """Base of every error raised on purpose."""
+    """Base class of all errors that `planner` raises.
+
+    Args:
+        message: what is wrong, with the value.
+        field: path of the field; empty for the whole input.
+        hint: one action that fixes it.
+        problems: all problems at once, in place of `message`, `field` and `hint`.
+    """
 
     code = "planner-error"
-    title = "The planner cannot go on"
+    title = "The planner cannot continue"
 
     def __init__(
         self,
@@ -69,35 +81,91 @@ class DocumentError(SpecError):
 
 
 class UnknownNameError(SpecError):
-    """A name that no catalogue has."""
+    """A name that is in no catalogue."""
 
     code = "unknown-name"
     title = "The name is not known"
 
 
 class LayoutError(SpecError):
-    """Degrees, micro-batches or layers that do not fit together."""
+    """Degrees, micro-batches or layers that do not match."""
 
     code = "impossible-layout"
     title = "The layout is impossible"
 
 
 class MismatchError(SpecError):
-    """Two documents that do not belong together."""
+    """Two documents that do not match, such as a plan and another model's profile."""
 
     code = "documents-do-not-match"
-    title = "The documents do not belong together"
+    title = "The documents do not match"
+
+
+class NearMiss(Protocol):
+    """A layout that nearly fits; `planner.spec.plan.Miss` is one."""
+
+    @property
+    def layout(self) -> object:
+        """The layout: `planner.spec.Layout`."""
+
+    @property
+    def pipeline_rank(self) -> int:
+        """The pipeline rank that lacks most memory."""
+
+    @property
+    def needed_bytes(self) -> int:
+        """Memory that this rank needs at least."""
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Memory that the job may use on this rank."""
+
+    @property
+    def missing_bytes(self) -> int:
+        """`needed_bytes` - `capacity_bytes`."""
+
+
+class NoPlanError(PlannerError):
+    """No layout fits in memory or meets the constraints.
+
+    Args:
+        message: why no layout is feasible.
+        nearest: layouts that miss by the least memory, best first.
+        suggestions: changes with which a plan was found, one sentence each.
+        field: path of the field to change; empty when there is no single one.
+        hint: one action; None: the first suggestion.
+    """
+
+    code = "no-plan"
+    title = "No plan is feasible"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        nearest: Sequence[NearMiss] = (),
+        suggestions: Sequence[str] = (),
+        field: str = "",
+        hint: str | None = None,
+    ) -> None:
+        self.nearest = tuple(nearest)
+        """Layouts that miss by the least memory, best first."""
+        self.suggestions = tuple(suggestions)
+        """Changes with which a plan was found, one sentence each."""
+        if hint is None:
+            hint = self.suggestions[0] if self.suggestions else ""
+        super().__init__(message, field=field, hint=hint)
 
 
 class ScheduleError(PlannerError):
-    """Actions that dead-lock, are missing, doubled or out of order."""
+    """Actions that deadlock, are missing, repeated or out of order."""
 
     code = "invalid-schedule"
     title = "The schedule is not valid"
 
 
 class UnsupportedError(PlannerError):
-    """A valid wish that this version cannot run or price."""
+    """A valid request that this version cannot run or price."""
 
     code = "unsupported"
     title = "Not supported"
@@ -111,14 +179,14 @@ class RunError(PlannerError):
 
 
 class StoppedError(RunError):
-    """A run was told to stop, and did."""
+    """A signal stopped the run."""
 
     code = "run-stopped"
     title = "The run was stopped"
 
 
 class FinishedError(PlannerError):
-    """A run that was to go on from its last checkpoint has no step left to train."""
+    """The run to resume from its last checkpoint has no step left to train."""
 
     code = "run-finished"
     title = "The run is finished"
