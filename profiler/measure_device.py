@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import platform
-import re
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from planner.errors import SpecError, UnsupportedError
 from planner.profiler.count import TORCH_TYPES
+from planner.profiler.local_devices import match_catalogue
 from planner.profiler.measure_load import Load
 from planner.profiler.measure_memory import (
     ProcessMemory,
@@ -23,7 +21,6 @@ from planner.profiler.measure_memory import (
 )
 from planner.profiler.measure_timing import Mark, time_phases
 from planner.spec import DeviceSpec
-from planner.spec.devices import catalogue
 from planner.spec.profile import DataType
 
 MATMUL_SIZE: dict[str, int] = {"cpu": 1024, "cuda": 8192}
@@ -33,11 +30,6 @@ COPY_BYTES: dict[str, int] = {"cpu": 64 << 20, "cuda": 1 << 30}
 SMALL_KERNELS = 1000
 LIMIT_SECONDS = 0.3
 """Of each of the measurements."""
-MEMORY_TOLERANCE = 0.15
-"""A GPU reports a little more or less memory than its data sheet: decimal units, reserved parts."""
-
-FormFactor = Literal["SXM", "PCIE", "NVL"]
-FORM_FACTORS: tuple[FormFactor, ...] = ("SXM", "PCIE", "NVL")
 
 
 def find_device(device: str, concurrency: int) -> torch.device:
@@ -125,53 +117,6 @@ def look_up_device(place: torch.device, concurrency: int) -> DeviceSheet:
 def is_in_catalogue(spec: DeviceSpec) -> bool:
     """The data sheet is an entry of the catalogue."""
     return spec.id in catalogue()
-
-
-def match_catalogue(name: str, memory_bytes: int) -> DeviceSpec | None:
-    """The catalogue device that torch calls `name`; of several sizes, the one with this memory. None when unsure.
-
-    >>> match_catalogue("NVIDIA H100 80GB HBM3", 85_000_000_000).id
-    'h100-sxm5-80gb'
-    """
-    words = _words(name)
-    fitting = [
-        known.spec
-        for known in catalogue().values()
-        if _model(known.spec.name) in words
-        and _form_factor(words) in (None, _form_factor(_words(known.spec.name)))
-    ]
-    if _form_factor(words) is None and len(
-        {spec.memory_bytes for spec in fitting}
-    ) < len(fitting):
-        # Server GPUs of the SXM form are called by their bare name.
-        fitting = [
-            spec for spec in fitting if _form_factor(_words(spec.name)) in (None, "SXM")
-        ]
-    near = [
-        spec
-        for spec in fitting
-        if abs(spec.memory_bytes / memory_bytes - 1) < MEMORY_TOLERANCE
-    ]
-    return min(
-        near, key=lambda spec: abs(spec.memory_bytes - memory_bytes), default=None
-    )
-
-
-def _words(name: str) -> tuple[str, ...]:
-    return tuple(re.split(r"[\s\-()]+", name.upper()))
-
-
-def _model(name: str) -> str:
-    """The first word with a digit: H100, A10G, 4090."""
-    return next(
-        word for word in _words(name) if any(letter.isdigit() for letter in word)
-    )
-
-
-def _form_factor(words: Iterable[str]) -> FormFactor | None:
-    return next(
-        (form for form in FORM_FACTORS for word in words if word.startswith(form)), None
-    )
 
 
 def measure_peaks(sheet: DeviceSheet, load: Load) -> DeviceSpec:

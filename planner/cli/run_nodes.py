@@ -184,7 +184,7 @@ def _device_here() -> str | None:
     """Catalogue id of this node's first device; None: it is not known."""
     import torch
 
-    from planner.profiler.measure_device import match_catalogue
+    from planner.profiler.local_devices import match_catalogue
 
     if not torch.cuda.is_available():
         return None

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from planner.errors import SpecError, UnsupportedError
+from planner.profiler.local_devices import match_catalogue
 from planner.profiler.measure_device import (
     COPY_BYTES,
     Copy,
@@ -13,7 +14,6 @@ from planner.profiler.measure_device import (
     device_spec,
     find_device,
     is_in_catalogue,
-    match_catalogue,
 )
 from planner.profiler.measure_memory import available_memory_bytes
 from planner.spec.devices import catalogue
