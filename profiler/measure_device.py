@@ -21,6 +21,7 @@ from planner.profiler.measure_memory import (
 )
 from planner.profiler.measure_timing import Mark, time_phases
 from planner.spec import DeviceSpec
+from planner.spec.devices import catalogue
 from planner.spec.profile import DataType
 
 MATMUL_SIZE: dict[str, int] = {"cpu": 1024, "cuda": 8192}
