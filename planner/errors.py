@@ -6,7 +6,7 @@
     │   ├── UnknownNameError     model, device, schedule or schema not in the catalogue
     │   ├── LayoutError          degrees, micro-batches or layers that do not match
     │   └── MismatchError        two documents that do not match
-    ├── NoPlanError              no layout fits in memory or the constraints (exit 3)
+    ├── NoPlanError              no layout fits in memory or the constraints
     ├── ScheduleError            deadlocked, missing, repeated or misordered actions
     ├── UnsupportedError         valid, but this version cannot run or price it
     ├── RunError                 a training or measuring run failed (exit 1)
@@ -14,7 +14,7 @@
     └── FinishedError            the run to resume has no step left to train (exit 0)
 
 Only `planner.plan` raises `NoPlanError`. The HTTP service answers with the document
-`planner.spec.Infeasible` instead, and the command line prints it.
+`planner.spec.Infeasible` instead, and `planner plan` prints it and exits with 3.
 """
 
 from __future__ import annotations
