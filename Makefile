@@ -3,23 +3,25 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: venv demo test lint fmt clean
+.PHONY: venv demo test lint fmt build clean
 
 venv: $(STAMP)
 
-# Made anew only when what it installs changes. pip 25.1 is the first to know --group.
+# Updated only when pyproject.toml or constraints.txt changes.
+# pip 25.3 is the first with --build-constraint, which pins the build backend too.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "$(PYTHON) is older than 3.11: make PYTHON=python3.12 ..." >&2; exit 1; }
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
-	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[torch,calibrate,low-bit]' --group dev
+	$(VENV)/bin/python -m pip install --quiet --upgrade 'pip>=25.3'
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt --build-constraint constraints.txt \
+	  -e '.[torch,calibrate,low-bit]' --group dev
 	touch $@
 
 demo: venv
 	$(VENV)/bin/python -m examples.demo
 
-# Ranks, agents and solvers start by the dozen: what they import is compiled once, whatever the shell is set to.
+# Tests start dozens of processes: compile what they import once, whatever the shell is set to.
 test: venv
 	PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n auto --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
 
@@ -32,5 +34,9 @@ fmt: venv
 	$(VENV)/bin/ruff format
 	$(VENV)/bin/ruff check --fix
 
+# The source distribution, and the wheel built from it, in dist/.
+build: venv
+	PIP_CONSTRAINT=constraints.txt $(VENV)/bin/python -m build
+
 clean:
-	rm -rf $(VENV) demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) dist demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
