@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import tomllib
@@ -234,14 +235,23 @@ def _problem(details: Any, kind: type[BaseModel], location: Location) -> Problem
     value = _short(details.get("input"))
     if details["type"] == "extra_forbidden":
         known = _fields_at(kind, location[:-1])
-        hint = (
-            f"remove it, or use one of: {', '.join(known)}." if known else "remove it."
-        )
+        hint = unknown_field_hint(str(location[-1]), known)
         return Problem(field, f"unknown field (value {value}).", hint)
     if details["type"] == "missing":
         return Problem(field, "the field is missing.", "add it.")
     message = details["msg"].removeprefix("Value error, ").rstrip(".")
     return Problem(field, f"{message}, got {value}.", _hint(details))
+
+
+def unknown_field_hint(name: str, known: Sequence[str]) -> str:
+    """What to do about a field that a document does not have."""
+    if not known:
+        return "remove it."
+    fields = ", ".join(known)
+    close = difflib.get_close_matches(name, known, n=1)
+    if close:
+        return f"did you mean {close[0]!r}? Fields: {fields}."
+    return f"remove it, or use one of: {fields}."
 
 
 def _hint(details: Any) -> str:
