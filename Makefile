@@ -36,7 +36,7 @@ fmt: venv
 
 # The source distribution, and the wheel built from it, in dist/.
 build: venv
-	PIP_CONSTRAINT=constraints.txt $(VENV)/bin/python -m build
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(VENV)/bin/python -m build
 
 clean:
 	rm -rf $(VENV) dist demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +91,37 @@ def test_images_hold_every_package(path: Path) -> None:
         set(pyproject["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"])
         <= copied
     )
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_what_an_image_copies_builds_a_whole_wheel(path: Path, tmp_path: Path) -> None:
+    """The links to `api` and `profiler` resolve among the files that COPY brings."""
+    source = tmp_path / "src"
+    source.mkdir()
+    for name, rest in instructions(path):
+        if name == "COPY" and not rest.startswith("--from="):
+            *names, _ = shlex.split(rest)
+            for each in names:
+                copy_into_image(ROOT / each, source / each)
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", str(source)]
+    done = subprocess.run(
+        [*build, "--outdir", str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    [wheel] = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    expected = {"planner/py.typed", "planner/api/app.py", "planner/profiler/links.py"}
+    assert expected <= set(names)
+
+
+def copy_into_image(source: Path, target: Path) -> None:
+    """Copy as COPY does: symbolic links stay links, ignored files stay behind."""
+    if source.is_dir():
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(source, target, symlinks=True, ignore=ignored)
+    else:
+        shutil.copy(source, target)
 
 
 def test_service_image() -> None:
