@@ -9,7 +9,7 @@ from planner.export import TARGETS, Export, Target
 from planner.spec import Plan
 from tests.export.plans import plan_of
 
-GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "export.md"
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "other-frameworks.md"
 FEATURES = {
     "any model": "convolutions",
     "uneven stages": "uneven-stages",
@@ -55,14 +55,14 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def _cell(target: Target, name: str) -> str:
-    """``yes``; ``told``, where a warning says what is done otherwise; a dash where it is refused in every precision."""
+    """Return ``yes``, ``warning`` where the target works in another way, or a dash where every precision is refused."""
     for precision in PRECISIONS[:1] if name == "fp8" else PRECISIONS:
         plain, export = (
             _written(target, plan_of(each), precision) for each in ("one-device", name)
         )
         if export is not None:
             return (
-                "told"
+                "warning"
                 if set(export.warnings) - set(plain.warnings if plain else ())
                 else "yes"
             )

@@ -19,7 +19,7 @@ LINES = 10
 
 def commands() -> list[str]:
     """Of the section about the user's own script."""
-    page = (ROOT / "docs" / "guides" / "running.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guides" / "train.md").read_text(encoding="utf-8")
     section = page.partition("## Inside your own script")[2].partition("\n## ")[0]
     (python,) = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     assert python.replace("\n", "\n    ").strip() in (
@@ -50,6 +50,6 @@ def test_from_a_script_to_four_ranks(
         torchrun, capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    told = re.fullmatch(r"4 x cpu: loss (\S+) -> (\S+)\n", done.stdout)
-    assert told is not None, done.stdout
-    assert float(told[2]) < float(told[1]) - 0.1
+    printed = re.fullmatch(r"4 x cpu: loss (\S+) -> (\S+)\n", done.stdout)
+    assert printed is not None, done.stdout
+    assert float(printed[2]) < float(printed[1]) - 0.1
