@@ -240,7 +240,17 @@ def _problem(details: Any, kind: type[BaseModel], location: Location) -> Problem
     if details["type"] == "missing":
         return Problem(field, "the field is missing.", "add it.")
     message = details["msg"].removeprefix("Value error, ").rstrip(".")
+    if details["type"] == "value_error":
+        return _broken_rule(field, message, details.get("input"))
     return Problem(field, f"{message}, got {value}.", _hint(details))
+
+
+def _broken_rule(field: str, text: str, given: Any) -> Problem:
+    """The problem that a validator of ours reports as ``what is wrong; what to write``."""
+    message, _, action = text.partition("; ")
+    if not isinstance(given, dict | BaseModel):  # a whole document would be too long
+        message = f"{message}, got {_short(given)}"
+    return Problem(field, f"{message}.", f"{action}." if action else "")
 
 
 def unknown_field_hint(name: str, known: Sequence[str]) -> str:

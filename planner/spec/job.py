@@ -111,7 +111,7 @@ class Job(Document):
     def _headroom_is_no_percentage(cls, given: float) -> float:
         if 1 <= given <= 100:
             raise ValueError(
-                f"neither a fraction below 1 nor bytes that matter; {given:g} % is {given / 100:g}, "
+                f"neither a fraction below 1 nor bytes that matter: {given:g} % is {given / 100:g}, "
                 f"{given:g} GiB are {int(given * 2**30)}"
             )
         return given
