@@ -22,7 +22,7 @@ from planner.cli.console import (
     write,
 )
 from planner.cli.failures import DONE
-from planner.cli.service import SCHEMES, exchange
+from planner.client import SCHEMES, exchange
 from planner.spec.calibration import ANY, DEFAULT, Calibration, Constants, dump
 from planner.spec.frameworks import find_framework
 from planner.spec.units import gibibytes, percent, seconds, significant

@@ -28,7 +28,7 @@ from planner.cli.run_nodes import (
     train_nodes,
 )
 from planner.cli.run_text import run_text
-from planner.cli.service import check_address, exchange
+from planner.client import check_address, exchange
 from planner.errors import DocumentError, FinishedError, PlannerError, Problem, RunError
 from planner.executor.elastic.supervisor import (
     DEFAULT_COOLDOWN_SECONDS,

@@ -27,7 +27,7 @@ from planner.api.keys import (
 from planner.api.serve import check_reach, is_loopback, serve
 from planner.api.settings import Settings
 from planner.cli.main import main
-from planner.cli.service import exchange
+from planner.client import exchange
 from planner.errors import DocumentError, RunError
 from tests.api.documents import plan_body
 from tests.api.fakes import Instant

@@ -17,10 +17,10 @@ from planner.api.pages.wish_fields import (
     field_of,
 )
 from planner.api.settings import Settings
-from planner.cli.replan import by_service
 from planner.errors import Problem
 from planner.export import TARGETS
 from planner.profiler.counted import counted_profile
+from planner.replan.searches import service_search
 from planner.search import make_request
 from planner.spec import Cluster, Job, Options, Plan
 from tests.api.documents import cluster, four_equal_layers, job, plan_body
@@ -420,7 +420,7 @@ def test_commands_plan_by_a_service_behind_a_proxy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`planner run --planner` follows the job's Location through the prefix to the plan."""
-    monkeypatch.setattr("planner.cli.replan.WAIT_SECONDS", 0.0)
+    monkeypatch.setattr("planner.client.plans.WAIT_SECONDS", 0.0)
     gate, settings = (
         tmp_path / "gate",
         settings_of(root_path="/planner", allowed_hosts="inside.example"),
@@ -434,7 +434,7 @@ def test_commands_plan_by_a_service_behind_a_proxy(
         gate.unlink()
         opener = threading.Timer(0.5, gate.touch)
         opener.start()
-        found = by_service(plan, str(outside.base_url.join("/planner")))(
+        found = service_search(plan, str(outside.base_url.join("/planner")))(
             Cluster.model_validate(cluster(devices=4))
         )
         opener.join()

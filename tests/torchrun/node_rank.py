@@ -141,7 +141,7 @@ class Planner:
 
 
 def main() -> int:
-    """As `planner.cli.node_rank`."""
+    """As `planner.replan.node_rank`."""
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser()
     RankOptions.add_arguments(parser)

@@ -76,7 +76,7 @@ def test_what_is_left_of_two_kinds_is_planned_for_by_the_service(
         port=0, database=tmp_path / "planner.db", concurrency=1, spare_solvers=1
     )
     with store() as (rendezvous, _), running(settings) as live:
-        ranks = ("-m", "planner.cli.node_rank", "--planner", str(live.client.base_url))
+        ranks = ("-m", "planner.replan.node_rank", "--planner", str(live.client.base_url))
         nodes = Nodes(
             tmp_path,
             rendezvous,

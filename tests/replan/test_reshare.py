@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from planner.cli.replan import PlanRebalancer
-from planner.cli.reshare import replica_seconds, reshared, stage_seconds
 from planner.errors import UnsupportedError
+from planner.replan.replanner import PlanRebalancer
+from planner.replan.reshare import reshare_batch
+from planner.replan.work import data_rank_seconds, pipeline_rank_seconds
 from planner.schedule import Durations, build, simulate
 from planner.search import make_request, plan_layout
 from planner.spec import Plan, PredictionLayout
@@ -79,7 +80,7 @@ def test_as_fast_as_the_best_of_all_shares(
     plan = plan_of(pipeline, (5, 5, 5))
     profile = plan.request.profile
     assert profile is not None
-    found = reshared(plan, profile, slowdown)
+    found = reshare_batch(plan, profile, slowdown)
     assert found is not None
     shares = found.plan.layout.shares(BATCH)
     best = min(played(pipeline, each, slowdown) for each in compositions(BATCH, 3))
@@ -101,8 +102,8 @@ def test_shares_that_are_the_best_stay() -> None:
     """Of a replica that takes twice as long; when it does not any more, they become equal again."""
     plan = plan_of(1, (6, 6, 3))
     assert plan.request.profile is not None
-    assert reshared(plan, plan.request.profile, (1, 1, 2)) is None
-    found = reshared(plan, plan.request.profile, (1, 1, 1))
+    assert reshare_batch(plan, plan.request.profile, (1, 1, 2)) is None
+    found = reshare_batch(plan, plan.request.profile, (1, 1, 1))
     assert found is not None
     assert found.plan.layout.micro_batch_shares is None
 
@@ -112,19 +113,19 @@ def test_a_plan_says_how_long_its_replicas_work() -> None:
     plan = plan_of(2, (6, 6, 3))
     assert plan.request.profile is not None
     once = (FORWARD + BACKWARD) * LAYERS / 2
-    assert replica_seconds(plan, plan.request.profile) == pytest.approx(
+    assert data_rank_seconds(plan, plan.request.profile) == pytest.approx(
         [6 * once, 6 * once, 3 * once], rel=0.01
     )
-    assert stage_seconds(plan, plan.request.profile) == pytest.approx(
+    assert pipeline_rank_seconds(plan, plan.request.profile) == pytest.approx(
         [5 * once] * 2, rel=0.01
     )
-    assert PlanRebalancer(plan).busy_seconds(plan) == stage_seconds(
+    assert PlanRebalancer(plan).busy_seconds(plan) == pipeline_rank_seconds(
         plan, plan.request.profile
     )
     equal = plan_of(2, (5, 5, 5))
     assert equal.request.profile is not None
     assert PlanRebalancer(equal).busy_seconds(equal) == pytest.approx(
-        stage_seconds(equal, equal.request.profile)
+        pipeline_rank_seconds(equal, equal.request.profile)
     )
 
 
@@ -133,4 +134,4 @@ def test_layouts_of_equal_shares_stay_so() -> None:
     plan = plan_of(1, (5, 5, 5), zero_stage=3)
     assert plan.request.profile is not None
     with pytest.raises(UnsupportedError, match="zero_stage"):
-        reshared(plan, plan.request.profile, (1, 1, 2))
+        reshare_batch(plan, plan.request.profile, (1, 1, 2))

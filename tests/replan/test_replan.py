@@ -8,30 +8,32 @@ from pathlib import Path
 import pytest
 
 from planner.api.settings import Settings
-from planner.cli.replan import (
-    NodeReplanner,
-    Replanner,
-    by_search,
-    by_service,
-    discovered_by,
-)
 from planner.errors import DocumentError, RunError, UnsupportedError
-from planner.executor.elastic.roster import Roster
-from planner.spec import Cluster, Infeasible, NodeGroup, Plan, read
+from planner.replan.discovery import discover_with
+from planner.replan.membership import Membership
+from planner.replan.replanner import DeviceReplanner, NodeReplanner
+from planner.replan.searches import local_search, service_search
+from planner.spec import Cluster, Infeasible, NodeGroup, Plan
 from planner.spec.cluster import DeviceSpec
 from tests.api.live import running
-from tests.cli.support import Command, tiny_cluster
+from tests.cli.support import tiny_cluster
+from tests.replan.plans import plan_of
 
 
-def test_the_best_of_fewer_devices(planner: Command, plan_path: Path) -> None:
+@pytest.fixture
+def plan() -> Plan:
+    """Two pipeline ranks."""
+    return plan_of(pipeline_parallel_degree=2, schedule="1f1b")
+
+
+def test_the_best_of_fewer_devices(plan: Plan) -> None:
     """A batch of 8 splits badly by 3: the answer is the faster of the plans of 3 and of 2 devices."""
-    plan = read(Plan, plan_path)
     job = plan.request.job.model_copy(update={"constraints": {}})
     free = plan.model_copy(
         update={"request": plan.request.model_copy(update={"job": job})}
     )
-    search = by_search(free)
-    best = Replanner(free, search).for_devices(3)
+    search = local_search(free)
+    best = DeviceReplanner(free, search).for_devices(3)
     assert isinstance(best, Plan)
     answers = [
         answer
@@ -45,11 +47,8 @@ def test_the_best_of_fewer_devices(planner: Command, plan_path: Path) -> None:
     assert best.request.job == job
 
 
-def test_fewer_than_half_are_asked_only_while_nothing_fits(
-    planner: Command, plan_path: Path
-) -> None:
+def test_fewer_than_half_are_asked_only_while_nothing_fits(plan: Plan) -> None:
     """And when nothing fits at all, the reasons are those of the most devices."""
-    plan = read(Plan, plan_path)
 
     def ask(fits: int) -> tuple[Plan | Infeasible, list[int]]:
         asked: list[int] = []
@@ -62,25 +61,24 @@ def test_fewer_than_half_are_asked_only_while_nothing_fits(
                 else Infeasible(reasons=(f"{cluster.devices} do not",))
             )
 
-        return Replanner(plan, search).for_devices(8), asked
+        return DeviceReplanner(plan, search).for_devices(8), asked
 
     assert ask(8) == (plan, [8, 7, 6, 5, 4])
     assert ask(2) == (plan, [8, 7, 6, 5, 4, 3, 2])
     assert ask(0) == (Infeasible(reasons=("8 do not",)), [8, 7, 6, 5, 4, 3, 2, 1])
 
 
-def test_a_service_is_asked(planner: Command, plan_path: Path, tmp_path: Path) -> None:
+def test_a_service_is_asked(plan: Plan, tmp_path: Path) -> None:
     """It gives the plan that the search here gives, and tells why it cannot."""
-    plan = read(Plan, plan_path)
     with running(
         Settings(
             port=0, database=tmp_path / "planner.db", concurrency=1, spare_solvers=0
         )
     ) as live:
-        search = by_service(plan, str(live.client.base_url))
+        search = service_search(plan, str(live.client.base_url))
         found = search(tiny_cluster())
         assert isinstance(found, Plan)
-        here = by_search(plan)(tiny_cluster())
+        here = local_search(plan)(tiny_cluster())
         assert isinstance(here, Plan)
         assert found.prediction == here.prediction
         assert isinstance(search(tiny_cluster(memory_bytes=10_000)), Infeasible)
@@ -95,21 +93,19 @@ def test_a_service_is_asked(planner: Command, plan_path: Path, tmp_path: Path) -
         search(tiny_cluster())
 
 
-def test_several_nodes_are_no_matter_of_one_command(
-    planner: Command, plan_path: Path
-) -> None:
+def test_several_nodes_are_no_matter_of_one_command(plan: Plan) -> None:
     """Refused before anything starts."""
-    plan = read(Plan, plan_path)
     group = tiny_cluster().node_groups[0].model_copy(update={"nodes": 2})
     request = plan.request.model_copy(update={"cluster": Cluster(node_groups=(group,))})
     with pytest.raises(UnsupportedError, match="several nodes"):
-        Replanner(plan.model_copy(update={"request": request}), by_search(plan))
+        DeviceReplanner(
+            plan.model_copy(update={"request": request}), local_search(plan)
+        )
 
 
-def test_the_best_of_the_nodes_that_are_left(planner: Command, plan_path: Path) -> None:
+def test_the_best_of_the_nodes_that_are_left(plan: Plan) -> None:
     """All devices, and equal parts of at least half of them: the most first, then those that divide the batch of 8
     best; the fastest answer counts."""
-    plan = read(Plan, plan_path)
     asked: list[tuple[int, ...]] = []
 
     def search(cluster: Cluster) -> Plan | Infeasible:
@@ -126,14 +122,14 @@ def test_the_best_of_the_nodes_that_are_left(planner: Command, plan_path: Path) 
         predicted = plan.prediction.model_copy(update={"step_seconds": seconds})
         return plan.model_copy(update={"id": str(asked[-1]), "prediction": predicted})
 
-    best = NodeReplanner(plan, search).for_nodes(Roster((2, 4)))
+    best = NodeReplanner(plan, search).for_nodes(Membership((2, 4)))
     assert asked == [(4, 2), (4,), (2, 2), (2,), (1, 1), (3,)]
     assert isinstance(best, Plan)
     assert best.id == "(4,)"
     nothing = NodeReplanner(
         plan, lambda cluster: Infeasible(reasons=(str(cluster.devices),))
     )
-    assert nothing.for_nodes(Roster((3, 3))) == Infeasible(reasons=("6",))
+    assert nothing.for_nodes(Membership((3, 3))) == Infeasible(reasons=("6",))
 
 
 def of_groups(plan: Plan, *groups: NodeGroup) -> Plan:
@@ -144,11 +140,8 @@ def of_groups(plan: Plan, *groups: NodeGroup) -> Plan:
     )
 
 
-def test_nodes_of_several_kinds_are_asked_for_as_they_came(
-    planner: Command, plan_path: Path
-) -> None:
+def test_nodes_of_several_kinds_are_asked_for_as_they_came(plan: Plan) -> None:
     """Each by its own node group, then fewer of each; what fits on neither half nor more is not asked for."""
-    plan = read(Plan, plan_path)
     (group,) = plan.request.cluster.node_groups
     old = group.model_copy(update={"name": "old", "nodes": 2, "devices_per_node": 4})
     new = old.model_copy(update={"name": "new", "device": "h100-sxm5-80gb"})
@@ -168,7 +161,7 @@ def test_nodes_of_several_kinds_are_asked_for_as_they_came(
         return Infeasible(reasons=("no",))
 
     replanner = NodeReplanner(of_groups(plan, new, old), search)
-    replanner.for_nodes(Roster((4, 2, 4), ("old", "old", "new")))
+    replanner.for_nodes(Membership((4, 2, 4), ("old", "old", "new")))
     name = "h100-sxm5-80gb"
     assert asked[0] == [("old", None, 1, 4), ("old", None, 1, 2), ("new", name, 1, 4)]
     assert asked[1:] == [
@@ -177,22 +170,21 @@ def test_nodes_of_several_kinds_are_asked_for_as_they_came(
     ]
 
 
-def test_nodes_tell_their_group_by_its_name(planner: Command, plan_path: Path) -> None:
+def test_nodes_tell_their_group_by_its_name(plan: Plan) -> None:
     """So that names of different devices must differ; equal nodes may share one."""
-    plan = read(Plan, plan_path)
     (group,) = plan.request.cluster.node_groups
     alike = of_groups(plan, group, group.model_copy(update={"devices_per_node": 1}))
-    NodeReplanner(alike, by_search(alike))
+    NodeReplanner(alike, local_search(alike))
     mixed = of_groups(
         plan, group, group.model_copy(update={"device": "h100-sxm5-80gb"})
     )
     with pytest.raises(DocumentError, match="names node groups of different devices"):
-        NodeReplanner(mixed, by_search(mixed))
+        NodeReplanner(mixed, local_search(mixed))
 
 
-def test_devices_are_discovered_by_a_command() -> None:
+def test_devices_are_discover_with_a_command() -> None:
     """It prints their indices."""
-    assert discovered_by(f"{sys.executable} -c \"print('0 2'); print(3)\"")() == (
+    assert discover_with(f"{sys.executable} -c \"print('0 2'); print(3)\"")() == (
         0,
         2,
         3,
@@ -203,4 +195,4 @@ def test_devices_are_discovered_by_a_command() -> None:
         f'{sys.executable} -c "exit(1)"',
     ):
         with pytest.raises(RunError, match="failed"):
-            discovered_by(command)()
+            discover_with(command)()

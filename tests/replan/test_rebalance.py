@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from planner.cli.rebalance import rebalanced, slowed
-from planner.cli.replan import Replanner, by_search
 from planner.errors import UnsupportedError
+from planner.replan.rebalance import rebalance_layers
+from planner.replan.replanner import DeviceReplanner
+from planner.replan.searches import local_search
+from planner.replan.variants import slow_down_stages
 from planner.search import make_request, plan_layout, predict
 from planner.search import plan as search_plan
 from planner.spec import (
@@ -20,17 +21,15 @@ from planner.spec import (
     NodeGroup,
     Plan,
     PredictionLayout,
-    read,
 )
 from planner.validate import check
 from tests.builders import job, layer, profile
 from tests.cli.support import (
-    Command,
     tiny_cluster,
     tiny_job,
     tiny_profile,
-    write_question,
 )
+from tests.replan.plans import plan_of
 from tests.strategies import with_operations
 from tests.validate.mixed import as_counted
 
@@ -61,21 +60,14 @@ def group(name: str, flops_per_second: float, devices: int) -> NodeGroup:
 
 
 @pytest.fixture
-def plan(planner: Command, tmp_path: Path) -> Plan:
+def plan() -> Plan:
     """Twelve equal layers on four pipeline ranks."""
-    question = write_question(
-        tmp_path, tiny_profile(layers=12), tiny_cluster(), tiny_job()
+    return plan_of(
+        tiny_profile(layers=12),
+        pipeline_parallel_degree=4,
+        schedule="1f1b",
+        micro_batch_size=1,
     )
-    fixed = (
-        "--fix",
-        "pipeline_parallel_degree=4",
-        "--fix",
-        "schedule=1f1b",
-        "--fix",
-        "micro_batch_size=1",
-    )
-    assert planner("plan", *question, *fixed, "-o", tmp_path / "plan.json").code == 0
-    return read(Plan, tmp_path / "plan.json")
 
 
 @pytest.mark.parametrize(
@@ -85,12 +77,12 @@ def test_as_fast_as_the_best_of_all(plan: Plan, slowdown: tuple[float, ...]) -> 
     """Equal layers: moving one after the other ends at the best partition, and its plan holds for these ranks."""
     profile = plan.request.profile
     assert profile is not None
-    found = rebalanced(plan, profile, slowdown)
+    found = rebalance_layers(plan, profile, slowdown)
     assert found is not None
 
     def seconds(counts: tuple[int, ...]) -> float:
         layout = PredictionLayout(**plan.layout.model_dump(), layers_per_stage=counts)
-        of_ranks = slowed(profile, counts, slowdown)
+        of_ranks = slow_down_stages(profile, counts, slowdown)
         return predict(
             of_ranks, tiny_cluster(), tiny_job(), layout
         ).prediction.step_seconds
@@ -110,42 +102,26 @@ def test_as_fast_as_the_best_of_all(plan: Plan, slowdown: tuple[float, ...]) -> 
 
 
 @pytest.mark.parametrize("slowdown", [(1, 2), (3, 1)])
-def test_several_stages_of_a_slow_rank_lose_layers(
-    planner: Command, tmp_path: Path, slowdown: tuple[float, ...]
-) -> None:
+def test_several_stages_of_a_slow_rank_lose_layers(slowdown: tuple[float, ...]) -> None:
     """Ten layers in two stages on each of two ranks: as fast as the best of all partitions, and proven anew."""
     profile, cluster, job = tiny_profile(layers=10), tiny_cluster(devices=2), tiny_job()
-    question = write_question(tmp_path, profile, cluster, job)
-    fixed = {
-        "pipeline_parallel_degree": 2,
-        "virtual_stages_per_rank": 2,
-        "schedule": "interleaved-1f1b",
-    }
-    words = [
-        word for name, value in fixed.items() for word in ("--fix", f"{name}={value}")
-    ]
-    assert (
-        planner(
-            "plan",
-            *question,
-            *words,
-            "--fix",
-            "micro_batch_size=1",
-            "-o",
-            tmp_path / "plan.json",
-        ).code
-        == 0
+    plan = plan_of(
+        profile,
+        cluster,
+        pipeline_parallel_degree=2,
+        virtual_stages_per_rank=2,
+        schedule="interleaved-1f1b",
+        micro_batch_size=1,
     )
-    plan = read(Plan, tmp_path / "plan.json")
     of_stages = [slowdown[stage.pipeline_rank] for stage in plan.stages]
     assert len(of_stages) == 4
-    found = rebalanced(plan, profile, slowdown)
+    found = rebalance_layers(plan, profile, slowdown)
     assert found is not None
 
     def seconds(counts: tuple[int, ...]) -> float:
         layout = PredictionLayout(**plan.layout.model_dump(), layers_per_stage=counts)
         return predict(
-            slowed(profile, counts, of_stages), cluster, job, layout
+            slow_down_stages(profile, counts, of_stages), cluster, job, layout
         ).prediction.step_seconds
 
     every = [counts for counts in product(range(1, 8), repeat=4) if sum(counts) == 10]
@@ -193,12 +169,12 @@ def test_ranks_on_different_devices_lose_layers(
     def seconds(counts: tuple[int, ...]) -> float:
         layout = PredictionLayout(**plan.layout.model_dump(), layers_per_stage=counts)
         return predict(
-            slowed(model, counts, slowdown), plan.cluster, step, layout
+            slow_down_stages(model, counts, slowdown), plan.cluster, step, layout
         ).prediction.step_seconds
 
     now = seconds(tuple(len(stage.layers) for stage in plan.stages))
     best = min(seconds((first, 8 - first)) for first in range(1, 8))
-    found = rebalanced(plan, model, slowdown)
+    found = rebalance_layers(plan, model, slowdown)
     if slowdown == (1, 2):
         assert (found, best) == (None, now), "the slow device has one layer already"
         return
@@ -223,7 +199,7 @@ def test_orders_of_their_own_are_made_anew() -> None:
     step = tiny_job().model_copy(update={"constraints": wish})
     plan = search_plan(make_request(model, machines, step), model)
     assert isinstance(plan, Plan)
-    found = rebalanced(plan, model, (1.0, 3.0))
+    found = rebalance_layers(plan, model, (1.0, 3.0))
     assert found is not None
     assert found.seconds_then < found.seconds_now
     assert [len(stage.layers) for stage in found.plan.stages] > [3, 3]
@@ -231,18 +207,18 @@ def test_orders_of_their_own_are_made_anew() -> None:
     carried = found.plan.request.profile
     assert carried is not None
     assert check(found.plan, carried).ok
-    assert Replanner(plan, by_search).busy_seconds(plan)[0] > 0
+    assert DeviceReplanner(plan, local_search(plan)).busy_seconds(plan)[0] > 0
 
 
 def test_equal_ranks_keep_their_layers(plan: Plan) -> None:
     """Nothing is faster than the plan."""
     assert plan.request.profile is not None
-    assert rebalanced(plan, plan.request.profile, (1, 1, 1, 1)) is None
+    assert rebalance_layers(plan, plan.request.profile, (1, 1, 1, 1)) is None
 
 
 def test_a_plan_says_how_long_its_ranks_work(plan: Plan) -> None:
     """Eight micro-batches of three layers of 3 ms; the plan of slow ranks says it of them."""
-    replanner = Replanner(plan, by_search(plan))
+    replanner = DeviceReplanner(plan, local_search(plan))
     assert replanner.busy_seconds(plan) == pytest.approx([8 * 3 * 3e-3] * 4, rel=0.05)
     found = replanner.rebalance(plan, (1, 1, 1, 2))
     assert found is not None
@@ -272,7 +248,7 @@ def test_a_partition_that_the_job_fixes_stays() -> None:
         plan = search_plan(make_request(model, machines, step), model)
         assert isinstance(plan, Plan)
         assert [len(stage.layers) for stage in plan.stages] == [3, 3, 3, 3]
-        replanner = Replanner(plan, by_search(plan))
+        replanner = DeviceReplanner(plan, local_search(plan))
         with pytest.raises(UnsupportedError, match="the job fixes layers_per_stage"):
             replanner.rebalance(plan, (1, 1, 1, 2))
         plans.append(replanner.for_devices(3))

@@ -1,0 +1,1 @@
+"""Tests of re-planning while a run is going on."""
