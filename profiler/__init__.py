@@ -1,5 +1,7 @@
-"""Measures and counts what every layer of a model costs, and how fast devices reach each other."""
+"""Count or measure what every layer of a model costs, and how fast devices communicate."""
 
-from planner.profiler.low_bit import hush_torchao
+from planner.profiler import low_bit as _low_bit
 
-hush_torchao()  # before anything here imports transformers
+_low_bit.hush_torchao()  # before anything here imports transformers
+
+__all__: list[str] = []

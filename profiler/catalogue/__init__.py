@@ -16,6 +16,15 @@ from pydantic import Field
 from planner.errors import UnknownNameError
 from planner.spec.document import Document, parse
 
+__all__ = [
+    "CatalogueEntry",
+    "Network",
+    "NetworkInput",
+    "entry",
+    "find_family",
+    "names",
+]
+
 
 class NetworkInput(Document):
     """One tensor that a network takes."""

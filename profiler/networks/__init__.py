@@ -18,6 +18,17 @@ from planner.profiler.networks.resnet import resnet
 from planner.profiler.networks.unet import unet
 from planner.profiler.networks.vgg import vgg
 
+__all__ = [
+    "BUILDERS",
+    "amoebanet_d",
+    "build_network",
+    "dit",
+    "gnmt",
+    "resnet",
+    "unet",
+    "vgg",
+]
+
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "amoebanet-d": amoebanet_d,
     "dit": dit,

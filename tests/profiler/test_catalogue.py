@@ -280,7 +280,7 @@ def test_unknown_name_lists_close_ones():
 def test_listing_needs_no_torch():
     """Names and entries are read in an interpreter that never loads torch."""
     code = (
-        "import sys; from profiler import catalogue as c; [c.entry(n) for n in c.names()]; "
+        "import sys; from planner.profiler import catalogue as c; [c.entry(n) for n in c.names()]; "
         "print('torch' in sys.modules, 'transformers' in sys.modules)"
     )
     done = subprocess.run(
