@@ -213,7 +213,7 @@ def test_a_users_file_does_not_stand_for_a_package_of_ours(tmp_path: Path) -> No
     command = [
         *interpreter(tmp_path),
         "-c",
-        "import profiler, planner.executor; print('ours')",
+        "import planner.profiler, planner.executor; print('ours')",
     ]
     assert (
         subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
