@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planner.fidelity.capacity import reported_bytes
 from planner.fidelity.predict import predict_run
 from planner.fidelity.rows import Run
 from planner.spec.calibration import DEFAULT, Constants
@@ -50,15 +49,14 @@ class Decision:
 
 def decision(run: Run) -> Decision:
     """What a run that ran, or ran out of memory, tells."""
-    once, twice = (
-        predict_run(run, replace(DEFAULT, allocated_factor=factor)).prediction.memory
-        for factor in (1.0, 2.0)
-    )
+    plain = predict_run(run, replace(DEFAULT, allocated_factor=1.0))
+    doubled = predict_run(run, replace(DEFAULT, allocated_factor=2.0))
+    once, twice = plain.prediction.memory, doubled.prediction.memory
     scaled = tuple(
         float(b.peak_bytes - a.peak_bytes) for a, b in zip(once, twice, strict=True)
     )
     fixed = tuple(row.peak_bytes - more for row, more in zip(once, scaled, strict=True))
-    return Decision(fixed, scaled, reported_bytes(run.device), run.ran_out)
+    return Decision(fixed, scaled, plain.capacity_bytes, run.ran_out)
 
 
 def fit_decisions(decisions: Sequence[Decision]) -> Constants:

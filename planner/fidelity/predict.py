@@ -20,7 +20,6 @@ from planner.cost import (
 )
 from planner.cost.layers import LayoutCosts
 from planner.cost.workload import Workload, with_constants
-from planner.fidelity.capacity import reported_bytes
 from planner.fidelity.rows import Run
 from planner.profiler.transformer import Shard, TransformerCounter
 from planner.schedule import Schedule
@@ -38,6 +37,7 @@ class Predicted:
     run: Run
     prediction: Prediction
     capacity_bytes: int
+    """All memory of the device, as torch reports it; the prediction's `reserved_bytes` counts the context."""
     cached_bytes: float = 0.0
     block_activation_bytes: int = 0
     """What the first pipeline rank's blocks keep when it holds most, where memory was measured: what equations of
@@ -102,7 +102,8 @@ def predicted(
     run: Run, costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers]
 ) -> Predicted:
     """Step time and memory of a run whose layers are priced."""
-    capacity, cached = reported_bytes(run.device), costs.work.constants.cached_bytes
+    capacity = costs.work.device.memory_bytes
+    cached = costs.work.constants.cached_bytes
     activations = (
         0
         if run.memory_bytes is None

@@ -45,6 +45,7 @@ class DeviceSpec(Document):
     id: str = Field(min_length=1)
     name: str = ""
     memory_bytes: int = Field(gt=0, le=MOST_MEMORY_BYTES)
+    """All memory; of a GPU, what ``torch.cuda.get_device_properties(0).total_memory`` reports. Contains `reserved_bytes`."""
     peak_flops_per_second: dict[PeakType, Annotated[float, Field(gt=0)]] = Field(
         default_factory=dict
     )

@@ -3,6 +3,10 @@
 Figures are dense FLOPs and decimal bytes from the vendors' data sheets, each with its source; `achievable_fraction` is
 the best measured large bf16 matrix product over the peak (ml-engineering's MAMF table). fp32 is the rate of matrix
 products without tf32: of the CUDA cores on NVIDIA's devices, of the matrix cores on AMD's.
+
+`memory_bytes` is what `torch.cuda.get_device_properties(0).total_memory` reports, as a public log shows it; the smallest
+value commonly seen where drivers differ. The CUDA context, communicators and the allocator take their part of it:
+`reserved_bytes` of the cost model.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ ASSUMED = "assumed: no published measurement"
 SOURCES = {
     "peak_flops_per_second": "peak_source",
     "memory_bytes": "memory_source",
-    "memory_bandwidth_bytes_per_second": "memory_source",
+    "memory_bandwidth_bytes_per_second": "memory_bandwidth_source",
     "achievable_fraction": "achievable_source",
     "scale_up": "scale_up_source",
     "host_bandwidth_bytes_per_second": "host_source",

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from planner.fidelity.capacity import reported_bytes
 from planner.fidelity.metrics import Outcome
 from planner.fidelity.predict import predict_run
 from planner.fidelity.remarks import remarks_of
 from planner.fidelity.rows import Row, Run, run_of
 from planner.spec.calibration import DEFAULT
+from planner.spec.devices import catalogue
 from tests.fidelity.support import row, run
 
 NANOTRON: dict[str, object] = {
@@ -228,10 +228,27 @@ def test_a_device_of_unstated_type_is_asked_for_its_bytes_alone() -> None:
     assert not found.is_decided
 
 
-def test_a_device_holds_what_its_driver_reports() -> None:
-    """40 GB of an A100 are 39.4 GiB; a device that nobody quotes holds what its data sheet says."""
-    assert reported_bytes("a100-sxm4-40gb") == pytest.approx(39.39 * 2**30, rel=1e-6)
-    assert reported_bytes("b300-sxm-288gb") == 288_000_000_000
+def test_a_run_has_all_memory_that_the_driver_reports() -> None:
+    """The capacity of a run's device is its total memory in the catalogue, 79.1 GiB of an H100, without headroom."""
+    told = predict_run(run(hardware="H100-SXM5-80GB"), DEFAULT)
+    assert told.capacity_bytes == catalogue()["h100-sxm5-80gb"].spec.memory_bytes
+    assert told.capacity_bytes == pytest.approx(79.1 * 2**30, rel=1e-5)
+
+
+def test_the_context_is_counted_once() -> None:
+    """A peak contains `reserved_bytes` once; memory that torch allocated is the peak without it."""
+    told = predict_run(run(mem_gib=10, mem_kind="torch max_memory_allocated"), DEFAULT)
+    fullest = max(told.prediction.memory, key=lambda row: row.peak_bytes)
+    parts = (
+        fullest.parameters_bytes,
+        fullest.gradients_bytes,
+        fullest.optimizer_bytes,
+        fullest.activations_bytes,
+        fullest.temporary_bytes,
+    )
+    assert fullest.reserved_bytes > 0
+    assert fullest.peak_bytes == sum(parts) + fullest.reserved_bytes
+    assert told.memory_bytes == sum(parts)
 
 
 def test_cached_memory_shows_where_it_was_measured() -> None:

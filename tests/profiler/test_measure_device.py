@@ -19,12 +19,15 @@ from planner.profiler.measure_memory import available_memory_bytes
 from planner.spec.devices import catalogue
 
 GIB = 1 << 30
+MIB = 1 << 20
 
 
 @pytest.mark.parametrize(
     ("name", "memory_bytes", "identifier"),
     [
         ("NVIDIA H100 80GB HBM3", 79 * GIB, "h100-sxm5-80gb"),
+        ("NVIDIA H100 80GB HBM3", 81_559 * MIB, "h100-sxm5-80gb"),
+        ("NVIDIA H100", 97_270 * MIB, "h100-sxm5-96gb"),
         ("NVIDIA H100 PCIe", 79 * GIB, "h100-pcie-80gb"),
         ("NVIDIA H100 NVL", 93 * GIB, "h100-nvl-94gb"),
         ("NVIDIA H200", 139 * GIB, "h200-sxm-141gb"),
@@ -36,16 +39,20 @@ GIB = 1 << 30
         ("Tesla V100-SXM2-32GB", 31 * GIB, "v100-sxm2-32gb"),
         ("NVIDIA L4", 22 * GIB, "l4-24gb"),
         ("NVIDIA L40S", 44 * GIB, "l40s-48gb"),
+        ("NVIDIA L40S", 47 * GIB, "l40s-48gb"),
         ("NVIDIA A10G", 22 * GIB, "a10g-24gb"),
         ("NVIDIA GeForce RTX 4090", 23 * GIB, "rtx4090-24gb"),
-        ("NVIDIA B200", 178 * GIB, "b200-sxm-180gb"),
+        ("NVIDIA B200", 183_359 * MIB, "b200-sxm-180gb"),
+        ("NVIDIA GB200", 187 * GIB, "gb200-nvl72-186gb"),
+        ("NVIDIA GH200 480GB", 97_871 * MIB, "gh200-96gb"),
         ("AMD Instinct MI300X", 191 * GIB, "mi300x-192gb"),
     ],
 )
 def test_gpus_are_found_by_name_form_and_memory(
     name: str, memory_bytes: int, identifier: str
 ) -> None:
-    """What torch calls a GPU leads to its entry; form factor and memory tell sizes of one model apart."""
+    """What torch calls a GPU leads to its entry, with the memory of torch or of nvidia-smi, with or without ECC; form
+    factor and memory tell sizes of one model apart."""
     found = match_catalogue(name, memory_bytes)
     assert found == catalogue()[identifier].spec
     assert is_in_catalogue(found)
@@ -53,7 +60,11 @@ def test_gpus_are_found_by_name_form_and_memory(
 
 @pytest.mark.parametrize(
     ("name", "memory_bytes"),
-    [("NVIDIA GeForce GTX 1080", 8 * GIB), ("NVIDIA H100 80GB HBM3", 40 * GIB)],
+    [
+        ("NVIDIA GeForce GTX 1080", 8 * GIB),
+        ("NVIDIA H100 80GB HBM3", 40 * GIB),
+        ("NVIDIA GeForce RTX 4090", 47 * GIB),
+    ],
 )
 def test_unknown_gpus_are_not_guessed(name: str, memory_bytes: int) -> None:
     """A GPU of no entry, or one with half the memory of its entry (a MIG slice), has no data sheet."""

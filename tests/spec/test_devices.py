@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from importlib.resources import files
 from typing import Any
 
@@ -68,6 +69,49 @@ def test_every_figure_has_a_source(identifier: str) -> None:
     assert (spec.sources["achievable_fraction"] == ASSUMED) == (
         spec.achievable_fraction == DEFAULT_ACHIEVABLE_FRACTION
     )
+
+
+@pytest.mark.parametrize("identifier", catalogue())
+def test_memory_has_a_source_of_its_own(identifier: str) -> None:
+    """Capacity cites where torch reported it, or says that torch did not; bandwidth cites the data sheet."""
+    sources = catalogue()[identifier].spec.sources
+    memory = sources["memory_bytes"]
+    assert memory != sources["memory_bandwidth_bytes_per_second"]
+    assert "torch" in memory
+
+
+@pytest.mark.parametrize("identifier", catalogue())
+def test_memory_is_the_figure_of_its_source(identifier: str) -> None:
+    """The first figure of the source, in GiB, MiB or bytes, is the capacity, to the last digit that is printed."""
+    spec = catalogue()[identifier].spec
+    found = re.search(r"([\d,.]+) (GiB|MiB|bytes)", spec.sources["memory_bytes"])
+    assert found is not None
+    digits = found[1].replace(",", "")
+    unit_bytes = {"GiB": 1 << 30, "MiB": 1 << 20, "bytes": 1}[found[2]]
+    decimals = len(digits.partition(".")[2])
+    assert spec.memory_bytes / unit_bytes == pytest.approx(
+        float(digits), abs=0.51 * 10**-decimals
+    )
+
+
+@pytest.mark.parametrize(
+    "identifier",
+    [
+        identifier
+        for identifier, device in catalogue().items()
+        if device.vendor == "NVIDIA" and not identifier.startswith("rtx")
+    ],
+)
+def test_memory_is_near_the_nominal_size(identifier: str) -> None:
+    """NVIDIA's data-center GPUs report 0.93 to 1.075 of the gigabytes in their name."""
+    nominal_bytes = int(identifier.rpartition("-")[2].removesuffix("gb")) * 10**9
+    memory_bytes = catalogue()[identifier].spec.memory_bytes
+    assert 0.93 < memory_bytes / nominal_bytes < 1.075
+
+
+def test_an_h100_has_what_torch_reports() -> None:
+    """79.1 GiB, not the 80e9 bytes of the data sheet nor the 81,559 MiB of nvidia-smi."""
+    assert find_device("h100-sxm5-80gb").memory_bytes == 80_998 << 20
 
 
 def test_measured_fractions_are_those_of_the_cited_figure() -> None:
