@@ -19,7 +19,7 @@ from planner.cost import (
     workload,
 )
 from planner.cost.mixed import columns_of
-from planner.schedule import Durations, Schedule
+from planner.schedule import Durations, Schedule, find
 from planner.spec import ModelProfile, Plan
 from planner.spec.profile import RecomputeMode
 
@@ -48,7 +48,10 @@ def micro_batch_seconds(plan: Plan, profile: ModelProfile) -> WorkTable:
     """Return the seconds of the forward and backward passes of one micro-batch."""
     work = workload(profile, plan.cluster, plan.request.job)
     costs = layout_costs(work, plan.layout)
-    schedule = order_of(costs, plan.actions)
+    # Only a synthesized order must be read from the plan's actions. They do not show
+    # which copy of a stage a bidirectional schedule runs.
+    is_synthesized = find(plan.layout.schedule).needs_durations
+    schedule = order_of(costs, plan.actions if is_synthesized else ())
     stage_map = _stage_map(plan, profile)
 
     def row(column: LayoutCosts) -> list[float]:
