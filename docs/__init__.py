@@ -1,0 +1,1 @@
+"""The documentation, and the command that generates its reference."""
