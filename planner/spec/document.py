@@ -1,11 +1,15 @@
-"""Reading documents: JSON for machines, YAML or TOML for people; every mistake named with its field and hint."""
+"""Documents: their base class, their canonical JSON, and reading them from files.
+
+JSON is for machines, YAML and TOML for people. An error names every wrong field with
+its value and a hint; a syntax error names line and column.
+"""
 
 from __future__ import annotations
 
 import difflib
 import hashlib
 import json
-import tomllib
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,22 +18,24 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from planner.errors import DocumentError, Problem
+from planner.spec.syntax import TextError, format_of, parse_text
 
 Location = tuple[int | str, ...]
 """Keys and indices that lead to a value."""
 MOST_MISTAKES = 200
-"""That are looked at: hundreds of thousands of unknown fields are one mistake, and each takes its time to tell."""
+"""Mistakes that are reported: a document can have hundreds of thousands."""
+MOST_MISSING = 3
+"""Missing fields of one document that are listed one by one."""
 DocumentType = TypeVar("DocumentType", bound="Document")
 
-
 MOST_BYTES = 1 << 50
-"""1 PiB of one layer: beyond any machine, and thousands of them still add up within 64 bits."""
+"""Most bytes of one layer (1 PiB): sums over many layers stay within 64 bits."""
 MOST_MEMORY_BYTES = 1 << 60
-"""Of a device or host; what has room for everything may be written so, within 64 bits."""
+"""Most memory of a device or host, within 64 bits; use it for unlimited memory."""
 
 
 class Document(BaseModel):
-    """Base of every document: immutable, and an unknown field is an error."""
+    """Base class of every document: immutable, without unknown fields."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -40,19 +46,22 @@ class Document(BaseModel):
     )
 
     def canonical_json(self) -> str:
-        """The document's one JSON text; see the function of this name."""
+        """Return the canonical JSON text of this document."""
         return plain_json(self.model_dump(mode="json", by_alias=True))
 
 
 def canonical_json(value: Any) -> str:
-    """The one JSON text of a value: sorted keys, no white space, no NaN (in the spirit of RFC 8785)."""
+    """Return the canonical JSON text of a document or of plain data.
+
+    Keys are sorted; there is no white space and no NaN (in the spirit of RFC 8785).
+    """
     if isinstance(value, Document):
         return value.canonical_json()
     return plain_json(value)
 
 
 def plain_json(value: Any) -> str:
-    """Canonical JSON of plain data."""
+    """Return the canonical JSON text of plain data."""
     return json.dumps(
         value,
         sort_keys=True,
@@ -63,104 +72,161 @@ def plain_json(value: Any) -> str:
 
 
 def digest(value: Any) -> str:
-    """sha256 of the canonical JSON, as lower-case hex."""
+    """Return the sha256 of the canonical JSON, as lower-case hex."""
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
 
 def parse(kind: type[DocumentType], data: Any, *, where: str = "") -> DocumentType:
-    """Check plain data against a document type.
+    """Validate plain data as a document.
+
+    Args:
+        kind: the type of document.
+        data: plain data, as JSON has it.
+        where: path of the file, or name of the field; precedes the field in errors.
 
     Raises:
-        DocumentError: one `Problem` per wrong field, each with its path, value and hint.
+        DocumentError: one `Problem` per wrong field with its path, value and hint, or a
+            single one when the data are a document of another kind.
     """
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        problems = problems_of(error, kind, data, prefix=where)
+        problems = _problems_of_document(error, kind, data, where)
         raise DocumentError("", problems=problems) from None
 
 
+def _problems_of_document(
+    error: ValidationError, kind: type[BaseModel], data: Any, where: str
+) -> tuple[Problem, ...]:
+    from planner.spec.kinds import problem_of_kind  # imports every document type
+
+    other_kind = problem_of_kind(kind, data, where)
+    if other_kind is not None:
+        return (other_kind,)
+    if not isinstance(data, dict):
+        return (_problem_of_content(data, where),)
+    located = _summarise_missing(located_problems(error, kind, data))
+    return tuple(_with_prefix(problem, where) for problem in located)
+
+
+def _problem_of_content(data: Any, where: str) -> Problem:
+    """The problem that a document is not an object with named fields."""
+    if data is None:
+        return Problem(where, "is empty.", "write the fields of the document.")
+    message = f"has {_short(data)} in place of named fields."
+    return Problem(where, message, "write the fields of the document by name.")
+
+
+def _summarise_missing(
+    located: Sequence[tuple[Location, Problem]],
+) -> Iterator[Problem]:
+    """Replace many missing fields of one document by one problem that lists them."""
+    missing: dict[Location, list[str]] = {}
+    for location, problem in located:
+        if problem.message == _MISSING:
+            missing.setdefault(location[:-1], []).append(str(location[-1]))
+    for location, problem in located:
+        names = missing.get(location[:-1], [])
+        if problem.message != _MISSING or len(names) <= MOST_MISSING:
+            yield problem
+        elif location[-1] == names[0]:
+            message = f"{len(names)} fields are missing: {', '.join(names)}."
+            yield Problem(path_of(location[:-1]), message, "add them.")
+
+
 def read(kind: type[DocumentType], path: str | Path) -> DocumentType:
-    """Read a document of this type from a ``.json``, ``.yaml``, ``.yml`` or ``.toml`` file (``-``: JSON on stdin)."""
+    """Read a document from a file.
+
+    Args:
+        kind: the type of document.
+        path: a ``.json``, ``.yaml``, ``.yml`` or ``.toml`` file; ``-``: JSON on stdin.
+
+    Raises:
+        DocumentError: the file cannot be read, or is no document of this type.
+    """
     return parse(kind, read_data(path), where=str(path))
 
 
 def read_data(path: str | Path) -> Any:
-    """Plain data of a file.
+    """Read plain data from a file, whose format its name ends with.
 
     Raises:
-        DocumentError: the file is missing, not text, or not in the format that its name ends with.
+        DocumentError: the file is missing, is not text, or has a syntax error.
     """
     path = Path(path)
+    form = format_of(path)
     text = _read_text(path)
     try:
-        if path.suffix in (".yaml", ".yml"):
-            return _parse_yaml(text)
-        if path.suffix == ".toml":
-            return tomllib.loads(text)
-        return json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        form = {".toml": "TOML", ".yaml": "YAML", ".yml": "YAML"}.get(
-            path.suffix, "JSON"
-        )
+        return parse_text(text, form)
+    except TextError as error:
+        place = "the file" if error.line is None else f"line {error.line}"
         raise DocumentError(
             f"is not valid {form}: {error}.",
             field=str(path),
-            hint=f"write the file as {form}, or restore it.",
+            hint=f"correct {place}.",
         ) from None
 
 
 def _read_text(path: Path) -> str:
+    if str(path) == "-":
+        return sys.stdin.read()
     try:
-        if str(path) == "-":
-            import sys
-
-            return sys.stdin.read()
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise DocumentError(
-            "there is no such file.", field=str(path), hint="check the path."
+            "there is no such file.", field=str(path), hint=_nearest_file(path)
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError:
         raise DocumentError(
-            f"cannot be read: {error}.",
+            "is not text in UTF-8.",
             field=str(path),
-            hint="give a readable text file.",
+            hint="give a JSON, YAML or TOML file.",
+        ) from None
+    except OSError as error:
+        raise DocumentError(
+            f"cannot be read: {error.strerror or error}.",
+            field=str(path),
+            hint="give a readable file.",
         ) from None
 
 
-def _parse_yaml(text: str) -> Any:
-    import yaml
-
+def _nearest_file(path: Path) -> str:
+    """The hint for a missing file: a file of the folder with a similar name."""
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from None
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a JSON number")
+        names = [each.name for each in path.parent.iterdir()]
+    except OSError:
+        return "check the path."
+    close = difflib.get_close_matches(path.name, names, n=1)
+    return f"did you mean '{path.parent / close[0]}'?" if close else "check the path."
 
 
 def problems_of(
     error: ValidationError, kind: type[BaseModel], data: Any, *, prefix: str = ""
 ) -> tuple[Problem, ...]:
-    """One `Problem` per mistake that pydantic found in the data; `prefix` stands before every field."""
-    return tuple(
-        replace(
-            problem, field=": ".join(part for part in (prefix, problem.field) if part)
-        )
-        for _, problem in located_problems(error, kind, data)
-    )
+    """Return one `Problem` per mistake that pydantic found in the data.
+
+    Args:
+        error: what pydantic raised.
+        kind: the type that the data were validated as.
+        data: the data.
+        prefix: precedes every field.
+    """
+    located = located_problems(error, kind, data)
+    return tuple(_with_prefix(problem, prefix) for _, problem in located)
+
+
+def _with_prefix(problem: Problem, prefix: str) -> Problem:
+    parts = (prefix, problem.field)
+    return replace(problem, field=": ".join(part for part in parts if part))
 
 
 def located_problems(
     error: ValidationError, kind: type[BaseModel], data: Any
 ) -> tuple[tuple[Location, Problem], ...]:
-    """The same with where each mistake stands in the data.
+    """Return one `Problem` per mistake, with its location in the data.
 
-    Of a union, only what is wrong with the branch that went furthest is told, and each thing once; of very many, the
-    first.
+    Of a union, only the mistakes of the branch that matches best are returned. Of more
+    than `MOST_MISTAKES` mistakes, the first are returned.
     """
     several: dict[Location, list[Any]] = {}
     for details in error.errors(include_url=False)[:MOST_MISTAKES]:
@@ -181,10 +247,10 @@ def located_problems(
 
 
 def _real_location(details: Any, data: Any) -> Location:
-    """Drop the names of union branches that pydantic mixes into the path: no such key stands in the data."""
+    """Drop the names of union branches from pydantic's path: they are no keys."""
     real: list[int | str] = []
     for part in details["loc"]:
-        if isinstance(data, list | dict) and _stands_in(part, data):
+        if isinstance(data, list | dict) and _has(data, part):
             data = data[part]
             real.append(part)
     if details["type"] == "missing":
@@ -192,7 +258,7 @@ def _real_location(details: Any, data: Any) -> Location:
     return tuple(real)
 
 
-def _stands_in(part: int | str, data: list[Any] | dict[str, Any]) -> bool:
+def _has(data: list[Any] | dict[str, Any], part: int | str) -> bool:
     if isinstance(data, dict):
         return part in data
     return isinstance(part, int) and part < len(data)
@@ -201,17 +267,19 @@ def _stands_in(part: int | str, data: list[Any] | dict[str, Any]) -> bool:
 def _problems_at(
     several: Sequence[Any], kind: type[BaseModel], location: Location
 ) -> Iterator[Problem]:
-    """What is wrong with one value. Of a union: what a rule of ours says; else what it may be, in one sentence."""
+    """The problems of one value, which pydantic reports once per branch of a union.
+
+    If a validator of ours rejects the value, only its message is used. Otherwise one
+    problem lists the types that are allowed.
+    """
     ruled = [details for details in several if details["type"] == "value_error"]
-    words = [_TYPES.get(details["type"].split("_")[0], "") for details in several]
-    if len(several) > 1 and not ruled and all(words):
-        *others, last = dict.fromkeys(words)
-        wanted = f"{', '.join(others)}{' or ' * bool(others)}{last}"
-        yield Problem(
-            path_of(location),
-            f"is no value of this field, got {_short(several[0].get('input'))}.",
-            f"give {wanted}.",
-        )
+    names = [_TYPES.get(details["type"].split("_")[0], "") for details in several]
+    if len(several) > 1 and not ruled and all(names):
+        *others, last = dict.fromkeys(names)
+        wanted = f"{', '.join(others)} or {last}" if others else last
+        value = _short(several[0].get("input"))
+        message = f"is not a value of this field, got {value}."
+        yield Problem(path_of(location), message, f"give {wanted}.")
         return
     for details in ruled or several:
         yield _problem(details, kind, location)
@@ -227,7 +295,8 @@ _TYPES = {
     "tuple": "a list",
     "list": "a list",
 }
-"""What pydantic's types of errors ask for, by their first word."""
+"""Type that a value must have, by the first word of pydantic's error type."""
+_MISSING = "the field is missing."
 
 
 def _problem(details: Any, kind: type[BaseModel], location: Location) -> Problem:
@@ -238,7 +307,7 @@ def _problem(details: Any, kind: type[BaseModel], location: Location) -> Problem
         hint = unknown_field_hint(str(location[-1]), known)
         return Problem(field, f"unknown field (value {value}).", hint)
     if details["type"] == "missing":
-        return Problem(field, "the field is missing.", "add it.")
+        return Problem(field, _MISSING, "add it.")
     message = details["msg"].removeprefix("Value error, ").rstrip(".")
     if details["type"] == "value_error":
         return _broken_rule(field, message, details.get("input"))
@@ -246,15 +315,16 @@ def _problem(details: Any, kind: type[BaseModel], location: Location) -> Problem
 
 
 def _broken_rule(field: str, text: str, given: Any) -> Problem:
-    """The problem that a validator of ours reports as ``what is wrong; what to write``."""
+    """The problem of a validator's message, ``what is wrong; what to write``."""
     message, _, action = text.partition("; ")
-    if not isinstance(given, dict | BaseModel):  # a whole document would be too long
+    is_document = isinstance(given, dict | BaseModel)
+    if not is_document and _short(given) not in message:
         message = f"{message}, got {_short(given)}"
     return Problem(field, f"{message}.", f"{action}." if action else "")
 
 
 def unknown_field_hint(name: str, known: Sequence[str]) -> str:
-    """What to do about a field that a document does not have."""
+    """Return the hint for an unknown field: the known field with the nearest name."""
     if not known:
         return "remove it."
     fields = ", ".join(known)
@@ -264,16 +334,15 @@ def unknown_field_hint(name: str, known: Sequence[str]) -> str:
     return f"remove it, or use one of: {fields}."
 
 
+_BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+"""Relation of a bound, by its name in pydantic's error context."""
+
+
 def _hint(details: Any) -> str:
     context = details.get("ctx", {})
-    for key, words in (
-        ("ge", "at least"),
-        ("gt", "more than"),
-        ("le", "at most"),
-        ("lt", "less than"),
-    ):
+    for key, relation in _BOUNDS.items():
         if key in context:
-            return f"give a number {words} {context[key]}."
+            return f"give a number {relation} {context[key]}."
     if "expected" in context:
         return f"give {context['expected']}."
     if details["type"].startswith("bool_"):
@@ -284,12 +353,13 @@ def _hint(details: Any) -> str:
 
 
 def path_of(location: Location) -> str:
-    """``("stages", 0, "index")`` -> ``stages[0].index``."""
+    """Return a location as text: ``("stages", 0, "index")`` -> ``stages[0].index``."""
     text = ""
     for part in location:
-        text += (
-            f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
-        )
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += f".{part}" if text else part
     return text
 
 
@@ -299,7 +369,7 @@ def _short(value: Any) -> str:
 
 
 def _fields_at(kind: type[BaseModel], location: Location) -> list[str]:
-    """Names of the fields of the document that stands at `location` inside `kind`, as far as it can be told."""
+    """Names of the fields of the document at `location` in `kind`; empty if unknown."""
     current: Any = kind
     for part in location:
         if isinstance(part, int):

@@ -1,4 +1,4 @@
-"""Reading documents: every mistake is told with its field, its value and its hint, and told once."""
+"""Reading documents: every mistake is reported once, with field, value and hint."""
 
 from __future__ import annotations
 
@@ -8,8 +8,19 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from planner.errors import DocumentError
-from planner.spec import Cluster, Job, ModelProfile, canonical_json, digest, parse, read
+from planner.errors import DocumentError, Problem
+from planner.spec import (
+    SCHEMAS,
+    Cluster,
+    Job,
+    ModelProfile,
+    Plan,
+    canonical_json,
+    digest,
+    parse,
+    read,
+)
+from planner.spec.kinds import recognise
 from tests.builders import layer, profile
 from tests.strategies import models
 
@@ -28,7 +39,7 @@ def mistakes(kind: Any, data: Any) -> list[tuple[str, str, str]]:
 
 
 def test_unknown_field_is_named_with_those_that_are_known() -> None:
-    """A misspelt field is told with its value, and the fields of that very document are listed."""
+    """The problem has its value, and the hint lists the fields of that document."""
     [(field, message, hint)] = mistakes(
         Cluster, {"node_groups": [GROUP | {"nodse": 3}]}
     )
@@ -46,10 +57,10 @@ def test_unknown_field_is_named_with_those_that_are_known() -> None:
         (1.5, "valid integer", "unit that the field's name ends with"),
     ],
 )
-def test_a_mistake_inside_a_choice_of_types_is_told_once(
+def test_a_mistake_inside_a_union_is_reported_once(
     value: Any, message: str, hint: str
 ) -> None:
-    """A device may be an id or a data sheet; of a wrong data sheet only the wrong field is told."""
+    """A device is an id or a data sheet; only the wrong field of the sheet is named."""
     [found] = mistakes(
         Cluster, {"node_groups": [GROUP | {"device": DEVICE | {"memory_bytes": value}}]}
     )
@@ -66,8 +77,8 @@ def test_a_mistake_inside_a_choice_of_types_is_told_once(
         ([1, 2.5], "give true or false, a whole number or a word."),
     ],
 )
-def test_a_value_of_no_type_of_a_choice_is_told_once(value: Any, said: str) -> None:
-    """A constraint takes values of many types; of a wrong one a rule's own words are told, else all types at once."""
+def test_a_value_of_no_type_of_a_union_is_reported_once(value: Any, said: str) -> None:
+    """A constraint takes many types; one problem has the rule, or all the types."""
     [found] = mistakes(
         Job, {"global_batch_size": 8, "constraints": {"micro_batch_size": value}}
     )
@@ -77,18 +88,164 @@ def test_a_value_of_no_type_of_a_choice_is_told_once(value: Any, said: str) -> N
 
 @pytest.mark.parametrize("headroom", [1, 5, 100])
 def test_a_headroom_in_per_cent_is_no_bytes(headroom: float) -> None:
-    """5 for 5 % was taken for 5 bytes: no headroom at all."""
+    """A 5 for 5 % was read as 5 bytes."""
     [found] = mistakes(Job, {"global_batch_size": 8, "memory_headroom": headroom})
     assert found[0] == "memory_headroom"
     assert f"{headroom} % is {headroom / 100:g}" in found[1]
 
 
-def test_every_mistake_is_told() -> None:
+def test_every_mistake_is_reported() -> None:
     """Two mistakes are two problems."""
     assert {field for field, _, _ in mistakes(Job, {"sequence_length": -1})} == {
         "global_batch_size",
         "sequence_length",
     }
+
+
+def read_problems(kind: Any, path: Path) -> list[Problem]:
+    """The problems of a file."""
+    with pytest.raises(DocumentError) as caught:
+        read(kind, path)
+    return list(caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line", "column"),
+    [
+        ("job.yaml", "global_batch_size: 8\nsequence_length: 8: 9\n", 2, 19),
+        ("job.yaml", "a: [1,\n  2\nb: 3\n", 3, 2),
+        ("job.yaml", "a: 1\n\tb: 2\n", 2, 1),
+        ("job.yaml", "a: 1\nb: \x07\n", 2, 4),
+        ("job.json", '{"a": 1,\n "b": }', 2, 7),
+        ("job.toml", "a = 1\nb = \n", 2, 5),
+    ],
+)
+def test_a_syntax_error_names_file_line_and_column(
+    tmp_path: Path, name: str, text: str, line: int, column: int
+) -> None:
+    """The field is the file; the message has the place in it, and the hint the line."""
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    [problem] = read_problems(Job, path)
+    assert problem.field == str(path)
+    assert f"line {line}, column {column}: " in problem.message
+    assert "unicode string" not in problem.message
+    assert f"line {line}" in problem.hint
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"", b"- 1\n- 2\n", b"word"])
+def test_a_file_without_fields_is_one_problem(tmp_path: Path, content: bytes) -> None:
+    """Binary, empty and list files are named, without a field of the document."""
+    path = tmp_path / "job.yaml"
+    path.write_bytes(content)
+    [problem] = read_problems(Job, path)
+    assert problem.field == str(path)
+    assert problem.hint
+
+
+def test_values_nested_too_deeply_are_a_document_error(tmp_path: Path) -> None:
+    """A text of ten thousand brackets is no crash of the parser."""
+    path = tmp_path / "job.json"
+    path.write_text("[" * 100_000 + "]" * 100_000, encoding="utf-8")
+    [problem] = read_problems(Job, path)
+    assert "JSON" in problem.message
+
+
+def test_a_missing_file_suggests_its_neighbour(tmp_path: Path) -> None:
+    """The hint names the file of the folder with the nearest name."""
+    (tmp_path / "cluster.yaml").write_text("name: c\n", encoding="utf-8")
+    [problem] = read_problems(Cluster, tmp_path / "clustr.yaml")
+    assert str(tmp_path / "cluster.yaml") in problem.hint
+
+
+JOB = {"global_batch_size": 8, "sequence_length": 64, "precision": "bf16-mixed"}
+LINK = {"latency_seconds": 1e-6, "bandwidth_bytes_per_second": 1e9}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "data", "kinds", "command"),
+    [
+        ("plan", JOB, ("job", "plan"), "planner plan MODEL --job {path}"),
+        (
+            "plan",
+            {"name": "c", "node_groups": [GROUP]},
+            ("cluster", "plan"),
+            "planner plan MODEL --cluster {path}",
+        ),
+        ("job", {"node_groups": [GROUP]}, ("cluster", "job"), "--cluster"),
+        ("cluster", JOB, ("job", "cluster"), "--job"),
+        ("layout", JOB, ("job", "layout"), "--job"),
+        ("plan", {"tensor_parallel_degree": 8}, ("layout", "plan"), "planner plan"),
+        ("links", LINK, ("link", "links"), "planner links"),
+        ("profile", DEVICE, ("device", "profile"), "planner profile"),
+    ],
+)
+def test_a_document_of_another_kind_is_one_problem(
+    tmp_path: Path, wanted: str, data: Any, kinds: tuple[str, str], command: str
+) -> None:
+    """Both kinds are named, and the hint says what to do with the file."""
+    path = tmp_path / "document.json"
+    path.write_text(canonical_json(data), encoding="utf-8")
+    [problem] = read_problems(SCHEMAS[wanted], path)
+    assert problem.field == str(path)
+    assert [kind for kind in kinds if kind not in problem.message] == []
+    assert command.format(path=path) in problem.hint
+
+
+@pytest.mark.parametrize("found", sorted(SCHEMAS))
+@pytest.mark.parametrize("wanted", sorted(SCHEMAS))
+def test_a_document_is_never_of_another_kind_than_its_own(
+    wanted: str, found: str
+) -> None:
+    """The fields of a kind are recognised as that kind, or as none."""
+    fields = SCHEMAS[found].model_fields.items()
+    data = {field.alias or name: object() for name, field in fields}
+    expected = {None} if wanted == found else {found, None}
+    assert recognise(data, SCHEMAS[wanted]) in expected
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"global_batch_siez": 8},
+        {"global_batch_size": -1, "sequence_length": 64},
+        {"global_batch_size": 8, "node_groups": []},
+        {"anything": 1, "else": 2},
+        {},
+    ],
+)
+def test_a_faulty_job_is_still_a_job(data: Any) -> None:
+    """Misspelled, wrong and unknown fields are reported as such."""
+    assert all("not a job" not in message for _, message, _ in mistakes(Job, data))
+
+
+def test_a_misspelled_field_gets_a_suggestion() -> None:
+    """The hint names the nearest field of that document."""
+    found = mistakes(Job, {"global_batch_size": 8, "sequence_lenght": 64})
+    [(field, _, hint)] = found
+    assert field == "sequence_lenght"
+    assert "'sequence_length'" in hint
+
+
+def test_many_missing_fields_are_one_problem() -> None:
+    """A nearly empty plan is one problem that lists what is missing."""
+    [(field, message, hint)] = mistakes(Plan, {"id": "x"})
+    required = {
+        name for name, each in Plan.model_fields.items() if each.is_required()
+    } - {"id"}
+    assert field == ""
+    assert [name for name in required if name not in message] == []
+    assert str(len(required)) in message
+    assert hint
+
+
+def test_many_missing_fields_inside_a_document_name_their_place() -> None:
+    """The problem's field is the path of the inner document."""
+    [(field, message, _)] = mistakes(
+        Cluster, {"node_groups": [GROUP | {"device": DEVICE, "intra_node": {}}, {}]}
+    )[-1:]
+    assert field.startswith("node_groups[1]")
+    assert "missing" in message
 
 
 @pytest.mark.parametrize(
@@ -100,17 +257,17 @@ def test_every_mistake_is_told() -> None:
         ("a.toml", "a = ", "is not valid TOML"),
     ],
 )
-def test_corrupted_files_are_told_by_their_format(
+def test_corrupted_files_name_their_format(
     tmp_path: Path, name: str, text: str, said: str
 ) -> None:
-    """A file that cannot be read as its name ends names the format and the place."""
+    """The problem of a file that cannot be parsed names its format."""
     path = tmp_path / name
     path.write_text(text, encoding="utf-8")
     with pytest.raises(DocumentError, match=said):
         read(Job, path)
 
 
-def test_missing_file_is_told(tmp_path: Path) -> None:
+def test_missing_file_is_named(tmp_path: Path) -> None:
     """A path that leads nowhere is named."""
     with pytest.raises(DocumentError, match="there is no such file"):
         read(Job, tmp_path / "none.json")
@@ -166,7 +323,7 @@ def test_skip_edges_must_go_forward_and_name_layers() -> None:
 @settings(max_examples=20)
 @given(models())
 def test_profiles_write_shared_rows_once(model: ModelProfile) -> None:
-    """The text of a profile, put together from its parts, is that of its plain data."""
+    """The text of a profile, joined from its parts, is that of its plain data."""
     rows = {layer.kind: layer.measurements for layer in model.layers}
     layers = tuple(
         layer.model_copy(update={"measurements": rows[layer.kind]})
@@ -179,16 +336,16 @@ def test_profiles_write_shared_rows_once(model: ModelProfile) -> None:
 
 
 def test_profiles_keep_their_ids_without_a_reason_for_whole_sequences() -> None:
-    """A field that profiles did not always have counts where it says something."""
+    """A newer field of profiles enters the id only if it has a value."""
     plain = profile(layer())
     assert "whole_sequences" not in plain.canonical_json()
-    told = plain.model_copy(update={"whole_sequences": "attends to later tokens"})
-    assert '"whole_sequences":"attends to later tokens"' in told.canonical_json()
-    assert digest(told) != digest(plain)
+    reasoned = plain.model_copy(update={"whole_sequences": "attends to later tokens"})
+    assert '"whole_sequences":"attends to later tokens"' in reasoned.canonical_json()
+    assert digest(reasoned) != digest(plain)
 
 
 def test_numbers_that_no_machine_has() -> None:
-    """Bytes and samples beyond all reason are refused by their field; they ended in an OverflowError."""
+    """Absurd numbers of bytes and samples are refused; they caused an OverflowError."""
     with pytest.raises(DocumentError, match="global_batch_size"):
         parse(Job, {"global_batch_size": 10**100})
     group = {
@@ -201,7 +358,7 @@ def test_numbers_that_no_machine_has() -> None:
 
 
 def test_fields_are_described() -> None:
-    """A field's docstring is its description in the JSON Schema, and so in openapi.json."""
+    """A field's docstring is its description in the JSON Schema and openapi.json."""
     assert (
         "Samples per optimizer step"
         in Job.model_json_schema()["properties"]["global_batch_size"]["description"]
