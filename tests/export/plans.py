@@ -8,6 +8,7 @@ from typing import Any
 from planner.profiler.counted import counted_profile
 from planner.search import make_request, plan_layout
 from planner.spec import Cluster, Job, ModelProfile, Options, Plan, PredictionLayout
+from planner.spec.devices import find_device
 
 
 def one_node(devices: int) -> Cluster:
@@ -117,7 +118,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "micro_batch_size": 4,
         "recompute": "per-layer",
         "layers_per_stage": (11, 3),
-        "headroom": 0.9502,
+        "headroom": find_device("h100-sxm5-80gb").memory_bytes - 3_984_000_000,
     },
     "full-recompute": {"data_parallel_degree": 2, "recompute": "full"},
     "selective-recompute": {"data_parallel_degree": 2, "recompute": "selective"},
