@@ -7,6 +7,7 @@ from planner.cost.memory import (
     RECEIVE_BUFFERS,
     StageLayers,
     held_units,
+    receive_buffers,
     reserved_bytes,
     stage_memory,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "predict_step",
     "price",
     "rank_memory",
+    "receive_buffers",
     "reserved_bytes",
     "schedule_of",
     "stage_durations",

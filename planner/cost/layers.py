@@ -9,7 +9,7 @@ Those of one layer are equations (T1) to (T4) and (T6) to (T8) of `planner.cost.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -37,6 +37,10 @@ Rows = tuple[dict[RecomputeMode, Measurement], ...]
 """Of the profile, by layer and recompute mode."""
 Layers = tuple[dict[RecomputeMode, LayerCost], ...]
 """By layer and recompute mode; identical layers share one dict."""
+
+
+ACCUMULATED_BYTES = 4
+"""Per element, of gradients that the micro-batches add up before they are scattered: fp32."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,39 @@ class LayoutCosts:
     def on_stage(self, stage: int) -> LayoutCosts:
         """The costs on the pipeline rank of a stage."""
         return self.ranks[self.stage_ranks[stage]] if self.ranks else self
+
+    @cached_property
+    def waiting_ticks(self) -> int:
+        """Return the ticks that an action waits for its neighbours: equation (S1)."""
+        layout = self.layout
+        if layout.pipeline_parallel_degree * layout.virtual_stages_per_rank == 1:
+            return 0
+        return ticks(self.work.constants.transfer_seconds / 2)
+
+    @cached_property
+    def fixed_tail_ticks(self) -> int:
+        """Return what ends every rank's step at least, whatever layers it holds.
+
+        That are the latency of the reduction and the fixed time of a step.
+        """
+        parts = self.columns or self.ranks
+        if parts:
+            return min(part.fixed_tail_ticks for part in parts)
+        return self.reduction_latency_ticks + ticks(self.work.constants.step_seconds)
+
+    def least_tail_ticks(self, cost: LayerCost) -> int:
+        """Return the least ticks that a layer adds to the end of its rank's step.
+
+        They are those of the optimizer and of the reductions that no compute can hide:
+        equations (S3) and (S5). Without overlap they are all of both.
+        """
+        framework = self.work.framework
+        exposed = cost.reduction_ticks
+        if framework.overlaps_gathers:
+            exposed -= cost.update_ticks
+        if framework.overlaps_reduction:
+            exposed -= cost.reduction_ticks - cost.update_ticks
+        return exposed + cost.optimizer_ticks
 
     @property
     def of_replica(self) -> LayoutCosts:
@@ -205,6 +242,10 @@ def priced(
     micro_batches = layout.micro_batches(work.job.global_batch_size)
     rows = _rows(work, layout)
     alike, layers = work.alike(rows), _on_device(work, layout, groups, rows)
+    gradient_bytes = None
+    if accumulates_whole(work, layout, micro_batches):
+        gradient_bytes = ACCUMULATED_BYTES
+        layers = _with_whole_gradients(layers, alike)
     if is_offloading(layout):
         offload = Offload.of(
             work,
@@ -225,10 +266,28 @@ def priced(
         micro_batches=micro_batches,
         layers=layers,
         alike=alike,
-        shared=shared_costs(work, layout, layers, network),
+        shared=shared_costs(work, layout, layers, network, gradient_bytes),
         skips=skip_costs(work, layout),
         reduction_latency_ticks=_reduction_latency_ticks(work, layout, groups),
     )
+
+
+def accumulates_whole(work: Workload, layout: Layout, micro_batches: int) -> bool:
+    """Return whether every rank adds up the whole gradients of several micro-batches."""
+    is_sharded = layout.zero_stage == 3
+    return work.framework.accumulates_whole and is_sharded and micro_batches > 1
+
+
+def _with_whole_gradients(layers: Layers, alike: Sequence[int]) -> Layers:
+    """Return every layer's costs with the gradients of all its trained parameters."""
+    whole = {
+        first: {
+            mode: cost._replace(gradients_bytes=ACCUMULATED_BYTES * cost.trained)
+            for mode, cost in layers[first].items()
+        }
+        for first in set(alike)
+    }
+    return tuple(map(whole.__getitem__, alike))
 
 
 def _on_device(work: Workload, layout: Layout, groups: Groups, rows: Rows) -> Layers:

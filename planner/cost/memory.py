@@ -39,11 +39,8 @@ RESERVED_BYTES = 1_600_000_000
 """Of an accelerator process: CUDA context, NCCL channels, cuBLAS workspace and allocator rounding, order of magnitude;
 a device's own `reserved_bytes` goes before."""
 
-ACCUMULATED_BYTES = 4
-"""Per element, of gradients that the micro-batches add up before they are scattered: fp32."""
-
 RECEIVE_BUFFERS = 2
-"""Per direction and neighbour."""
+"""Per direction and neighbour, of our own executor."""
 
 StageLayers = Sequence[tuple[int, LayerCost]]
 """(layer index, its cost in the chosen recompute mode), in order."""
@@ -53,6 +50,11 @@ def reserved_bytes(work: Workload) -> int:
     """Overhead of one process."""
     known = work.device.reserved_bytes
     return RESERVED_BYTES if known is None else known
+
+
+def receive_buffers(work: Workload) -> int:
+    """Receive buffers per direction and neighbour: equation (M2)."""
+    return 1 if work.framework.frees_outputs else RECEIVE_BUFFERS
 
 
 def held_units(
@@ -108,8 +110,7 @@ def _rank_memory(
     activations = sum(
         count * unit_bytes(costs, stages, index) for index, count in units.items()
     )
-    buffers = 1 if costs.work.framework.frees_outputs else RECEIVE_BUFFERS
-    activations += buffers * max(
+    activations += receive_buffers(costs.work) * max(
         -(-buffer_bytes(costs, stages, index) // chunks) for index in mine
     )
     activations += sum(cost.attention.bytes for cost in layers) if chunks > 1 else 0
@@ -197,14 +198,7 @@ def _gradient_bytes(
     traits = costs.work.framework
     if traits.steps_in_backward:
         return max(cost.gradients_bytes for cost in layers)
-    is_whole = (
-        traits.accumulates_whole
-        and costs.layout.zero_stage == 3
-        and costs.micro_batches > 1
-    )
-    return (
-        ACCUMULATED_BYTES * elements if is_whole else sharded
-    ) + traits.copied_gradient_bytes * elements
+    return sharded + traits.copied_gradient_bytes * elements
 
 
 def unit_bytes(costs: LayoutCosts, stages: Sequence[StageLayers], index: int) -> int:

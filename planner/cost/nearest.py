@@ -55,14 +55,18 @@ def exchanging_costs(
     """
     layers = _costs(work, split, _all_nearest(work, split, zero, alike), zero=zero)
     copies = work.constants.ring_copies
-    return layers if zero < 2 or copies <= 1 else _in_larger_rings(layers, copies)
+    if zero < 2 or copies <= 1:
+        return layers
+    share = (copies - 1) / (copies + 1)
+    if work.framework.overlaps_gathers:
+        share = 1.0  # compute may hide what a larger ring leaves of the exchange
+    return _in_larger_rings(layers, share)
 
 
-def _in_larger_rings(layers: Layers, copies: float) -> Layers:
+def _in_larger_rings(layers: Layers, share: float) -> Layers:
     """With what ZeRO exchanges at least where two ranks are not the fastest ring of a node: with x > 1 copies (L1), a
     ring of n ranks moves its bytes 1 + (x - 1)/n times, so the more ranks, the less."""
     kinds = {id(options): options for options in layers}
-    share = (copies - 1) / (copies + 1)
     shorter = {
         key: {mode: _shorter(cost, share) for mode, cost in kinds[key].items()}
         for key in kinds

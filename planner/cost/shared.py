@@ -56,11 +56,13 @@ def shared_costs(
     layout: Layout,
     layers: Sequence[Mapping[RecomputeMode, LayerCost]],
     network: Link | None = None,
+    gradient_bytes: int | None = None,
 ) -> tuple[SharedCost, ...]:
     """Parameters that several layers use, priced; a copy is split over tensor-parallel ranks if some user's is. Of one
     that is frozen nothing is summed or updated: equation (T8).
 
     Stages that hold copies exchange over `network`; None: over the slowest link that the layout's ranks cross.
+    A rank keeps `gradient_bytes` for every element; None: its shard, as the recipe has it.
     """
     order, ogp = work.order, work.recipe
     crosses = layout.devices > work.domain_devices
@@ -92,7 +94,9 @@ def shared_costs(
             SharedCost(
                 layers=users,
                 parameters_bytes=local * ogp.parameter_bytes // shards[0],
-                gradients_bytes=size_bytes // shards[1],
+                gradients_bytes=size_bytes // shards[1]
+                if gradient_bytes is None
+                else trained * gradient_bytes,
                 optimizer_bytes=0 if layout.optimizer_offload else states_bytes,
                 host_optimizer_bytes=states_bytes if layout.optimizer_offload else 0,
                 tail_ticks=(user.reduction_ticks + user.optimizer_ticks)

@@ -108,7 +108,7 @@ def durations(
     chunks, nothing = costs.layout.sequence_chunks, [0] * len(stages)
     is_joint = bool(boundaries and transfers)
     waiting = [
-        _waiting(costs.on_stage(s)) if is_joint else 0
+        costs.on_stage(s).waiting_ticks if is_joint else 0
         for s in range(len(stages))
         for _ in range(chunks)
     ]
@@ -134,11 +134,6 @@ def durations(
         transfer_backward=tuple(moves),
         sequence_chunks=chunks,
     )
-
-
-def _waiting(costs: LayoutCosts) -> int:
-    """Ticks that an action waits for its neighbours: equation (S1)."""
-    return ticks(costs.work.constants.transfer_seconds / 2)
 
 
 def by_rank(

@@ -212,7 +212,7 @@ def workload(
     cluster: Cluster,
     job: Job,
     *,
-    framework: str | Framework = "planner",
+    framework: str | Framework | None = None,
     constants: Constants | None = None,
 ) -> Workload:
     """Check that the three documents belong together.
@@ -221,23 +221,26 @@ def workload(
         profile: of the model.
         cluster: what the job may use.
         job: what is to be trained.
-        framework: whose traits the prediction is for.
+        framework: whose traits the prediction is for; None: the job's runtime.
         constants: None: those that were fitted to this framework and device.
 
     Raises:
         MismatchError: the profile was taken at another precision, sequence length or device.
         UnknownNameError, DocumentError: a device or link that the catalogue does not have.
     """
+    traits = framework or job.runtime
+    if isinstance(traits, str):
+        traits = find_framework(traits)
     if len(cluster.node_groups) > 1:
-        return _mixed(profile, cluster, job, framework, constants)
-    return _on_group(profile, cluster, job, framework, constants, 0)
+        return _mixed(profile, cluster, job, traits, constants)
+    return _on_group(profile, cluster, job, traits, constants, 0)
 
 
 def _mixed(
     profile: ModelProfile,
     cluster: Cluster,
     job: Job,
-    framework: str | Framework,
+    framework: Framework,
     constants: Constants | None,
 ) -> Workload:
     """Of a heterogeneous cluster: every node group by itself, and all together."""
@@ -252,7 +255,7 @@ def _on_group(
     profile: ModelProfile,
     cluster: Cluster,
     job: Job,
-    framework: str | Framework,
+    framework: Framework,
     constants: Constants | None,
     place: int,
 ) -> Workload:
@@ -262,9 +265,8 @@ def _on_group(
         group, field=field, is_alone=len(cluster.node_groups) == 1
     )
     known = catalogue().get(device.id)
-    traits = find_framework(framework) if isinstance(framework, str) else framework
     constants = constants or constants_for(
-        traits.name,
+        framework.name,
         known.architecture if known else "",
         tells_intra_node=group.intra_node is not None,
         tells_inter_node=group.inter_node is not None,
@@ -280,7 +282,7 @@ def _on_group(
         else None,
         nodes=group.nodes,
         devices_per_node=group.devices_per_node,
-        framework=traits,
+        framework=framework,
         constants=constants,
     )
     _check_precision(result)

@@ -2,16 +2,24 @@
 
 from planner.search.answer.account import Account, RankAccount, StageAccount, account
 from planner.search.given import plan_layout
-from planner.search.planning import make_request, plan, predict
+from planner.search.layouts.space import ImpossibleConstraint
+from planner.search.planning import (
+    impossible_constraints,
+    make_request,
+    plan,
+    predict,
+)
 from planner.search.result import Callbacks, Progress
 
 __all__ = [
     "Account",
     "Callbacks",
+    "ImpossibleConstraint",
     "Progress",
     "RankAccount",
     "StageAccount",
     "account",
+    "impossible_constraints",
     "make_request",
     "plan",
     "plan_layout",

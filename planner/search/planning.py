@@ -48,7 +48,11 @@ from planner.search.contenders import Contest
 from planner.search.layouts.offloading import NOTHING
 from planner.search.layouts.orders import SYNTHESIZED
 from planner.search.layouts.parts import token_price
-from planner.search.layouts.space import Space
+from planner.search.layouts.space import (
+    ImpossibleConstraint,
+    Space,
+    constraints_without_layouts,
+)
 from planner.search.layouts.whole_sequences import check_pieces_of
 from planner.search.objectives import contest
 from planner.search.result import Callbacks, Found, Limits, improved
@@ -315,6 +319,17 @@ def _room_text(work: Workload) -> str:
         for each in (work.capacity_bytes, work.device.memory_bytes)
     )
     return f"{used} of the {whole} of {work.device.id}"
+
+
+def impossible_constraints(
+    profile: ModelProfile, cluster: Cluster, job: Job
+) -> tuple[ImpossibleConstraint, ...]:
+    """The job's constraints that leave no layout by themselves, with the values that layouts have.
+
+    Raises:
+        SpecError: the documents do not belong together.
+    """
+    return constraints_without_layouts(workload(profile, cluster, job))
 
 
 def predict(

@@ -102,7 +102,7 @@ class Totals:
             work_of(options, costs.layout.sequence_chunks) for options, _ in counted
         ]
         tails = [
-            options[0].reduction_ticks + options[0].optimizer_ticks
+            costs.least_tail_ticks(options[0])
             for options, _ in counted
         ]
         kinds = tuple(
@@ -213,14 +213,14 @@ def any_order_bound(
         backward = least_backward(
             totals, _most_activations(room_bytes(costs), totals.ogp_bytes, in_flight)
         )
-    mean = totals.mean(costs, backward)
+    waits = _waiting_ticks(costs)
     bound = max(
-        costs.micro_batches * totals.longest,
-        mean,
-        totals.fullest(costs),
+        costs.micro_batches * totals.longest + waits,
+        totals.mean(costs, backward) + waits,
+        totals.fullest(costs) + waits,
         totals.passing,
     )
-    return bound + costs.reduction_latency_ticks
+    return bound + costs.fixed_tail_ticks
 
 
 def lower_bound(costs: LayoutCosts, totals: Totals, warm_up: Sequence[int]) -> int:
@@ -232,13 +232,22 @@ def lower_bound(costs: LayoutCosts, totals: Totals, warm_up: Sequence[int]) -> i
     turned = (
         totals.forward + backward + _worked_on(count, totals.forward, backward, warm_up)
     )
+    waits = _waiting_ticks(costs)
     bound = max(
-        count * totals.longest,
-        totals.mean(costs, backward),
-        totals.fullest(costs),
+        count * totals.longest + waits,
+        totals.mean(costs, backward) + waits,
+        totals.fullest(costs) + waits,
         turned,
     )
-    return bound + costs.reduction_latency_ticks
+    return bound + costs.fixed_tail_ticks
+
+
+def _waiting_ticks(costs: LayoutCosts) -> int:
+    """Return what every rank waits for its neighbours at least, as it runs every micro-batch: (S1)."""
+    parts = costs.columns or costs.ranks
+    if parts:
+        return min(map(_waiting_ticks, parts))
+    return 2 * costs.micro_batches * costs.waiting_ticks
 
 
 def least_backward(totals: Totals, room_bytes: float) -> int:

@@ -5,7 +5,8 @@ anything but the layers themselves is priced, and after.
           with; and where k ranks at most share out states under ZeRO z it holds 1 / k of those that z names, at least;
           layers that share parameters may lie on one rank, so theirs count nothing            -> _Bounding.least()
     (U7)  reductions, and what ZeRO 2 and 3 exchange in every micro-batch, take a latency and a time per element: of
-          the largest layer's, a smaller layer takes at least its part by elements             -> _exchanges()
+          the largest layer's, a smaller layer takes at least its part by elements; what a framework overlaps
+          may be hidden and counts nothing                                                     -> _exchanges()
     (U5)  with prices, what several users of a shared parameter spare is room for others          -> priced_bound()
     (U6)  all micro-batches of all layers l take w(l, g) on cells of node group g, of which there are c(g); with W(g)
           the sum of w over all layers, and weights 1 / W(g) as in (D11),
@@ -297,11 +298,16 @@ def _exchanges(
 
 def _rates(column: LayoutCosts) -> Floats:
     """Ticks per element of its only layer, [rank, (of a micro-batch, of a step)]."""
-    costs = [next(iter(rank.layers[0].values())) for rank in column.ranks]
-    rates = [
-        (cost.gather_ticks / cost.parameters, cost.reduction_ticks / cost.parameters)
-        for cost in costs
-    ]
+    framework = column.work.framework
+    rates = []
+    for rank in column.ranks:
+        cost = next(iter(rank.layers[0].values()))
+        gathered, reduced = cost.gather_ticks, cost.reduction_ticks
+        if framework.overlaps_gathers:
+            gathered = 0
+        if framework.overlaps_gathers or framework.overlaps_reduction:
+            reduced = 0
+        rates.append((gathered / cost.parameters, reduced / cost.parameters))
     return np.array(rates) * _LESS
 
 
@@ -397,8 +403,14 @@ def _whole_load(work: Workload, family: Family) -> tuple[RankLoad, list[Floats]]
         next(iter(options.values())).output_bytes + more
         for options, more in zip(layers, over, strict=True)
     ]
-    load = _load(modes, kinds, [0.0] * len(kinds), room, outputs)
+    kept = _kept_boundaries(work, outputs)
+    load = _load(modes, kinds, [0.0] * len(kinds), room, kept)
     return replace(load, elements=elements), states
+
+
+def _kept_boundaries(work: Workload, boundary_bytes: Sequence[int]) -> Sequence[int]:
+    """Bytes behind every layer that a rank keeps; none are counted where outputs are freed."""
+    return [0] * len(boundary_bytes) if work.framework.frees_outputs else boundary_bytes
 
 
 def _skipping_bytes(work: Workload, family: Family) -> list[int]:
@@ -420,7 +432,7 @@ def priced_bound(
         modes: allowed recompute choices of every layer.
         limit_ticks: what is no better is not told more exactly.
     """
-    bound, boundaries = 0, costs.all_boundary_bytes()
+    bound, boundaries = 0, _kept_boundaries(costs.work, costs.all_boundary_bytes())
     own = {id(rank.layers): rank for column in costs.columns for rank in column.ranks}
     loads = {key: _priced_load(rank, modes, boundaries) for key, rank in own.items()}
     for column in costs.columns:
@@ -460,7 +472,9 @@ def _priced_load(
         ogp,
         room_bytes(own) + spared,
         boundary_bytes,
-        has_tail=not own.shared,
+        tails=None
+        if own.shared
+        else [own.least_tail_ticks(each[0]) for each in options],
     )
 
 
@@ -480,7 +494,7 @@ def _load(
     room: int,
     boundary_bytes: Sequence[int],
     *,
-    has_tail: bool = False,
+    tails: Sequence[int] | None = None,
 ) -> RankLoad:
     """Of kinds of layers, so many of each, and what goes on behind every layer of the model."""
     most = max(map(len, kinds))
@@ -489,9 +503,12 @@ def _load(
     told = np.array(
         [[*map(_TOLD, options)] for options in padded], dtype=np.float64
     ).transpose(2, 0, 1)
-    forward, backward, activations, reduction, optimizer = each * told
+    forward, backward, activations = each * told
+    tail: Floats | float = 0.0
+    if tails is not None:
+        tail = np.broadcast_to(each * np.array(tails)[:, None], forward.shape)
     return RankLoad(
-        tail=reduction + optimizer if has_tail else 0.0,
+        tail=tail,
         forward=forward,
         backward=backward,
         ogp_bytes=each * np.array(ogp, dtype=np.float64)[:, None],
@@ -506,6 +523,4 @@ _TOLD = attrgetter(
     "forward_ticks",
     "backward_ticks",
     "activation_bytes",
-    "reduction_ticks",
-    "optimizer_ticks",
 )

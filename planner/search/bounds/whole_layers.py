@@ -55,7 +55,7 @@ class Repeated:
         each = [rank.layers[first][modes[first][0].mode] for rank in ranks]
         is_shared = bool(costs.shared)
         tails = [
-            0 if is_shared else cost.reduction_ticks + cost.optimizer_ticks
+            0 if is_shared else costs.least_tail_ticks(cost)
             for cost in each
         ]
         works = [

@@ -490,3 +490,31 @@ def _reasons(work: Workload) -> tuple[str, ...]:
         if field != "recompute" and not any(families(work, {field: constraint}))
     ]
     return tuple(reasons) or ("no layout meets all constraints together",)
+
+
+@dataclass(frozen=True, slots=True)
+class ImpossibleConstraint:
+    """A constraint of the job that no layout meets, whatever the others are."""
+
+    field: str
+    value: str
+    """As written on a command line."""
+    allowed: tuple[bool | int, ...]
+    """Values that layouts have; empty for fields that vary inside a family."""
+
+
+def constraints_without_layouts(work: Workload) -> tuple[ImpossibleConstraint, ...]:
+    """The constraints of a job that leave no layout by themselves."""
+    candidates = list(families(work, {}))
+    found = []
+    for field, constraint in work.job.constraints.items():
+        if field == "recompute" or any(families(work, {field: constraint})):
+            continue
+        name = _FIELDS.get(field)
+        values = {getattr(family, name) for family in candidates} if name else set()
+        found.append(
+            ImpossibleConstraint(
+                field, constraint_text(constraint, field), tuple(sorted(values))
+            )
+        )
+    return tuple(found)

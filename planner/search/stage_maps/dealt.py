@@ -169,14 +169,17 @@ class Uniform:
     forward: _Sizes
     backward: _Sizes
     tail: _Sizes
-    """Reduction and optimizer."""
+    """Reduction and optimizer, less what compute may hide."""
     ogp_bytes: _Sizes
     activation_bytes: _Sizes
     temporary_bytes: _Sizes
     boundary_bytes: _Sizes
     """What a stage puts out whose last layer it is."""
+    waiting_ticks: int
+    """Of every action of a stage."""
     latency_ticks: int
-    """Of the reduction, once per rank, less what ranks spare that hold several users of a shared parameter."""
+    """Of the reduction and the step, once per rank, less what ranks spare that hold several users of a shared
+    parameter."""
     room_bytes: int
     """Of a device, and what a rank spares likewise."""
     micro_batches: int
@@ -184,6 +187,8 @@ class Uniform:
     """In the host's memory: states, and activations of a micro-batch."""
     host_room_bytes: int | None
     """Likewise for a device; None: nothing is kept there."""
+    keeps_outputs: bool
+    """Of stages, for every micro-batch in flight: equation (M2)."""
     keeps_inputs: bool
     """Of stages, for every micro-batch in flight: equation (O2)."""
     first_forward: _Sizes
@@ -211,13 +216,14 @@ class Uniform:
             forward=by_layer(cost.forward_ticks for cost in layers),
             backward=by_layer(cost.backward_ticks for cost in layers),
             tail=by_layer(
-                cost.reduction_ticks + cost.optimizer_ticks for cost in layers
+                costs.least_tail_ticks(cost) for cost in layers
             ),
             ogp_bytes=by_layer(cost.ogp_bytes for cost in layers),
             activation_bytes=by_layer(cost.activation_bytes for cost in layers),
             temporary_bytes=by_layer(cost.temporary_bytes for cost in layers),
             boundary_bytes=np.array(costs.all_boundary_bytes(), dtype=np.int64),
-            latency_ticks=costs.reduction_latency_ticks
+            waiting_ticks=costs.waiting_ticks,
+            latency_ticks=costs.fixed_tail_ticks
             - sum(times * shared.tail_ticks for times, shared in extra),
             room_bytes=room_bytes(costs)
             + sum(times * shared.ogp_bytes for times, shared in extra),
@@ -230,6 +236,7 @@ class Uniform:
             if host is None
             else host
             + sum(times * shared.host_optimizer_bytes for times, shared in extra),
+            keeps_outputs=not costs.work.framework.frees_outputs,
             keeps_inputs=costs.layout.activation_offload,
             first_forward=by_layer(each[0] for each in firsts),
             first_backward=by_layer(each[1] for each in firsts),
@@ -371,13 +378,17 @@ class Stages:
         counts = np.array(sizes)
         stops = counts.cumsum()
         starts, put_out = stops - counts, layers.boundary_bytes[stops - 1]
-        taken_in = np.concatenate([[0], put_out[:-1]]) if layers.keeps_inputs else 0
-        held = np.add.reduceat(layers.activation_bytes, starts) + put_out + taken_in
+        held = np.add.reduceat(layers.activation_bytes, starts)
+        if layers.keeps_outputs:
+            held = held + put_out
+        if layers.keeps_inputs:
+            held = held + np.concatenate([[0], put_out[:-1]])
         in_host = layers.host_bytes if layers.host_room_bytes is not None else ()
+        work = np.add.reduceat(layers.forward, starts)
+        work = work + np.add.reduceat(layers.backward, starts)
         return cls(
             starts=starts,
-            work=np.add.reduceat(layers.forward, starts)
-            + np.add.reduceat(layers.backward, starts),
+            work=work + 2 * layers.waiting_ticks,
             tail=np.add.reduceat(layers.tail, starts),
             ogp_bytes=np.add.reduceat(layers.ogp_bytes, starts),
             unit_bytes=held // layers.chunks,

@@ -152,7 +152,7 @@ def least_on_ranks(costs: LayoutCosts, modes: Sequence[LayerModes]) -> int:
     many = [sum(rank.layers is one.layers for one in ranks) for rank in known.values()]
     speeds = 1 / np.maximum(1.0, each.sum(axis=1))
     least = (speeds[:, None] * each).min(axis=0).sum() / (speeds @ many)
-    return int(least * _LESS) + costs.reduction_latency_ticks
+    return int(least * _LESS) + costs.fixed_tail_ticks
 
 
 def _ticks(rank: LayoutCosts, layer: int, options: LayerModes) -> int:
@@ -164,5 +164,5 @@ def _ticks(rank: LayoutCosts, layer: int, options: LayerModes) -> int:
     return (
         work
         if rank.shared
-        else work + here[0].reduction_ticks + here[0].optimizer_ticks
+        else work + rank.least_tail_ticks(here[0])
     )

@@ -324,7 +324,7 @@ class LayoutSearch:
         found = cheapest_modes(layers, segments.in_flight[stage], room)
         if found is None:
             return None
-        segments.backward[stage, x, y], segments.is_exact[stage, x, y] = found[0], False
+        segments.reprice(stage, x, y, found[0])
         return found[1]
 
 

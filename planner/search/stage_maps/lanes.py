@@ -75,8 +75,23 @@ class RankSegments(Segments):
         return self._joined("fits").astype(bool)
 
     @cached_property
-    def _with_recompute(self) -> tuple[Table, Mask]:
-        return self._joined("backward"), self._joined("is_exact").astype(bool)
+    def backward(self) -> Table:
+        """Least B of every segment that fits its memory."""
+        return self._joined("backward")
+
+    @cached_property
+    def is_exact(self) -> Mask:
+        """Segments whose `backward` is reached by a recompute choice that fits."""
+        return self._joined("is_exact").astype(bool)
+
+    def reprice(self, stage: int, x: int, y: int, backward: int) -> None:
+        """Set the exact backward of one segment, and the tail that follows from it."""
+        part = self.on_rank(stage)
+        row = stage - part.first
+        part.reprice(row, x, y, backward)
+        self.backward[stage, x, y] = part.backward[row, x, y]
+        self.is_exact[stage, x, y] = False
+        self.__dict__.pop("tail", None)
 
     def uniform_modes(
         self, stage: int, x: int, y: int

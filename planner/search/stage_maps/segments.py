@@ -24,7 +24,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost import RECEIVE_BUFFERS, LayerCost, LayoutCosts
+from planner.cost import LayerCost, LayoutCosts, receive_buffers
 from planner.search.stage_maps.knapsack import Relief
 from planner.search.stage_maps.windows import Kinds, Windows
 from planner.spec.profile import RecomputeMode
@@ -187,7 +187,8 @@ class Segments:
     @cached_property
     def forward(self) -> Table:
         """F of every segment."""
-        return self._sums(lambda options: options[0].forward_ticks)
+        forward = self._sums(lambda options: options[0].forward_ticks)
+        return forward + self.costs.waiting_ticks
 
     @cached_property
     def transfer(self) -> Table:
@@ -205,7 +206,7 @@ class Segments:
         tail = self._sums(
             lambda options: options[0].reduction_ticks + options[0].optimizer_ticks
         )
-        tail = tail + self.costs.reduction_latency_ticks
+        tail = tail + self.costs.fixed_tail_ticks - self._hidden()
         for shared in self.costs.shared:
             users = self._users(shared.layers)
             tail = tail - np.maximum(users - 1, 0) * shared.tail_ticks
@@ -214,6 +215,43 @@ class Segments:
                 + ((users > 0) & (users < len(shared.layers))) * shared.exchange_ticks
             )
         return tail
+
+    def _hidden(self) -> Table | int:
+        """Return the ticks of reductions that run beside compute: equation (S5).
+
+        They grow by less than the backward they run beside. So where `backward` is a
+        lower bound, what ends with a backward and the tail is bounded from below, too.
+        """
+        framework = self.costs.work.framework
+        hidden: Table | int = 0
+        if framework.overlaps_reduction:
+            reduced = self._sums_behind_first(
+                lambda options: options[0].reduction_ticks - options[0].update_ticks
+            )
+            hidden = hidden + self._hidden_beside(self.backward, reduced)
+        if framework.overlaps_gathers:
+            gathered = self._sums_behind_first(lambda options: options[0].update_ticks)
+            hidden = hidden + self._hidden_beside(self.forward, gathered)
+        return hidden
+
+    def _hidden_beside(self, compute: Table, exchanged: Table) -> Table:
+        share = self.costs.work.constants.overlap_fraction
+        work = compute - self.costs.waiting_ticks
+        hidden: Table = np.minimum(exchanged, (share * work).astype(np.int64))
+        return hidden
+
+    def _sums_behind_first(self, value: Callable[[LayerModes], int]) -> Table:
+        """Sum of a layer's value over every segment without its first layer."""
+        totals = self._totals(value)
+        behind = np.minimum(self.starts + 1, len(self.modes))
+        return _differences(totals, behind, np.maximum(behind, self.stops))
+
+    def reprice(self, stage: int, x: int, y: int, backward: int) -> None:
+        """Set the exact backward of one segment, and the tail that follows from it."""
+        self.backward[stage, x, y] = backward + self.costs.waiting_ticks
+        self.is_exact[stage, x, y] = False
+        if self.costs.work.framework.overlaps_reduction:
+            self.__dict__.pop("tail", None)
 
     def _users(self, layers: Sequence[int]) -> Table:
         """How many of these layers every segment holds."""
@@ -236,8 +274,13 @@ class Segments:
             == self.costs.layout.pipeline_parallel_degree - 1 - self.first
         )
         received = np.where(is_last[:, None, None], incoming, incoming + outgoing)
-        kept = incoming + outgoing if self.costs.layout.activation_offload else outgoing
-        table: Table = ogp + self._units * kept + RECEIVE_BUFFERS * received
+        kept = np.zeros_like(outgoing)
+        if not self.costs.work.framework.frees_outputs:
+            kept = kept + outgoing
+        if self.costs.layout.activation_offload:
+            kept = kept + incoming
+        buffers = receive_buffers(self.costs.work)
+        table: Table = ogp + self._units * kept + buffers * received
         return table
 
     @cached_property
@@ -332,7 +375,7 @@ class Segments:
     @cached_property
     def backward(self) -> Table:
         """Least B of every segment that fits its memory; a lower bound where `is_exact` is false: equation (G2)."""
-        return self._with_recompute[0]
+        return self._with_recompute[0] + self.costs.waiting_ticks
 
     @cached_property
     def is_exact(self) -> Mask:

@@ -31,7 +31,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost import RECEIVE_BUFFERS, LayerCost, LayoutCosts
+from planner.cost import LayerCost, LayoutCosts, receive_buffers
 from planner.search.bounds.layout import BOUNDED
 from planner.search.stage_maps.knapsack import Relief
 
@@ -292,13 +292,10 @@ class _Filling:
             cost.temporary_bytes for options in self.kinds.options for cost in options
         )
         put_out = min(self.costs.all_boundary_bytes())
-        return [
-            *(
-                room - (units + RECEIVE_BUFFERS) * put_out
-                for units in self.in_flight[:-1]
-            ),
-            room,
-        ]
+        buffers = receive_buffers(self.costs.work)
+        is_kept = not self.costs.work.framework.frees_outputs
+        copies = [buffers + is_kept * units for units in self.in_flight[:-1]]
+        return [*(room - count * put_out for count in copies), room]
 
     @cached_property
     def _forward(self) -> list[int]:
