@@ -268,8 +268,8 @@ def _on_group(
     constants = constants or constants_for(
         framework.name,
         known.architecture if known else "",
-        tells_intra_node=group.intra_node is not None,
-        tells_inter_node=group.inter_node is not None,
+        has_intra_node=group.intra_node is not None,
+        has_inter_node=group.inter_node is not None,
     )
     result = Workload(
         profile=profile,

@@ -1,4 +1,4 @@
-"""Documents that pass between people, services and ranks: profile, cluster, job, layout, plan, measured run."""
+"""The documents: profile, cluster, job, layout, plan, prediction and measured run."""
 
 from planner.spec.cluster import (
     Cluster,

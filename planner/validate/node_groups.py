@@ -106,8 +106,8 @@ def _used_group(
     fitted = constants or constants_for(
         "planner",
         known.architecture if known else "",
-        tells_intra_node=whole.intra_node is not None,
-        tells_inter_node=whole.inter_node is not None,
+        has_intra_node=whole.intra_node is not None,
+        has_inter_node=whole.inter_node is not None,
     )
     intra_node, inter_node = links_of(used, field=field, is_alone=is_alone)
     links = LinkPair(
