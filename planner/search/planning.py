@@ -313,7 +313,7 @@ def _infeasible(
 
 
 def _room_text(work: Workload) -> str:
-    """``70.78 GiB of the 74.5 GiB of h100-sxm5-80gb``: of a workload on one kind of device."""
+    """``75.14 GiB of the 79.1 GiB of h100-sxm5-80gb``: of a workload on one kind of device."""
     used, whole = (
         gibibytes(each, is_room=True)
         for each in (work.capacity_bytes, work.device.memory_bytes)
