@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: venv demo test lint fmt build clean
+.PHONY: venv demo test lint fmt build docs clean
 
 venv: $(STAMP)
 
@@ -33,6 +33,10 @@ lint: venv
 fmt: venv
 	$(VENV)/bin/ruff format
 	$(VENV)/bin/ruff check --fix
+
+# docs/reference and the pictures; a test compares them with the committed ones.
+docs: venv
+	$(VENV)/bin/python -m docs.generate
 
 # The source distribution, and the wheel built from it, in dist/.
 build: venv

@@ -24,7 +24,11 @@ class Settings(BaseModel):
     """How the service runs. Every field is also an environment variable: ``PLANNER_PORT``, ``PLANNER_DATABASE`` ..."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        validate_default=True,
+        use_attribute_docstrings=True,
     )
 
     host: str = Field(default="127.0.0.1", min_length=1)

@@ -15,6 +15,7 @@ import contextlib
 import importlib
 import inspect
 import io
+import json
 import shlex
 import sys
 import tempfile
@@ -145,7 +146,8 @@ def http_page() -> str:
     page.append("## Requests\n\n" + table(["request", "answer", "status"], rows))
     page.append("## Short body of POST /v1/plans\n\n")
     page.append(paragraphs(ShortPlanCreate.__doc__))
-    page.append(fields_of(ShortPlanCreate.model_json_schema()))
+    short = fields_of(ShortPlanCreate.model_json_schema())
+    page.append(short.replace("](#", "](files.md#"))
     page.append(HTTP_DETAILS)
     page.append("## Settings\n\n" + paragraphs(Settings.__doc__))
     fields = Settings.model_json_schema()["properties"]
@@ -283,12 +285,18 @@ def type_of(field: Schema) -> str:
             kinds = [type_of(each) for each in field[key]]
             return " or ".join(dict.fromkeys(kinds))
     kind = field.get("type", "any")
+    if kind == "null":
+        return "none"
     if kind == "array":
         return f"list of {type_of(field.get('items', {}))}"
     if kind == "object":
         values = field.get("additionalProperties")
         return f"map to {type_of(values)}" if isinstance(values, Mapping) else "object"
     return str(kind) + bounds_of(field)
+
+
+LARGEST_BOUND = 1e9
+"""Larger ones only keep sums within 64 bits."""
 
 
 def bounds_of(field: Schema) -> str:
@@ -299,7 +307,11 @@ def bounds_of(field: Schema) -> str:
         "maximum": "<=",
         "exclusiveMaximum": "<",
     }
-    found = [f"{sign} {field[name]:g}" for name, sign in signs.items() if name in field]
+    found = [
+        f"{sign} {field[name]:g}"
+        for name, sign in signs.items()
+        if name in field and abs(field[name]) < LARGEST_BOUND
+    ]
     return f" {', '.join(found)}" if found else ""
 
 
@@ -324,7 +336,14 @@ def default_of(field: Schema) -> str:
         return ""
     if value == "":
         return "none"
-    return f"`{value}`"
+    return f"`{plain(value)}`"
+
+
+def plain(value: object) -> str:
+    """Return a value as JSON and YAML write it; whole numbers without a point."""
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return json.dumps(value) if isinstance(value, bool) else str(value)
 
 
 def first_sentence(text: str | None) -> str:

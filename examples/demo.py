@@ -1,7 +1,7 @@
-"""The main job on real input, end to end: profile, plan over HTTP, train, compare, lose a rank (`make demo`).
+"""Profile, plan over HTTP, train, compare with the prediction, lose a rank (`make demo`).
 
-Every step is a command or a request that you can repeat by hand; the demo prints each one before it runs it. What it
-writes stands in demo-output/.
+Every step is a command or a request that you can repeat by hand; the demo prints each one
+before it runs it, and writes its files to demo-output/.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OUTPUT = Path("demo-output")
 MODEL = "gpt2"
 RANKS = 4
 CONCURRENCY = min(RANKS, os.cpu_count() or 1)
-"""Ranks that compute at the same time: the others wait for their neighbours, or for a core."""
+"""Ranks that compute at the same time; the others wait for their neighbours or for a core."""
 SEQUENCE_LENGTH = 64
 GLOBAL_BATCH_SIZE = 8
 MICRO_BATCH_SIZES = "1,2,4"
@@ -35,19 +35,19 @@ REFERENCE_STEPS = 3
 SURVIVED_STEPS = 10
 CHECKPOINT_EVERY = 4
 TOLERANCE = 0.02
-"""Of a loss under another split: dropout is drawn per micro-batch, whose size another plan may change."""
+"""Largest difference of a loss under another plan: dropout is drawn per micro-batch, whose size may change."""
 DEVICE_MEMORY_FRACTION = 0.8
-"""Of what one device would need for the whole model's optimizer states, gradients and parameters: so it must split."""
+"""Memory of a device, as a fraction of the whole model's states: the model must be split."""
 ADAMW_FP32_BYTES = 16
-"""Per parameter: value, gradient and two optimizer states of 4 bytes."""
+"""Bytes per parameter: value, gradient and two optimizer states of 4 bytes each."""
 
 
 def main() -> int:
-    """Run all steps; the exit status is that of the step that failed, or 0."""
+    """Run all steps; return the exit code of the step that failed, or 0."""
     started = time.monotonic()
     OUTPUT.mkdir(exist_ok=True)
     title(
-        "1. Profile GPT-2 small (124 M parameters) on this machine's CPU, as loaded as it will be"
+        "1. Profile GPT-2 small (124 M parameters) on this machine's CPU, with as many busy cores as in the run"
     )
     planner("profile", MODEL, "--device", "cpu", "--sequence-length", str(SEQUENCE_LENGTH), "--micro-batch-sizes",
             MICRO_BATCH_SIZES, "--concurrency", str(CONCURRENCY), "-o", OUTPUT / "profile.json")  # fmt: skip
@@ -80,15 +80,15 @@ def main() -> int:
 
 
 def job() -> dict[str, Any]:
-    """What is to be trained."""
+    """Return the job document."""
     shared = CONCURRENCY < RANKS
     return {
         "global_batch_size": GLOBAL_BATCH_SIZE,
         "sequence_length": SEQUENCE_LENGTH,
         "precision": "fp32",
         "optimizer": "adamw",
-        # What sharing cores costs was measured in a pipeline of all ranks, in which some always wait: one rank may be
-        # lost of it, but ranks that all compute at once would slow each other more.
+        # The cost of shared cores was measured in a pipeline of all ranks, in which some
+        # always wait. One rank may be lost; ranks that all compute at once would be slower.
         "constraints": {
             "pipeline_parallel_degree": {"min": RANKS - 1},
             "schedule": "1f1b",
@@ -99,7 +99,7 @@ def job() -> dict[str, Any]:
 
 
 def cluster() -> dict[str, Any]:
-    """Four CPU ranks as measured, each with too little memory for the whole model."""
+    """Return the cluster of four measured CPU ranks, each too small for the whole model."""
     profile = read("profile.json")
     whole = ADAMW_FP32_BYTES * (
         sum(layer["parameters"] for layer in profile["layers"])
@@ -108,7 +108,7 @@ def cluster() -> dict[str, Any]:
     device = profile["device_spec"]
     limit = int(DEVICE_MEMORY_FRACTION * (whole + (device["reserved_bytes"] or 0)))
     say(
-        f"each of {RANKS} devices may hold {limit / 2**30:.2f} GiB; the model alone needs {whole / 2**30:.2f} GiB"
+        f"each of {RANKS} devices has {limit / 1e9:.2f} GB; the model's states alone need {whole / 1e9:.2f} GB"
     )
     group = {
         "name": "this-machine",
@@ -121,11 +121,11 @@ def cluster() -> dict[str, Any]:
 
 
 def on_shared_cores(profile: dict[str, Any], slowdown: float) -> dict[str, Any]:
-    """The layers were timed with a core for each; in the run, all ranks share them."""
+    """Lengthen the seconds of the profile: layers were timed with a core each, and ranks share cores."""
     say(
-        f"{RANKS} ranks share {CONCURRENCY} cores, which slows a pipeline of them {slowdown:.2f} x, as measured"
+        f"{RANKS} ranks share {CONCURRENCY} cores: a pipeline of them is {slowdown:.2f} x slower, as measured"
     )
-    say("so the job asks for such a pipeline")
+    say("the job is constrained to such a pipeline")
     rows = [row for layer in profile["layers"] for row in layer["measurements"]]
     for row in rows:
         row |= {
@@ -137,7 +137,7 @@ def on_shared_cores(profile: dict[str, Any], slowdown: float) -> dict[str, Any]:
 
 
 def shared_parameters(profile: dict[str, Any]) -> int:
-    """Elements that stand in the profile twice: GPT-2's head is its token embedding."""
+    """Return the number of parameters that the profile lists twice: GPT-2's head is its token embedding."""
     return sum(
         shared["parameters"] * (len(shared["layers"]) - 1)
         for shared in profile["shared_parameters"]
@@ -146,7 +146,7 @@ def shared_parameters(profile: dict[str, Any]) -> int:
 
 @contextmanager
 def service() -> Iterator[str]:
-    """The real service on a free port; gives its address."""
+    """Run the service on a free port; yield its address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -171,23 +171,20 @@ def service() -> Iterator[str]:
 
 
 def wait_until_ready(address: str, process: subprocess.Popen[bytes]) -> None:
-    """Poll the service's own readiness."""
+    """Wait until the service reports that it is ready."""
     for _ in range(300):
         if process.poll() is not None:
-            sys.exit(f"the service ended; see {OUTPUT / 'service.log'}")
+            sys.exit(f"the service stopped; see {OUTPUT / 'service.log'}")
         try:
             urllib.request.urlopen(f"{address}/readyz", timeout=5).close()
             return
-        except (
-            OSError
-        ):  # refused, not ready (503), or too busy with starting to answer in time
+        except OSError:  # refused, not ready (503), or too busy to answer
             time.sleep(0.1)
     sys.exit("the service is not ready after 30 seconds")
 
 
 def request_plan(address: str) -> dict[str, Any]:
-    """Ask for a plan, first with the whole model on every device (which cannot be), then of any kind that the job
-    permits."""
+    """Ask for a plan: first with the whole model on every device, which does not fit, then within the job's constraints."""
     body = {
         "profile": read("profile.json"),
         "cluster": read("cluster.json"),
@@ -201,14 +198,14 @@ def request_plan(address: str) -> dict[str, Any]:
     alone = post(
         f"{address}/v1/plans", body | {"job": body["job"] | {"constraints": single}}
     )
-    say(f"without a split: {alone.get('status')}: {alone['reasons'][0]}")
+    say(f"without a split: {alone.get('status')}, {alone['reasons'][0]}")
     begun = time.monotonic()
     plan = post(f"{address}/v1/plans", body)
-    say(f"with one: plan {plan['id'][:12]} after {time.monotonic() - begun:.2f} s")
+    say(f"with a split: plan {plan['id'][:12]} after {time.monotonic() - begun:.2f} s")
     begun = time.monotonic()
     again = post(f"{address}/v1/plans", body)
     say(
-        f"asked again: plan {again['id'][:12]} after {time.monotonic() - begun:.2f} s, without solving"
+        f"the same request again: plan {again['id'][:12]} after {time.monotonic() - begun:.2f} s, without solving"
     )
     write("plan.json", plan)
     for sentence in plan["explanation"]:
@@ -222,16 +219,14 @@ def request_plan(address: str) -> dict[str, Any]:
 
 
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    """POST JSON and wait for the answer; a problem document ends the demo with its text."""
+    """POST JSON and return the answer; an error ends the demo with its text."""
     say(f"POST {url}")
     headers = {"Content-Type": "application/json", "Prefer": "wait=60"}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=120) as response:
             if response.status == 202:
-                sys.exit(
-                    f"no plan within the wait; poll {response.headers['Location']}"
-                )
+                sys.exit(f"no plan in time; poll {response.headers['Location']}")
             answer: dict[str, Any] = json.load(response)
             return answer
     except urllib.error.HTTPError as error:
@@ -239,7 +234,7 @@ def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def draw() -> None:
-    """Chrome traces of both, and one picture of both."""
+    """Write Chrome traces of the predicted and the measured step, and pictures of both."""
     plan, measured = OUTPUT / "plan.json", OUTPUT / "measured.json"
     planner("timeline", plan, "-o", OUTPUT / "predicted-trace.json")
     planner("timeline", measured, "-o", OUTPUT / "measured-trace.json")
@@ -248,10 +243,10 @@ def draw() -> None:
 
 
 def survive() -> float:
-    """Kill a rank as the system would, and let the run go on; returns how far its losses are from the undisturbed run.
+    """Kill a rank while training; return the largest difference of a loss from the undisturbed run.
 
-    The planner is asked again for the devices that are left. Checkpoints are stored by the names of the model's
-    parameters, so that another stage map loads them.
+    The run plans again for the remaining devices. Checkpoints are stored by the names of
+    the model's parameters, so that another stage map loads them.
     """
     checkpoints = OUTPUT / "checkpoints"
     shutil.rmtree(checkpoints, ignore_errors=True)
@@ -289,7 +284,7 @@ def survive() -> float:
     if process.returncode != 0:
         sys.exit(process.returncode)
     kept = sum(file.stat().st_size for file in checkpoints.rglob("*") if file.is_file())
-    say(f"the last checkpoint, {kept / 2**30:.1f} GiB, is removed")
+    say(f"the last checkpoint, {kept / 1e9:.1f} GB, is removed")
     shutil.rmtree(checkpoints)
     survived = read("survived.json")
     by_step: dict[int, float] = {}
@@ -300,19 +295,19 @@ def survive() -> float:
 
 
 def kill_a_rank(launcher: int) -> bool:
-    """SIGKILL one process of the training that a command launched; False where the system does not list processes."""
+    """Send SIGKILL to one rank of a run; return False if the system does not list processes."""
     parents = dict(process_parents())
     for pid in sorted(parents, reverse=True):
         if parents.get(parents[pid]) == launcher:  # planner -> torchrun -> rank
             say(f"kill -9 {pid}")
             os.kill(pid, signal.SIGKILL)
             return True
-    say("no rank was killed: this system has no /proc to find one in")
+    say("no rank was killed: this system has no /proc")
     return False
 
 
 def process_parents() -> Iterator[tuple[int, int]]:
-    """Every process and its parent, as Linux tells them."""
+    """Yield every process and its parent, from /proc."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended
             yield (
@@ -322,7 +317,7 @@ def process_parents() -> Iterator[tuple[int, int]]:
 
 
 def finish(plan: dict[str, Any], difference: float, seconds: float) -> int:
-    """Say what came out, and fail if training did not learn, or did not go on as if nothing had happened."""
+    """Print the results; return 1 if the loss did not fall or the disturbed run differs."""
     measured = read("measured.json")
     predicted, real = (
         plan["prediction"]["step_seconds"],
@@ -334,10 +329,10 @@ def finish(plan: dict[str, Any], difference: float, seconds: float) -> int:
     say(
         f"loss: {measured['losses'][0]:.3f} -> {measured['losses'][-1]:.3f} after {measured['steps']} steps"
     )
-    say(f"with a rank killed on the way, losses are those of the undisturbed run within {difference:.1e} "
+    say(f"with a rank killed, losses differ by at most {difference:.1e} from the undisturbed run "
         "(dropout is drawn per micro-batch, whose size another plan may change)")  # fmt: skip
     say(
-        f"all of it took {seconds:.0f} s; look at {OUTPUT / 'timeline.html'}, or open the traces in ui.perfetto.dev"
+        f"the demo took {seconds:.0f} s; see {OUTPUT / 'timeline.html'}, or open the traces in ui.perfetto.dev"
     )
     return (
         0
@@ -347,7 +342,7 @@ def finish(plan: dict[str, Any], difference: float, seconds: float) -> int:
 
 
 def planner(*arguments: object, shown: int | None = None) -> None:
-    """Run a `planner` command as a user would; `shown`: lines of its output to show."""
+    """Run a `planner` command; print only the first `shown` lines of its output, if given."""
     command = [*command_line(str(arguments[0])), *map(str, arguments[1:])]
     show(command)
     done = subprocess.run(
@@ -360,27 +355,27 @@ def planner(*arguments: object, shown: int | None = None) -> None:
 
 
 def command_line(verb: str) -> list[str]:
-    """The `planner` command of this Python."""
+    """Return the command line of a verb of `planner`."""
     return [str(Path(sys.executable).parent / "planner"), verb]
 
 
 def show(command: Sequence[str]) -> None:
-    """Print a command as one would type it."""
+    """Print a command as a user would type it."""
     print(f"$ {shlex.join(['planner', *command[1:]])}", flush=True)
 
 
 def title(text: str) -> None:
-    """Start a step."""
+    """Print the title of a step."""
     print(f"\n== {text}", flush=True)
 
 
 def say(text: str) -> None:
-    """One line of words."""
+    """Print one line."""
     print(f"   {text}", flush=True)
 
 
 def read(name: str) -> Any:
-    """A JSON document of the output folder."""
+    """Read a JSON document of the output folder."""
     return json.loads((OUTPUT / name).read_text(encoding="utf-8"))
 
 

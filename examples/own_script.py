@@ -1,6 +1,6 @@
 """A training script of your own, trained by a plan: ``torchrun --nproc-per-node 4 -m examples.own_script plan.json``.
 
-`model` and `samples` are what any script has; the three lines of `main` stand where its training loop stood.
+Any script has the equivalent of `model` and `samples`; the first three lines of `main` replace its training loop.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FEATURES, WIDTH, CLASSES = 64, 256, 10
 
 
 def model() -> tuple[nn.Module, torch.Tensor]:
-    """A classifier, and an example of its input."""
+    """Return a classifier and an example of its input."""
     hidden = [each for _ in range(6) for each in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
     return nn.Sequential(
         nn.Linear(FEATURES, WIDTH), *hidden, nn.Linear(WIDTH, CLASSES)
@@ -24,7 +24,7 @@ def model() -> tuple[nn.Module, torch.Tensor]:
 
 
 def samples(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples start..stop-1, always the same ones: points, and which of ten directions each is nearest to."""
+    """Return samples start to stop - 1: points, and the nearest of ten directions to each."""
     directions = torch.randn(
         FEATURES, CLASSES, generator=torch.Generator().manual_seed(0)
     )
@@ -37,7 +37,7 @@ def samples(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def main(plan: str) -> None:
-    """Train, and let rank 0 say what came out."""
+    """Train; rank 0 prints the first and the last loss."""
     executor = Executor(
         plan, "examples.own_script:model", data="examples.own_script:samples"
     )
