@@ -12,6 +12,7 @@ from planner.client.http import (
     check_address,
     exchange,
 )
+from planner.client.measurements import StoredMeasurement, post_measurement
 from planner.client.plans import request_plan
 
 __all__ = [
@@ -19,7 +20,9 @@ __all__ = [
     "SCHEMES",
     "WAIT_SECONDS",
     "Response",
+    "StoredMeasurement",
     "check_address",
     "exchange",
+    "post_measurement",
     "request_plan",
 ]

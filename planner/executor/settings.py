@@ -168,7 +168,7 @@ class RunSettings:
             or self.keep != DEFAULT_KEEP
         ):
             raise DocumentError(
-                "tells how to keep checkpoints, but there is no word where.",
+                "has no effect without a folder for checkpoints.",
                 field=next(
                     name
                     for name in ("resume", "checkpoint_every", "keep")
@@ -183,7 +183,7 @@ class RunSettings:
             ):
                 if getattr(self, name) != usual:
                     raise DocumentError(
-                        "tells how to validate, but there is no word on what.",
+                        "has no effect without held-out samples.",
                         field=name,
                         hint="give validation_data too.",
                     )
@@ -211,7 +211,7 @@ class RunSettings:
             for name in ("min_learning_rate", "decay_steps"):
                 if getattr(self, name) not in (0.0, None):
                     raise DocumentError(
-                        "means nothing where the learning rate does not fall.",
+                        "has no effect on a constant learning rate.",
                         field=name,
                         hint="give learning_rate_schedule linear or cosine too.",
                     )
@@ -276,7 +276,7 @@ class RunSettings:
         """
         if self.checkpoints is None or self.checkpoint_every is None:
             raise DocumentError(
-                "is how often an elastic run can be taken up again, and was not given.",
+                "is missing: an elastic run continues from checkpoints.",
                 field="checkpoint_every"
                 if self.checkpoints is not None
                 else "checkpoint_dir",

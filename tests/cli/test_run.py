@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from planner.api.settings import Settings
-from planner.cli.run_text import COUNTED, UNMEASURED_LINKS, run_text
+from planner.cli.run import RENAMED
+from planner.cli.run_text import COUNTED, UNMEASURED_LINKS, run_tables
 from planner.executor.failures.failure import read_stopped, write_stopped
 from planner.spec import Cluster, MeasuredRun, Plan, read
 from planner.spec.cluster import Link
@@ -74,7 +75,7 @@ def test_options_reach_the_launcher(
     more = (
         "--reference-steps",
         "2",
-        "--max-gradient-norm",
+        "--max-grad-norm",
         "1",
         "--device",
         "cpu",
@@ -104,7 +105,7 @@ def test_options_reach_the_launcher(
     )
     values = ("--weights", "w.safetensors", "--deterministic")
     rates = (
-        "--learning-rate-schedule",
+        "--lr-scheduler",
         "linear",
         "--warmup-steps",
         "1",
@@ -174,7 +175,7 @@ def test_elastic_reaches_the_launcher(
     """With its options, and a planner that knows the plan's profile."""
     words = (
         "--elastic",
-        "--restarts",
+        "--max-restarts",
         "7",
         "--cooldown",
         "9",
@@ -193,7 +194,7 @@ def test_elastic_reaches_the_launcher(
     "words",
     [
         ("--planner", "http://h:1"),
-        ("--restarts", "1"),
+        ("--max-restarts", "1"),
         ("--cooldown", "1"),
         ("--discover", "x"),
     ],
@@ -204,7 +205,8 @@ def test_elastic_options_need_elastic(
     """An option that would be ignored is refused."""
     ended = planner("run", plan_path, "--model", "m:f", *words)
     assert (ended.code, ended.out) == (2, "")
-    assert f"{words[0]}: means nothing without --elastic" in ended.err
+    assert f"error: {words[0]}: " in ended.err
+    assert "hint: pass --elastic too" in ended.err
 
 
 def test_predicted_beside_measured(
@@ -262,17 +264,17 @@ def test_a_prediction_that_is_far_off_tells_what_it_rests_on(
     run = run.model_copy(
         update={"median_step_seconds": run.median_step_seconds * speed}
     )
-    text = run_text(plan, run)
+    text = run_tables(plan, run)
     assert {words for words in (COUNTED, UNMEASURED_LINKS) if words in text} == told
 
 
 def test_the_replica_that_memory_is_predicted_for_is_told(plan_path: Path) -> None:
     """Where replicas have other shares, one row of the plan stands for all of them."""
     plan = read(Plan, plan_path)
-    told = "predicted for the replica that has the least room"
-    assert told not in run_text(plan, measured_run(plan))
+    told = "predicted for the replica with the least free memory"
+    assert told not in run_tables(plan, measured_run(plan))
     shared = plan.layout.model_copy(update={"micro_batch_shares": (3, 1)})
-    assert told in run_text(
+    assert told in run_tables(
         plan.model_copy(update={"layout": shared}), measured_run(plan)
     )
 
@@ -281,7 +283,7 @@ def test_bytes_on_the_host_are_told_beside_their_prediction(plan_path: Path) -> 
     """Where a run offloads: 1 GiB was predicted, and 2 were used, so it is off by -50 %. Others have no such table."""
     plan = read(Plan, plan_path)
     measured = measured_run(plan)
-    assert "on the host" not in run_text(plan, measured)
+    assert "on the host" not in run_tables(plan, measured)
     rows = tuple(
         row.model_copy(update={"host_bytes": 1 << 30}) for row in plan.prediction.memory
     )
@@ -291,7 +293,7 @@ def test_bytes_on_the_host_are_told_beside_their_prediction(plan_path: Path) -> 
     ranks = tuple(
         rank.model_copy(update={"host_bytes": 2 << 30}) for rank in measured.ranks
     )
-    lines = run_text(
+    lines = run_tables(
         promised, measured.model_copy(update={"ranks": ranks})
     ).splitlines()
     (header,) = (
@@ -315,7 +317,7 @@ def test_a_plan_that_promises_no_memory_is_told_without(plan_path: Path) -> None
     silent = plan.model_copy(
         update={"prediction": plan.prediction.model_copy(update={"memory": ()})}
     )
-    lines = run_text(silent, measured_run(plan)).splitlines()
+    lines = run_tables(silent, measured_run(plan)).splitlines()
     (header,) = (index for index, line in enumerate(lines) if "measured peak" in line)
     assert lines[header + 1].split() == ["0", "0", "-", "0.00", "GiB", "-"]
 
@@ -324,7 +326,7 @@ def test_the_node_that_this_machine_is_taken_for_is_told(
     planner: Command, plan_path: Path, calls: list[dict[str, Any]]
 ) -> None:
     """Where the plan uses one node of several; all others have one."""
-    assert "taken for" not in planner("run", plan_path, "--model", "m:f").err
+    assert "runs as that node" not in planner("run", plan_path, "--model", "m:f").err
     plan = json.loads(plan_path.read_text())
     (group,) = plan["request"]["cluster"]["node_groups"]
     plan["request"]["cluster"]["node_groups"] = [
@@ -334,7 +336,7 @@ def test_the_node_that_this_machine_is_taken_for_is_told(
         row["node"] = 1
     plan_path.write_text(json.dumps(plan))
     assert (
-        "this machine is taken for node 1, of new"
+        "the plan uses one node, number 1 of group new"
         in planner("run", plan_path, "--model", "m:f").err
     )
 
@@ -379,7 +381,7 @@ def test_a_run_is_reported_to_the_service_of_its_plan(
         assert kept["url"] in ended.err
     for words in (("--report", "here"), ("--elastic", "--planner", "localhost:80")):
         assert (
-            "no address of a service"
+            "not the address of a service"
             in planner("run", plan_path, "--model", "m:f", *words).err
         )
     assert len(calls) == 2, "a wrong address is told before anything is trained"
@@ -451,8 +453,9 @@ def test_several_nodes_get_their_commands(
             "MASTER_ADDR",
         ):
             assert word in line
-    chosen = ("--learning-rate-schedule", "cosine", "--weight-decay", "0.0")
-    assert " ".join(chosen) in planner("run", two_node_plan, *chosen).out
+    chosen = ("--lr-scheduler", "cosine", "--weight-decay", "0.0")
+    wanted = "--learning-rate-schedule cosine --weight-decay 0.0"
+    assert wanted in planner("run", two_node_plan, *chosen).out
     assert (
         "which has no momentum"
         in planner("run", two_node_plan, "--momentum", "0.5").err
@@ -464,7 +467,10 @@ def test_several_nodes_get_their_commands(
         {**group, "name": name, "nodes": 1} for name in ("old", "new")
     ]
     two_node_plan.write_text(json.dumps(plan))
-    assert "1: node 0, of old\n  2: node 1, of new" in planner("run", two_node_plan).err
+    assert (
+        "1: node 0 of group old, 1 process\n  2: node 1 of group new"
+        in planner("run", two_node_plan).err
+    )
 
 
 def test_local_options_are_refused_for_several_nodes(
@@ -483,7 +489,7 @@ def test_local_options_are_refused_for_several_nodes(
 
 NODES = (
     "--elastic",
-    "--nodes",
+    "--nnodes",
     "1:2",
     "--checkpoint-dir",
     "kept",
@@ -499,7 +505,7 @@ def test_every_node_of_an_elastic_run_starts_the_same_command(
     given = (
         "--timeout",
         "9",
-        "--restarts",
+        "--max-restarts",
         "7",
         "--heartbeat",
         "2",
@@ -516,16 +522,16 @@ def test_every_node_of_an_elastic_run_starts_the_same_command(
         "--model gpt2",
         "--steps 5",
         "--timeout 9.0",
-        "--elastic --nodes 1:2",
+        "--elastic --nnodes 1:2",
         "--checkpoint-every 5",
     ):
         assert words in line
     for words in (
         "--beta2 0.95",
-        "--restarts 7",
+        "--max-restarts 7",
         "--heartbeat 2.0",
         "--planner http://here:1",
-        '--rendezvous "$RENDEZVOUS"',
+        '--rdzv-endpoint "$RENDEZVOUS"',
     ):
         assert words in line
     assert (
@@ -550,9 +556,15 @@ def test_nodes_of_other_sizes_have_a_command_of_their_own(
     path = tmp_path / "unequal.json"
     path.write_text(json.dumps(plan))
     lines = planner("run", path, *NODES).out.splitlines()
-    assert [line.partition("--devices ")[2].split()[0] for line in lines] == ["4", "1"]
-    assert "give this node's" in planner("run", path, *NODES, "--rendezvous", "h:1").err
-    assert len(planner("run", path, *NODES, "--devices", "2").out.splitlines()) == 1
+    assert [line.partition("--nproc-per-node ")[2].split()[0] for line in lines] == [
+        "4",
+        "1",
+    ]
+    ended = planner("run", path, *NODES, "--rdzv-endpoint", "h:1")
+    assert (ended.code, "error: --nproc-per-node: " in ended.err) == (2, True)
+    assert (
+        len(planner("run", path, *NODES, "--nproc-per-node", "2").out.splitlines()) == 1
+    )
 
 
 def test_nodes_of_other_kinds_have_a_command_of_their_own(
@@ -577,16 +589,16 @@ def test_nodes_of_other_kinds_have_a_command_of_their_own(
         line.partition("--group ")[2].split()[0] for line in ended.out.splitlines()
     ] == ["fast", "slow"]
     assert (
-        "1: on nodes of fast, of 1 device\n  2: on nodes of slow, of 4 devices"
-        in ended.err
+        "1: nodes of node group fast, 1 device each\n"
+        "  2: nodes of node group slow, 4 devices each" in ended.err
     )
     (line,) = planner(
-        "run", path, *NODES, "--group", "slow", "--devices", "2"
+        "run", path, *NODES, "--group", "slow", "--nproc-per-node", "2"
     ).out.splitlines()
-    assert "--group slow --devices 2" in line
+    assert "--group slow --nproc-per-node 2" in line
     assert (
         "give this node's: fast or slow"
-        in planner("run", path, *NODES, "--rendezvous", "h:1").err
+        in planner("run", path, *NODES, "--rdzv-endpoint", "h:1").err
     )
     assert (
         "no node group 'other'" in planner("run", path, *NODES, "--group", "other").err
@@ -610,15 +622,15 @@ def test_a_node_takes_part(
         asked.append((settings, policy))
         return measured_run(plan).model_copy(update={"plan_id": "another"}), True
 
-    monkeypatch.setattr("planner.cli.run_nodes.run_node", run_node)
+    monkeypatch.setattr("planner.replan.nodes.run_node", run_node)
     place = (
-        "--rendezvous",
+        "--rdzv-endpoint",
         "h:7",
         "--address",
         "node-a",
-        "--devices",
+        "--nproc-per-node",
         "3",
-        "--run-id",
+        "--rdzv-id",
         "mine",
     )
     ended = planner("run", two_node_plan, *NODES, *place)
@@ -632,8 +644,8 @@ def test_a_node_takes_part(
         "mine",
     )
     assert (policy.rendezvous, policy.address) == ("h:7", "node-a")
-    assert policy.ranks == ("-m", "planner.cli.node_rank")
-    assert "off by" not in ended.out, (
+    assert policy.ranks == ("-m", "planner.replan.node_rank")
+    assert "predicted" not in ended.out, (
         "another plan's predictions are not set beside this run"
     )
 
@@ -641,12 +653,12 @@ def test_a_node_takes_part(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("--nodes", "1:2"), "--nodes: means nothing without --elastic"),
-        (("--rendezvous", "h:1"), "--rendezvous: means nothing without --nodes"),
-        (("--elastic", "--nodes", "2"), "'2' is no range"),
-        (("--elastic", "--nodes", "3:2"), "nodes: cannot be 3:2"),
-        (("--elastic", "--nodes", "1:2"), "checkpoint_dir: is how often"),
-        ((*NODES, "--discover", "x"), "--discover: means nothing with --nodes"),
+        (("--nnodes", "1:2"), "--nnodes: has no effect without --elastic"),
+        (("--rdzv-endpoint", "h:1"), "--rdzv-endpoint: has no effect without --nnodes"),
+        (("--elastic", "--nnodes", "2"), "--nnodes: '2' is not a range"),
+        (("--elastic", "--nnodes", "3:2"), "--nnodes: cannot be 3:2"),
+        (("--elastic", "--nnodes", "1:2"), "--checkpoint-dir: is missing"),
+        ((*NODES, "--discover", "x"), "--discover: has no effect with --nnodes"),
         (("--elastic",), "--elastic: the plan needs several nodes"),
     ],
 )
@@ -682,9 +694,129 @@ def test_checkpoints_need_a_folder(
     ended = planner("run", plan_path, "--model", "m:f", option)
     assert (ended.code, ended.out) == (2, "")
     assert (
-        f"{option.partition('=')[0][2:].replace('-', '_')}: tells how to keep checkpoints"
+        f"error: {option.partition('=')[0]}: has no effect without a folder"
         in ended.err
     )
+
+
+def test_the_report_is_short(
+    planner: Command, plan_path: Path, calls: list[dict[str, Any]]
+) -> None:
+    """One line per figure, the largest rank's memory, and the next command; `--full` lists all ranks."""
+    ended = planner("run", plan_path, "--model", "m:f")
+    lines = ended.out.splitlines()
+    assert len(lines) <= 10
+    assert max(map(len, lines[:-1])) <= 100
+    assert any(line.startswith("Memory") and "rank 0" in line for line in lines)
+    assert lines[-1].startswith("Next: ")
+    assert f"planner timeline {plan_path} measured.json" in lines[-1]
+    full = planner("run", plan_path, "--model", "m:f", "--full")
+    assert "measured peak" in full.out
+    assert len(calls) == 2
+
+
+OLD_SPELLINGS = {
+    "--nodes": "1:2",
+    "--devices": "3",
+    "--restarts": "7",
+    "--rendezvous": "h:1",
+    "--run-id": "mine",
+    "--learning-rate-schedule": "cosine",
+    "--max-gradient-norm": "1.5",
+}
+
+
+@pytest.mark.parametrize("old", OLD_SPELLINGS)
+def test_old_spellings_work_and_warn(
+    planner: Command, two_node_plan: Path, monkeypatch: pytest.MonkeyPatch, old: str
+) -> None:
+    """The run is the same as with the new spelling; one line on stderr names the new one."""
+    taken: list[tuple[Any, Any]] = []
+
+    def run_node(
+        plan: Plan, settings: Any, policy: Any, **options: Any
+    ) -> tuple[MeasuredRun, bool]:
+        taken.append((settings, policy))
+        return measured_run(plan), True
+
+    monkeypatch.setattr("planner.replan.nodes.run_node", run_node)
+    usual = {"--nnodes": "1:2", "--rdzv-endpoint": "h:1"}
+    fixed = ("--elastic", "--checkpoint-dir", "kept", "--checkpoint-every", "5")
+    warned = []
+    for name in (old, RENAMED[old]):
+        given = {each: value for each, value in usual.items() if each != RENAMED[old]}
+        given[name] = OLD_SPELLINGS[old]
+        words = [word for pair in given.items() for word in pair]
+        ended = planner("run", two_node_plan, *fixed, *words)
+        assert ended.code == 0, ended.err
+        warned.append(ended.err.count(f"warning: {old} is now {RENAMED[old]}"))
+    assert warned == [1, 0]
+    assert taken[0] == taken[1]
+
+
+def test_every_renamed_option_is_tested() -> None:
+    """A further old spelling needs a value above."""
+    assert set(OLD_SPELLINGS) == set(RENAMED)
+
+
+def test_help_is_short_and_complete(planner: Command) -> None:
+    """At most 45 lines and 12 options; `--help-all` has the groups of all options."""
+    short = planner("run", "--help").out
+    assert len(short.splitlines()) <= 45
+    options = [line for line in short.splitlines() if line.startswith("  -")]
+    assert len(options) <= 12
+    everything = planner("run", "--help-all").out
+    for group in (
+        "Data",
+        "Optimizer",
+        "Validation",
+        "Checkpoints",
+        "Elastic",
+        "Output",
+    ):
+        assert f"\n{group}" in everything
+    for name in RENAMED.values():
+        assert f"  {name} " in everything
+        assert f"  {name} " not in short
+
+
+def test_a_plan_for_another_framework_is_run_with_a_warning(
+    planner: Command, question: list[str], tmp_path: Path, calls: list[dict[str, Any]]
+) -> None:
+    """Its prediction is not of this run: the service must not learn from the difference."""
+    path = tmp_path / "other.json"
+    words = ("--runtime", "megatron-core", "--fix", "pp=2", "--fix", "schedule=1f1b")
+    assert planner("plan", *question, *words, "-o", path).code == 0
+    ended = planner("run", path, "--model", "m:f")
+    assert ended.code == 0
+    assert ended.err.count("warning: the plan is priced for megatron-core") == 1
+    refused = planner("run", path, "--model", "m:f", "--report", "http://h:1", "--json")
+    problem = json.loads(refused.err)
+    assert (refused.code, refused.out) == (2, "")
+    assert problem["type"] == "/problems/invalid-request"
+    assert problem["errors"][0]["field"] == "--report"
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "option"),
+    [
+        (("--warmup-steps", "30", "--lr-scheduler", "linear"), "--warmup-steps", ""),
+        (("--min-learning-rate", "0.1"), "--min-learning-rate", ""),
+        (("--decay-steps", "4"), "--decay-steps", "--lr-scheduler"),
+        (("--validate-every", "4"), "--validate-every", "--validation-data"),
+        (("--checkpoint-every", "4"), "--checkpoint-every", "--checkpoint-dir"),
+    ],
+)
+def test_errors_of_settings_name_options(
+    planner: Command, plan_path: Path, words: tuple[str, ...], field: str, option: str
+) -> None:
+    """The executor's settings have other names than the options: a user reads the options'."""
+    ended = planner("run", plan_path, "--model", "m:f", *words, "--json")
+    (problem,) = json.loads(ended.err)["errors"]
+    assert (ended.code, problem["field"]) == (2, field)
+    assert option in problem["hint"]
+    assert "_" not in problem["hint"]
 
 
 @pytest.mark.torchrun
