@@ -1,4 +1,4 @@
-"""The cluster: groups of equal nodes, their devices, and the links between them."""
+"""The cluster document: groups of identical nodes, their devices and links."""
 
 from __future__ import annotations
 
@@ -20,132 +20,140 @@ OperationName = Literal[
 ]
 
 INTRA_NODE_LATENCY_SECONDS = 4e-6
-"""One hop of a collective inside a node; NCCL over NVLink, order of magnitude."""
+"""Latency of one hop of a collective inside a node: NCCL over NVLink, roughly."""
 
 
 class ScaleUp(Document):
-    """The fast links that join a device to its neighbours, as its data sheet has them."""
+    """The fast links between a device and its neighbours, by its data sheet."""
 
     name: str = ""
     topology: Literal["switch", "mesh", "ring", "pcie"]
-    """switch: any pair gets the whole bandwidth; mesh: one link to each neighbour; ring: links to two neighbours;
-    pcie: only the host's bus."""
+    """switch: any pair has the whole bandwidth; mesh: one link to each neighbour; ring:
+    links to two neighbours; pcie: only the host's bus."""
     domain_devices: int = Field(ge=1)
-    """Devices that reach each other this way: a node's, a pair under a bridge, or a rack of several nodes."""
+    """Devices that these links connect: of a node, of a pair under a bridge, or of a
+    rack with several nodes."""
     bandwidth_bytes_per_second: float = Field(gt=0)
-    """Of one device, over all its links, one direction."""
+    """Bandwidth of one device over all its links, in one direction."""
     pair_bandwidth_bytes_per_second: float | None = Field(default=None, gt=0)
-    """Between two devices, one direction; None: the whole bandwidth."""
+    """Bandwidth between two devices, in one direction; None: the whole bandwidth."""
     latency_seconds: float = Field(default=INTRA_NODE_LATENCY_SECONDS, ge=0)
 
 
 class DeviceSpec(Document):
-    """One accelerator (or CPU rank), by its data sheet or as measured. Dense FLOPs, never sparse ones."""
+    """One accelerator (or CPU rank), by its data sheet or as measured; dense FLOPs."""
 
     id: str = Field(min_length=1)
     name: str = ""
     memory_bytes: int = Field(gt=0, le=MOST_MEMORY_BYTES)
-    """All memory; of a GPU, what ``torch.cuda.get_device_properties(0).total_memory`` reports. Contains `reserved_bytes`."""
+    """All memory, including `reserved_bytes`; of a GPU, what
+    ``torch.cuda.get_device_properties(0).total_memory`` reports."""
     peak_flops_per_second: dict[PeakType, Annotated[float, Field(gt=0)]] = Field(
         default_factory=dict
     )
-    """Peak of matrix products by data type; empty when only measured seconds are used. Jobs in fp32 run at the peak of
-    fp32, as torch does by default; tf32 is for those who switch it on."""
+    """Peak of matrix products by data type; empty if only measured seconds are used.
+    Jobs in fp32 use the peak of fp32, as torch does by default, not that of tf32."""
     achievable_fraction: float = Field(default=0.8, gt=0, le=1)
-    """Best measured large matrix product / peak (MAMF of the catalogue)."""
+    """Best measured large matrix product / peak (MAMF in the catalogue)."""
     memory_bandwidth_bytes_per_second: float | None = Field(default=None, gt=0)
     launch_seconds: float = Field(default=4e-6, ge=0)
-    """Fixed cost of one kernel."""
+    """Fixed time of one kernel."""
     reserved_bytes: int | None = Field(default=None, ge=0, le=MOST_MEMORY_BYTES)
-    """Context, communicators and code of one process; None: the cost model's default."""
+    """Memory of one process for context, communicators and code; None: the default of
+    the cost model."""
     allocation_overhead: float = Field(default=0.0, ge=0)
-    """What the allocator takes beyond the activations and temporaries it hands out, as a fraction of them."""
+    """Overhead of the allocator, as a fraction of the activations and temporaries."""
     scale_up: ScaleUp | None = None
-    """None: the device has no fast links to its neighbours, or they are not known."""
+    """None: the device has no fast links, or they are unknown."""
     host_bandwidth_bytes_per_second: float | None = Field(default=None, gt=0)
-    """To the host's memory, one direction; devices of a node beyond the scale-up domain talk this way."""
+    """Bandwidth to the host's memory, in one direction; also between devices of a node
+    that no scale-up link connects."""
     network_bandwidth_bytes_per_second: float | None = Field(default=None, gt=0)
-    """This device's part of its node's network, one direction."""
+    """This device's share of its node's network, in one direction."""
     price_per_hour: float | None = Field(default=None, ge=0)
-    """Of one device, in the user's currency; the catalogue has none."""
+    """Price of one device, in the user's currency; the catalogue has none."""
     sources: dict[str, str] = Field(default_factory=dict)
-    """Where the figures stand, by field."""
+    """Source of every figure, by field."""
 
 
 class LinkMeasurement(Document):
-    """One row of `planner links`."""
+    """One measurement of `planner links`."""
 
     operation: OperationName
     bytes: int = Field(gt=0)
-    """Of the full tensor."""
+    """Size of the full tensor."""
     ranks: int = Field(ge=2)
     nodes: int = Field(default=1, ge=1)
-    """Nodes that the group spans, with equally many ranks on each."""
+    """Nodes of the group, with the same number of ranks on each."""
     seconds: float = Field(gt=0)
     relative_spread: float | None = Field(default=None, ge=0)
     """Interquartile range of the samples / their median."""
 
 
 class LinkFit(Document):
-    """Latency and bandwidth of one operation by itself, fitted to its own rows."""
+    """Latency and bandwidth of one operation, fitted to its measurements."""
 
     operation: OperationName
     latency_seconds: float = Field(ge=0)
-    """Of one hop."""
+    """Latency of one hop."""
     bandwidth_bytes_per_second: float = Field(gt=0)
     relative_residual: float = Field(ge=0)
-    """Root mean square of log(predicted / measured): 0.1 is typically 10 % off."""
+    """Root mean square of log(predicted / measured): 0.1 is an error of about 10 %."""
 
 
 class Link(Document):
-    """How the devices of one level reach each other."""
+    """A link: inside a node, or between nodes."""
 
     latency_seconds: float = Field(ge=0)
     bandwidth_bytes_per_second: float = Field(gt=0)
-    """Of one device, one direction."""
+    """Bandwidth of one device, in one direction."""
     relative_residual: float | None = Field(default=None, ge=0)
-    """Of this one fit over all operations; see `LinkFit`."""
+    """Of one fit over all operations; see `LinkFit`."""
     fits: tuple[LinkFit, ...] = ()
-    """The same formulas fitted operation by operation: closer, because implementations differ in their algorithms."""
+    """A fit per operation: more accurate, since algorithms differ by operation."""
     overlap_slowdown: float | None = Field(default=None, ge=1)
-    """Seconds of compute while a collective of this level runs beside it / seconds alone; None: not measured."""
+    """Seconds of compute concurrent with a collective / seconds alone; None: not
+    measured."""
     pipeline_slowdown: float | None = Field(default=None, ge=1)
-    """Seconds of a pipeline over all ranks, which share the cores of one machine / seconds with a core for each; None:
-    not measured, as every rank has a device of its own."""
+    """Seconds of a pipeline whose ranks share the cores of one machine / seconds with a
+    core per rank; None: not measured, since every rank has a device of its own."""
     measurements: tuple[LinkMeasurement, ...] = ()
-    """The measured table that latency and bandwidth were fitted to, kept for the reader."""
+    """The measurements behind latency and bandwidth, for reference."""
 
 
 class Links(Document):
-    """What `planner links` writes when the ranks stand on several nodes: the two links of a node group."""
+    """What `planner links` writes for several nodes: both links of a node group."""
 
     intra_node: Link | None = None
-    """None: one rank on every node."""
+    """None: every node has one rank."""
     inter_node: Link | None = None
-    """None: one node."""
+    """None: there is one node."""
 
 
 class NodeGroup(Document):
-    """Equal nodes."""
+    """Identical nodes."""
 
     name: str = Field(default="nodes", min_length=1)
     device: str | DeviceSpec
-    """Catalogue id (`planner devices`) or an inline device. The command line also takes the path of a device document,
-    from where the cluster document stands."""
+    """Catalogue id (`planner devices`) or an inline device. In a file, also the path of
+    a device document, relative to the cluster document."""
     nodes: int = Field(ge=1, le=1_000_000)
     devices_per_node: int = Field(ge=1, le=10_000)
     intra_node: Link | None = None
-    """Also between nodes that these links join (NVL72). None: by the device's scale-up links, else over the host."""
+    """Also between nodes that scale-up links connect (NVL72). None: the device's
+    scale-up links, or the host's bus."""
     inter_node: Link | None = None
-    """Between the domains, where scale-up links join several nodes and the group is larger. None: by the device's
-    network."""
+    """Between nodes, or between scale-up domains of several nodes. None: the network of
+    the device."""
     price_per_hour: float | None = Field(default=None, ge=0)
-    """Of one device of this group, in the user's currency; None: the device's."""
+    """Price of one device of this group, in the user's currency; None: the device's."""
     host_memory_bytes: int | None = Field(default=None, gt=0, le=MOST_MEMORY_BYTES)
-    """Of one node, for all its devices together: what may be offloaded there. None: not known, nothing is offloaded."""
+    """Memory of one node that all its devices may offload to; None: unknown, and
+    nothing is offloaded."""
 
     def share_of_node(self, devices: int) -> dict[str, int | None]:
-        """Fields of some devices of a node: with the part of its host's memory that is theirs."""
+        """Return the fields for a part of a node, with its share of the host's
+        memory."""
         whole = self.host_memory_bytes
         share = (
             None if whole is None else max(1, whole * devices // self.devices_per_node)
@@ -154,14 +162,14 @@ class NodeGroup(Document):
 
     @property
     def device_price_per_hour(self) -> float | None:
-        """Of one device: the group's price, else the device's; None: not known."""
+        """Price of one device: the group's, or else the device's; None: unknown."""
         if self.price_per_hour is not None or isinstance(self.device, str):
             return self.price_per_hour
         return self.device.price_per_hour
 
 
 class Cluster(Document):
-    """What the job may use."""
+    """The devices that a job may use."""
 
     schema_version: Literal[1] = 1
     name: str = "cluster"
@@ -174,7 +182,7 @@ class Cluster(Document):
 
     @property
     def price_per_hour(self) -> float | None:
-        """Of all devices, in the user's currency; None: the price of some is not known."""
+        """Price of all devices, in the user's currency; None: some price is unknown."""
         prices = [group.device_price_per_hour for group in self.node_groups]
         devices = [group.nodes * group.devices_per_node for group in self.node_groups]
         known = [
@@ -185,11 +193,14 @@ class Cluster(Document):
         return sum(known) if len(known) == len(prices) else None
 
     def part(self, devices: Mapping[int, int]) -> Cluster:
-        """Some of its devices as a cluster of their own; links and prices stay, and each device's part of its host.
+        """Return a cluster of some of the devices.
+
+        Links and prices are unchanged; each device has its share of host memory.
 
         Args:
-            devices: how many of every node, by its number through all groups; nodes that are not named are left out.
-                Node groups come in the order in which their first nodes are named.
+            devices: number of devices by node, where nodes are numbered through all
+                groups; other nodes are left out. Node groups are in the order in which
+                their first nodes appear.
         """
         places = {node: place for place, node in enumerate(devices)}
         groups, first = [], 0

@@ -1,4 +1,4 @@
-"""Constraints of a layout as people type them: ``FIELD=V``, on the command line and in forms."""
+"""Layout constraints as text, ``FIELD=V``, for the command line and forms."""
 
 from __future__ import annotations
 
@@ -27,21 +27,28 @@ SHORT_NAMES = {
 
 
 def full_name(name: str) -> str:
-    """``tp`` -> ``tensor_parallel_degree``; any other name is returned as it is."""
+    """Return the layout field of an abbreviation, such as ``tp``; or else the name."""
     return SHORT_NAMES.get(name, name)
 
 
+def short_name(name: str) -> str:
+    """Return the abbreviation of a layout field, such as ``tp``; or else the name."""
+    return next((short for short, full in SHORT_NAMES.items() if full == name), name)
+
+
 def read_constraint(text: str, *, where: str) -> tuple[str, Any]:
-    """``FIELD=V`` -> field and constraint: V is a value, a list ``a,b,c``, or a range ``MIN..MAX`` (one end may lack);
-    of ``layers_per_stage`` a rule, or the layers of every stage.
+    """Read ``FIELD=V`` as a field and its constraint.
+
+    V is a value, a list ``a,b,c``, or a range ``MIN..MAX``, where one end may be
+    absent. For ``layers_per_stage`` it is a rule, or the layers of every stage.
 
     Args:
         text: as typed.
-        where: it was typed, such as ``--fix``.
+        where: the option, such as ``--fix``, for errors.
 
     Raises:
         UnknownNameError: no layout has this field.
-        DocumentError: the value does not fit the field.
+        DocumentError: the value is wrong for the field.
     """
     name, value = split(text, CONSTRAINTS, where)
     if name == DIVISION:
@@ -53,11 +60,11 @@ def read_constraint(text: str, *, where: str) -> tuple[str, Any]:
 
 
 def split(text: str, names: Sequence[str], where: str) -> tuple[str, str]:
-    """``FIELD=V`` -> field, which is one of these names, and value.
+    """Split ``FIELD=V`` into the field's full name and the value.
 
     Raises:
-        UnknownNameError: it is none of them.
-        DocumentError: there is no value.
+        UnknownNameError: the field is none of `names`.
+        DocumentError: the value is missing.
     """
     name, equals, value = text.partition("=")
     name = full_name(name.strip())
@@ -71,7 +78,7 @@ def split(text: str, names: Sequence[str], where: str) -> tuple[str, str]:
         )
     if not equals or not value.strip():
         raise DocumentError(
-            f"{text!r} gives no value.",
+            f"{text!r} has no value.",
             field=f"{where} {name}",
             hint=f"write {name}=VALUE.",
         )
@@ -79,7 +86,7 @@ def split(text: str, names: Sequence[str], where: str) -> tuple[str, str]:
 
 
 def _division(text: str) -> Any:
-    """A rule as it is; else a list, of one stage too. Whether it can be is the job's to say."""
+    """A rule as typed, or the list of layers; the job checks them."""
     if text[0].isalpha() or ".." in text:
         return text
     return list(
@@ -88,7 +95,7 @@ def _division(text: str) -> Any:
 
 
 def layers_of(text: str) -> list[Any]:
-    """``4,5,5,4`` or ``[4,5,5,4]``."""
+    """Return the items of ``4,5,5,4`` or ``[4,5,5,4]``."""
     return [scalar(part) for part in text.strip("[]").split(",")]
 
 
@@ -102,7 +109,7 @@ def _range(name: str, text: str, where: str) -> dict[str, int]:
         for value in values.values()
     ):
         raise DocumentError(
-            f"{text!r} is no range of whole numbers.",
+            f"{text!r} is not a range of whole numbers.",
             field=f"{where} {name}",
             hint=f"write {name}=MIN..MAX, e.g. 2..8.",
         )
@@ -110,12 +117,12 @@ def _range(name: str, text: str, where: str) -> dict[str, int]:
 
 
 def _value(name: str, text: str) -> Any:
-    """One value of a layout field, checked and in the field's own type."""
+    """A value of a layout field, validated and in the field's type."""
     return getattr(parse(Layout, {name: scalar(text)}), name)
 
 
 def scalar(text: str) -> Any:
-    """A number, a truth value or null as JSON writes it; any other text is itself."""
+    """Return the number, boolean or null that a JSON text is, or else the text."""
     try:
         return json.loads(text)
     except ValueError:

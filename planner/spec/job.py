@@ -1,4 +1,4 @@
-"""The job: what is to be trained, and what the user fixes about the layout."""
+"""The job document: what is trained, and constraints on the layout."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ COMPUTE_TYPE: dict[str, str] = {
     "bf16": "bf16",
     "fp8": "bf16",
 }
-"""Data type of activations by precision; that of matrix products too, but for fp8."""
+"""Data type of activations by precision; also of matrix products, except for fp8."""
 WHOLE_PARAMETERS: frozenset[OptimizerName] = frozenset({"adafactor", "muon"})
-"""Optimizers whose update of one element depends on its whole matrix: a rank must hold the parameter unsplit."""
+"""Optimizers whose update of an element depends on its whole matrix, so that a rank
+needs the whole parameter."""
 
 Scalar = bool | int | str
 
@@ -46,16 +47,16 @@ CONSTRAINABLE = (
     "activation_offload",
     "optimizer_offload",
 )
-"""Layout fields."""
+"""Layout fields that a job can constrain."""
 MOST_SAMPLES = 1 << 53
-"""Of a global batch: every reader of JSON tells such numbers apart. What no step can take, the search tells."""
+"""Largest global batch: larger integers are not exact in every JSON reader."""
 DIVISION = "layers_per_stage"
-"""The one constraint on stage maps: how many layers every stage has."""
+"""The constraint on stage maps: how many layers every stage has."""
 CONSTRAINTS = (*CONSTRAINABLE, DIVISION)
 DivisionWord = Literal["even", "even-layers"]
 DIVISION_WORDS: tuple[DivisionWord, ...] = get_args(DivisionWord)
-"""Rules for as many stages as a layout has: layers that the model numbers (``model.layers.7``) shared out evenly, or
-all layers."""
+"""Rules for any number of stages: ``even`` divides the numbered layers of the model
+(``model.layers.7``) evenly, ``even-layers`` divides all layers evenly."""
 _DIVISION_SCHEMA: dict[str, JsonValue] = {
     "anyOf": [
         {"enum": list(DIVISION_WORDS)},
@@ -65,7 +66,7 @@ _DIVISION_SCHEMA: dict[str, JsonValue] = {
 
 
 class Range(Document):
-    """Bounds of a whole-numbered layout field, both inclusive."""
+    """Bounds of an integer layout field, both inclusive."""
 
     min: int | None = None
     max: int | None = None
@@ -73,16 +74,19 @@ class Range(Document):
     @model_validator(mode="after")
     def _is_not_empty(self) -> Self:
         if self.min is not None and self.max is not None and self.min > self.max:
-            raise ValueError(f"min {self.min} is above max {self.max}")
+            raise ValueError(
+                f"min {self.min} is above max {self.max}; swap them or leave one out"
+            )
         return self
 
 
 Constraint = Scalar | Range | tuple[Scalar, ...]
-"""A value (fixed), a range (bounded) or a list (one of); of `DIVISION` a rule, or the layers of every stage."""
+"""A value (fixed), a range (bounded) or a list (one of). For `DIVISION`: a rule, or the
+layers of every stage."""
 
 
 class Job(Document):
-    """A training step of this size."""
+    """What is trained: batch, sequence, precision, optimizer and constraints."""
 
     schema_version: Literal[1] = 1
     global_batch_size: int = Field(ge=1, le=MOST_SAMPLES)
@@ -92,27 +96,31 @@ class Job(Document):
     precision: Precision = "bf16-mixed"
     optimizer: OptimizerName = "adamw"
     memory_headroom: Annotated[float, Field(ge=0)] = 0.05
-    """Left free on every device: a fraction when below 1, bytes otherwise; 1 to 100 is refused, as it is neither."""
+    """Memory left free on every device: a fraction if below 1, otherwise bytes. Values
+    from 1 to 100 are ambiguous and rejected."""
     objective: Objective = "step_time"
-    """What the plan is best in: the fastest step on all devices, the least price of a token, or the fewest devices that
-    meet the deadline. The last two may use a part of the cluster: whole nodes, or some devices of one node."""
+    """What to minimise: the step time on all devices, the price of a token, or the
+    number of devices that meet the deadline. The last two may use a part of the
+    cluster: whole nodes, or some devices of one node."""
     deadline_seconds: float | None = Field(default=None, gt=0)
-    """Of one step; for ``devices`` only."""
+    """Longest step time; only for the objective ``devices``."""
     runtime: str = OURS
-    """Framework that will run the plan (`planner.spec.frameworks`): prices are for its kernels and overlaps."""
+    """Framework that runs the plan, whose kernels and overlaps the prediction assumes;
+    a name in `planner.spec.frameworks`."""
     constraints: dict[str, Constraint] = Field(
         default_factory=dict,
         json_schema_extra={"properties": {DIVISION: _DIVISION_SCHEMA}},
     )
-    """Any layout field fixed, bounded or listed, and how layers are divided into stages."""
+    """Layout fields that are fixed, bounded or listed, and how layers form stages."""
 
     @field_validator("memory_headroom")
     @classmethod
     def _headroom_is_no_percentage(cls, given: float) -> float:
         if 1 <= given <= 100:
             raise ValueError(
-                f"neither a fraction below 1 nor bytes that matter: {given:g} % is {given / 100:g}, "
-                f"{given:g} GiB are {int(given * 2**30)}"
+                f"ambiguous, got {given:g}; "
+                f"write {given / 100:g} for {given:g} %, "
+                f"or {int(given * 2**30)} bytes for {given:g} GiB"
             )
         return given
 
@@ -125,12 +133,13 @@ class Job(Document):
     def _deadline_has_a_use(self) -> Self:
         if self.objective == "devices" and self.deadline_seconds is None:
             raise ValueError(
-                "deadline_seconds: the objective devices needs it; give the seconds that a step may take"
+                "deadline_seconds: the objective devices needs it; "
+                "give the longest step time, in seconds"
             )
         if self.objective != "devices" and self.deadline_seconds is not None:
             raise ValueError(
-                f"deadline_seconds: only the objective devices has one, the job's is {self.objective}; "
-                "leave it out, or ask for devices"
+                f"deadline_seconds: the objective {self.objective} has none; "
+                "remove it, or set objective to devices"
             )
         return self
 
@@ -139,7 +148,8 @@ class Job(Document):
         for name, constraint in self.constraints.items():
             if name not in CONSTRAINTS:
                 raise ValueError(
-                    f"constraints: {name!r} is no layout field; use one of {', '.join(CONSTRAINTS)}"
+                    f"constraints: no layout field {name!r}; "
+                    f"use one of {', '.join(CONSTRAINTS)}"
                 )
             if isinstance(constraint, tuple) and not constraint:
                 raise ValueError(
@@ -149,14 +159,15 @@ class Job(Document):
         if division is not None and not _divides(division):
             given = list(division) if isinstance(division, tuple) else division
             raise ValueError(
-                f"constraints: {DIVISION} cannot be {given!r}; give {' or '.join(DIVISION_WORDS)}, or a list with the "
-                "layers of every stage, each at least 1, such as [20, 20, 21, 21]"
+                f"constraints: {DIVISION} cannot be {given!r}; "
+                f"give {' or '.join(DIVISION_WORDS)}, or a list with the number of "
+                "layers of every stage, such as [20, 20, 21, 21]"
             )
         return self
 
 
 def _divides(constraint: Constraint) -> bool:
-    """Is this a rule, or layers of stages?"""
+    """Return whether this is a rule, or a list of layers per stage."""
     if isinstance(constraint, tuple):
         return all(
             isinstance(each, int) and not isinstance(each, bool) and each >= 1
@@ -166,7 +177,10 @@ def _divides(constraint: Constraint) -> bool:
 
 
 def allows(constraint: Constraint | None, value: Scalar) -> bool:
-    """Does a constraint permit the value of a layout field? None permits all; a range permits no word."""
+    """Return whether a constraint permits a value of a layout field.
+
+    None permits every value; a range permits no string.
+    """
     if constraint is None:
         return True
     if isinstance(constraint, Range):

@@ -1,4 +1,4 @@
-"""A layout in one line, and runs of numbers, as commands and pages show them."""
+"""Text of a layout and of runs of numbers, for commands and pages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ OFFLOADED = {
 
 
 def layout_line(layout: Layout) -> str:
-    """``data 4 x tensor 8 x pipeline 2, micro-batch 1, 1f1b, recompute none``; unused choices are left out."""
+    """Return a layout in one line, without the choices that it does not use.
+
+    Example: ``data 4 x tensor 8 x pipeline 2, micro-batch 1, 1f1b, recompute none``.
+    """
     names = DEGREES | {
         name: word for name, word in RARE_DEGREES.items() if getattr(layout, name) > 1
     }
@@ -66,7 +69,10 @@ def _sum(shares: Sequence[int]) -> str:
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """``(0, 1, 2, 5)`` -> ``0-2,5``; a long list is cut with its length told."""
+    """Return numbers as ranges: ``(0, 1, 2, 5)`` -> ``0-2,5``.
+
+    More than four ranges are cut, and the number of ranks is added.
+    """
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:

@@ -29,7 +29,8 @@ class ShortForm(Document):
     model: str = Field(min_length=1)
     """Catalogue name (GET /v1/models, `planner models`)."""
     devices: str
-    """``COUNTxDEVICE``; several kinds separated by commas: ``16xh100-sxm5-80gb,32xa100-sxm4-80gb``."""
+    """``COUNTxDEVICE``, several separated by commas:
+    ``16xh100-sxm5-80gb,32xa100-sxm4-80gb``."""
     batch: int = Field(ge=1, le=MOST_SAMPLES)
     """Samples per optimizer step, over all devices."""
     sequence: int = Field(default=0, ge=0)

@@ -1,10 +1,10 @@
-"""Numbers, bytes and values as people read them in messages."""
+"""Text of numbers, bytes and values in messages."""
 
 from __future__ import annotations
 
 
 def counted(count: int, noun: str) -> str:
-    """``1 device``, ``2 devices``, ``1 micro-batch``, ``2 micro-batches``."""
+    """Return a number with its noun: ``1 device``, ``2 micro-batches``."""
     return f"{count} {noun if count == 1 else _plural(noun)}"
 
 
@@ -13,7 +13,10 @@ def _plural(noun: str) -> str:
 
 
 def gibibytes(count: int, *, is_room: bool = False) -> str:
-    """``4 GiB``, ``1.25 GiB``; small amounts in MiB or KiB. What is needed is rounded up, what there is down."""
+    """Return bytes as text: ``4 GiB``, ``1.25 GiB``; small amounts in MiB or KiB.
+
+    Memory that is needed is rounded up; with `is_room`, free memory is rounded down.
+    """
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
             hundredths = 100 * count // size if is_room else -(-100 * count // size)
@@ -22,9 +25,7 @@ def gibibytes(count: int, *, is_room: bool = False) -> str:
 
 
 def written(value: bool | int | str | None) -> str:
-    """As YAML and JSON have it: ``false``, ``null``, ``4``; strings without quotes."""
-    return (
-        {True: "true", False: "false", None: "null"}[value]
-        if isinstance(value, bool | None)
-        else str(value)
-    )
+    """Return a value as in YAML: ``false``, ``null``, ``4``; strings without quotes."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else str(value)

@@ -91,7 +91,7 @@ def test_a_headroom_in_per_cent_is_no_bytes(headroom: float) -> None:
     """A 5 for 5 % was read as 5 bytes."""
     [found] = mistakes(Job, {"global_batch_size": 8, "memory_headroom": headroom})
     assert found[0] == "memory_headroom"
-    assert f"{headroom} % is {headroom / 100:g}" in found[1]
+    assert f"{headroom / 100:g} for {headroom} %" in found[2]
 
 
 def test_every_mistake_is_reported() -> None:
