@@ -98,6 +98,7 @@ def test_the_range_of_head_costs_is_where_nanotron_cuts_so(
     sizes: list[int], cost: float
 ) -> None:
     """Inside of the range its own rule gives these stages, outside of it others."""
+    assume(all(sizes[:-1]))  # the export refuses a stage without blocks before the last
     least, most = head_costs(sizes)
     assume(sum(sizes) and min(abs(cost - least), abs(cost - most)) > 1e-9)
     assert (least < cost < most) == (cut(sum(sizes), len(sizes), cost) == sizes)

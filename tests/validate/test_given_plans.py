@@ -102,16 +102,20 @@ def test_no_number_can_be_changed(instance: Given, data: st.DataObject) -> None:
         if head not in ("schema_version", "alternatives", "explanation")
     ]
     head = data.draw(st.sampled_from(heads))
+    skipped = set(UNTOLD)
+    if len(instance.cluster.node_groups) > 1:  # any number of parts may be considered
+        skipped.add(("search", "clusters_considered"))
     places = [
-        place for place in numbers(document[head], (head,)) if place[:2] not in UNTOLD
+        place for place in numbers(document[head], (head,)) if place[:2] not in skipped
     ]
     assume(places)
     *path, last = data.draw(st.sampled_from(places))
     part: Any = document
     for name in path:
         part = part[name]
+    before = part[last]
     part[last] = changed(
-        part[last], found.prediction.step_seconds, data.draw(st.booleans())
+        before, found.prediction.step_seconds, data.draw(st.booleans())
     )
     try:
         told = parse(Plan, document)

@@ -53,7 +53,8 @@ def ranks_of_stages(draw: st.DrawFn) -> Held:
         for _ in range(count)
     ]
     units = st.integers(0, 4)
-    moments = draw(st.lists(st.tuples(*[units] * count), min_size=1, max_size=3))
+    moment = st.tuples(*[units] * count).filter(any)  # some unit is always in flight
+    moments = draw(st.lists(moment, min_size=1, max_size=3))
     if draw(st.booleans()):
         moments = [tuple(sorted(moment, reverse=True)) for moment in moments]
     others = tuple(draw(st.integers(0, 3)) for _ in stages)
