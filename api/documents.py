@@ -1,10 +1,11 @@
-"""What clients send and receive over HTTP, besides the documents of `planner.spec`."""
+"""Documents that clients send and receive over HTTP, besides those of `planner.spec`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from pydantic import Field, RootModel, model_validator
+from pydantic import Field, JsonValue, RootModel, field_validator, model_validator
 
 from planner.spec import (
     Cluster,
@@ -16,7 +17,10 @@ from planner.spec import (
     Options,
     Plan,
     PredictionLayout,
+    ShortForm,
+    parse,
 )
+from planner.spec.constraint_words import full_name
 from planner.spec.layout import Layout
 from planner.spec.plan import (
     Alternative,
@@ -37,36 +41,52 @@ FINISHED: frozenset[JobStatus] = frozenset(
 )
 
 
+def _hint_of(fields: dict[str, Any]) -> str:
+    """The hint of an error whose other fields are known."""
+    return str(fields.get("hint", ""))
+
+
 class ErrorItem(Document):
     """One thing wrong with the request."""
 
     field: str
-    """Path of the field, header or parameter; empty when the whole request is meant."""
+    """Path of the field, header or parameter; empty for the request as a whole."""
     pointer: str | None = None
-    """JSON pointer (RFC 6901) into the request body, where the mistake stands in it."""
+    """JSON pointer (RFC 6901) to the wrong value in the request body."""
     message: str
+    """What is wrong, with the value."""
     hint: str = ""
     """What to send instead."""
+    mend: str = Field(default_factory=_hint_of, deprecated=True)
+    """Former name of `hint`, with the same value; removed in the next release."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_former_name(cls, data: Any) -> Any:
+        """Read a problem that was stored when `hint` was still called `mend`."""
+        if isinstance(data, dict) and "mend" in data and "hint" not in data:
+            return {**data, "hint": data["mend"]}
+        return data
 
 
 class ProblemDocument(Document):
-    """An error as RFC 9457 has it (application/problem+json)."""
+    """An error (RFC 9457, application/problem+json)."""
 
     type: str
-    """Stable: ``/problems/<code>``, a page of this service."""
+    """``/problems/<code>``: stable, and a page of this service."""
     title: str
     status: int
     detail: str
     code: str
     errors: tuple[ErrorItem, ...] = ()
     limits: dict[str, float] | None = None
-    """The limits that were passed."""
+    """The limits that the request exceeds."""
     request_id: str | None = None
-    """Stands in the service's log too."""
+    """Identifies the request in the service's log."""
 
 
 class CatalogueProfile(Document):
-    """Asks for the counted profile of a catalogue model."""
+    """Request for the counted profile of a catalogue model."""
 
     model: str = Field(min_length=1)
     """Name in GET /v1/models."""
@@ -80,7 +100,7 @@ class ProfileCreate(RootModel[ModelProfile | CatalogueProfile]):
 
     @staticmethod
     def kind_of(data: Any) -> type[Document]:
-        """Which of the two was meant: only a profile has layers."""
+        """Which of the two a body is: only a profile has layers."""
         names_model_only = (
             isinstance(data, dict) and "layers" not in data and "device" not in data
         )
@@ -101,46 +121,172 @@ class ProfileSummary(Document):
     url: str
 
 
-class _FromProfile(Document):
-    """A request about one model: exactly one of `profile`, `profile_id` and `model`."""
+class _ShortRequest(ShortForm):
+    """The fields that every request in the short form has."""
+
+    @field_validator("fix")
+    @classmethod
+    def _fixes_each_field_once(cls, fix: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        _check_names_once(fix)
+        return fix
+
+
+class ShortPlanCreate(_ShortRequest):
+    """Request for the best plan, in the short form."""
+
+    options: Options = Options()
+
+    def long_form(self) -> LongPlanCreate:
+        """The same request with its documents.
+
+        Raises:
+            SpecError: the devices, the runtime or a constraint is wrong.
+        """
+        return LongPlanCreate(
+            model=self.model,
+            cluster=self.cluster(),
+            job=self.job(),
+            options=self.options,
+        )
+
+
+class ShortPredictionCreate(_ShortRequest):
+    """Request for step time and memory of one layout, in the short form."""
+
+    layout: dict[str, JsonValue]
+    """Fields of `PredictionLayout`; tp, pp, dp, cp, ep, vpp, mbs, zero and sp for short."""
+
+    @field_validator("layout")
+    @classmethod
+    def _has_each_field_once(cls, layout: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        _check_names_once(layout)
+        return layout
+
+    def long_form(self) -> LongPredictionCreate:
+        """The same request with its documents.
+
+        Raises:
+            SpecError: the devices, the runtime, a constraint or the layout is wrong.
+        """
+        return LongPredictionCreate(
+            model=self.model,
+            cluster=self.cluster(),
+            job=self.job(),
+            layout=layout_of(self.layout),
+        )
+
+
+def layout_of(fields: Mapping[str, Any]) -> PredictionLayout:
+    """The layout with these fields, by long or short name.
+
+    Raises:
+        DocumentError: one problem per unknown field or wrong value.
+    """
+    named = {full_name(name): value for name, value in fields.items()}
+    return parse(PredictionLayout, named)
+
+
+def _check_names_once(fields: Mapping[str, Any]) -> None:
+    """Raise `ValueError` if a field is present by its long and its short name."""
+    for name in fields:
+        long_name = full_name(name)
+        if name != long_name and long_name in fields:
+            raise ValueError(f"{name} and {long_name} are the same field; send one")
+
+
+class _LongRequest(Document):
+    """The fields that every request in the long form has."""
 
     profile: ModelProfile | None = None
     profile_id: str | None = None
-    """Of a stored profile (POST /v1/profiles)."""
+    """Id of a stored profile (POST /v1/profiles)."""
     model: str | None = None
-    """Name in GET /v1/models: planned from counted figures."""
+    """Catalogue name (GET /v1/models); its profile is counted, not measured."""
     cluster: Cluster
     job: Job
 
     @model_validator(mode="after")
     def _has_one_source(self) -> Self:
-        given = [
-            name
-            for name in ("profile", "profile_id", "model")
-            if getattr(self, name) is not None
-        ]
-        if len(given) != 1:
-            said = " and ".join(given) if given else "none of them"
+        sources = {
+            "profile": self.profile,
+            "profile_id": self.profile_id,
+            "model": self.model,
+        }
+        sent = [name for name, value in sources.items() if value is not None]
+        if len(sent) != 1:
+            found = " and ".join(sent) if sent else "none of them"
             raise ValueError(
-                f"give exactly one of profile, profile_id and model; the request has {said}"
+                f"the request has {found}; "
+                "send exactly one of profile, profile_id and model"
             )
         return self
 
 
-class PlanCreate(_FromProfile):
-    """Asks for the best plan."""
+class LongPlanCreate(_LongRequest):
+    """Request for the best plan, with documents for profile, cluster and job."""
 
     options: Options = Options()
 
 
-class PredictionCreate(_FromProfile):
-    """Asks for time and memory of one given layout."""
+class LongPredictionCreate(_LongRequest):
+    """Request for step time and memory of one layout, with documents."""
 
     layout: PredictionLayout
 
 
+class PlanCreate(RootModel[ShortPlanCreate | LongPlanCreate]):
+    """Request for the best plan: model, devices and batch, or documents of your own."""
+
+    @staticmethod
+    def kind_of(data: Any) -> type[ShortPlanCreate] | type[LongPlanCreate]:
+        """The form of a request body."""
+        return ShortPlanCreate if is_short_form(data) else LongPlanCreate
+
+    def long_form(self) -> LongPlanCreate:
+        """The request with its documents.
+
+        Raises:
+            SpecError: a field of the short form is wrong.
+        """
+        if isinstance(self.root, LongPlanCreate):
+            return self.root
+        return self.root.long_form()
+
+
+class PredictionCreate(RootModel[ShortPredictionCreate | LongPredictionCreate]):
+    """Request for step time and memory of one layout, in the short or the long form."""
+
+    @staticmethod
+    def kind_of(
+        data: Any,
+    ) -> type[ShortPredictionCreate] | type[LongPredictionCreate]:
+        """The form of a request body."""
+        return ShortPredictionCreate if is_short_form(data) else LongPredictionCreate
+
+    def long_form(self) -> LongPredictionCreate:
+        """The request with its documents.
+
+        Raises:
+            SpecError: a field of the short form is wrong.
+        """
+        if isinstance(self.root, LongPredictionCreate):
+            return self.root
+        return self.root.long_form()
+
+
+LONG_FIELDS = frozenset({"profile", "profile_id", "cluster", "job"})
+"""Fields of the long form only."""
+SHORT_FIELDS = frozenset(ShortForm.model_fields) - {"model"}
+"""Fields of the short form only."""
+
+
+def is_short_form(data: Any) -> bool:
+    """Whether a request body is meant as the short form: it has none of the documents."""
+    return not isinstance(data, dict) or LONG_FIELDS.isdisjoint(data)
+
+
 class JobProgress(Document):
-    """How far a solve is."""
+    """Progress of a search."""
 
     layouts_considered: int
     layouts_done: int
@@ -148,24 +294,24 @@ class JobProgress(Document):
 
 
 class JobView(Document):
-    """A solve, from the moment it was asked for."""
+    """A search for a plan, from its request to its result."""
 
     id: str
     status: JobStatus
     plan_id: str
-    """Known from the start: the sha256 of the canonical request."""
+    """sha256 of the canonical request, so it is known from the start."""
     plan_url: str | None = None
-    """Once succeeded or infeasible."""
+    """None until the job has succeeded or is infeasible."""
     events_url: str
     progress: JobProgress | None = None
     incumbent: float | None = None
-    """Step seconds of the best plan so far."""
+    """Step time of the best plan so far, in seconds."""
     bound: float | None = None
-    """No plan has fewer step seconds."""
+    """Lower bound of the step time of every plan, in seconds."""
     gap: float | None = None
     """(incumbent - bound) / incumbent."""
     problem: ProblemDocument | None = None
-    """Why it failed."""
+    """The error of a failed job."""
     created_at: str
     """RFC 3339, UTC."""
     started_at: str | None = None
@@ -173,29 +319,29 @@ class JobView(Document):
 
 
 class PlanSummary(Document):
-    """A row of the list of plans."""
+    """A plan in the list of plans."""
 
     id: str
     status: Literal["succeeded", "infeasible"]
     model: str
     devices: int
     step_seconds: float | None
-    """None: no plan fits."""
+    """None: no layout fits in memory."""
     created_at: str
     url: str
 
 
 class PlanQuery(Document):
-    """Which page of the list of plans."""
+    """Parameters of the list of plans."""
 
     cursor: str | None = None
-    """`next` of the page before; none: the first page."""
+    """`next` of the previous page; none: the first page."""
     limit: int = Field(default=50, ge=1, le=200)
-    """Plans of a page."""
+    """Plans per page."""
 
 
 class PlanPage(Document):
-    """A page of the list, newest first."""
+    """A page of the list of plans, newest first."""
 
     plans: tuple[PlanSummary, ...]
     next: str | None = None
@@ -203,9 +349,11 @@ class PlanPage(Document):
 
 
 class StageMap(Document):
-    """The part of a plan that the executor applies."""
+    """The layers of every rank: the part of a plan that the executor applies."""
 
     plan_id: str
+    runtime: str
+    """Framework that the plan is for."""
     layout: Layout
     micro_batches: int
     stages: tuple[Stage, ...]
@@ -213,9 +361,11 @@ class StageMap(Document):
 
 
 class Explanation(Document):
-    """Why this plan won, and what the next best ones cost."""
+    """Why this plan is the best, and what the alternatives cost."""
 
     plan_id: str
+    runtime: str
+    """Framework that the prices are for."""
     explanation: tuple[str, ...]
     search: SearchReport
     alternatives: tuple[Alternative, ...]
@@ -245,14 +395,14 @@ class MeasurementList(Document):
 
 
 class Health(Document):
-    """The process answers."""
+    """The service is alive."""
 
     status: Literal["ok"] = "ok"
     version: str
 
 
 class Readiness(Document):
-    """The service can take work."""
+    """The service accepts requests for plans."""
 
     status: Literal["ready"] = "ready"
     queue_length: int

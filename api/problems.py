@@ -1,10 +1,11 @@
-"""RFC 9457 problem documents: every error leaves the service through this file.
+"""RFC 9457 problem documents: the answer to every request that fails.
 
-PlannerError, ServiceError          -> its own code, title and status
-wrong body, parameter or header     -> DocumentError (422), one entry per mistake, each with field, pointer and hint
-unknown path, wrong method          -> 404, 405
-the database's disk is full, read-only -> 503
-anything else                       -> 500 with the request's id; the traceback goes to the log only (`planner.api.middleware`)
+PlannerError, ServiceError           code, title and status of the error
+invalid body, parameter or header    422, one entry per mistake: field, pointer, hint
+unknown path, wrong method           404, 405
+database disk full or read-only      503
+any other exception                  500 with the request's id; the traceback is logged
+                                     (`planner.api.middleware`)
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
+from planner.api.body_errors import Located, LocatedError, body_problems
 from planner.api.documents import ErrorItem, ProblemDocument
 from planner.api.errors import (
     InternalError,
@@ -34,20 +36,20 @@ from planner.api.errors import (
 )
 from planner.api.links import path_within
 from planner.errors import DocumentError, PlannerError, Problem
-from planner.spec.document import Location, located_problems, path_of
+from planner.spec.document import path_of
 
 logger = logging.getLogger("planner.api")
 
 MEDIA_TYPE = "application/problem+json"
 MOST_ERRORS = 50
-"""Mistakes that one document tells; a client that made more has made one many times."""
+"""Mistakes that one document lists."""
 LONGEST_TEXT = 2000
-"""Characters of a field, message or hint: what a client sent is not sent back whole."""
+"""Characters of a field, message or hint; longer texts are cut."""
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
     "default": {
-        "description": "An error: what is wrong, where it stands, and how to fix it (RFC 9457).",
+        "description": "An error (RFC 9457): which field is wrong, why, and a hint.",
         "content": {
             MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/ProblemDocument"}}
         },
@@ -58,16 +60,8 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 ProblemPage = Callable[[Request, ProblemDocument], Response]
 
 
-class LocatedError(DocumentError):
-    """A `DocumentError` that also knows where in the request body each problem stands."""
-
-    def __init__(self, located: Sequence[tuple[Problem, str | None]]) -> None:
-        super().__init__("", problems=tuple(problem for problem, _ in located))
-        self.pointers = tuple(pointer for _, pointer in located)
-
-
 class CarriedError(HTTPException):
-    """Carries one of our errors through FastAPI's body parser, which lets only this kind of exception pass."""
+    """Carries a `ServiceError` through FastAPI's body parser, which catches all others."""
 
     def __init__(self, error: ServiceError) -> None:
         super().__init__(status_code=error.status)
@@ -78,27 +72,15 @@ def document_of(
     error: PlannerError, *, request_id: str | None = None
 ) -> ProblemDocument:
     """The problem document of an error."""
-    pointers = (
-        error.pointers
-        if isinstance(error, LocatedError)
-        else (None,) * len(error.problems)
-    )
-    told = [
-        ErrorItem(
-            field=_clipped(problem.field),
-            pointer=pointer
-            if pointer is None or len(pointer) <= LONGEST_TEXT
-            else None,
-            message=_clipped(problem.message),
-            hint=_clipped(problem.hint),
-        )
-        for problem, pointer in zip(
-            error.problems[:MOST_ERRORS], pointers, strict=False
-        )
-    ]
-    lines = [str(Problem(item.field, item.message, item.hint)) for item in told]
-    if len(error.problems) > len(told):
-        lines.append(f"And {len(error.problems) - len(told)} mistakes more.")
+    problems = error.problems
+    pointers: Sequence[str | None] = (None,) * len(problems)
+    if isinstance(error, LocatedError):
+        pointers = error.pointers
+    located = list(zip(problems, pointers, strict=True))
+    items = tuple(_item(*each) for each in located[:MOST_ERRORS])
+    lines = [str(Problem(item.field, item.message, item.hint)) for item in items]
+    if len(problems) > len(items):
+        lines.append(f"{len(problems) - len(items)} more mistakes.")
     limits = error.limits if isinstance(error, ServiceError) else None
     return ProblemDocument(
         type=f"/problems/{error.code}",
@@ -106,9 +88,20 @@ def document_of(
         status=status_of(error),
         detail="\n".join(lines),
         code=error.code,
-        errors=tuple(told),
+        errors=items,
         limits=dict(limits) if limits else None,
         request_id=request_id,
+    )
+
+
+def _item(problem: Problem, pointer: str | None) -> ErrorItem:
+    if pointer is not None and len(pointer) > LONGEST_TEXT:
+        pointer = None
+    return ErrorItem(
+        field=_clipped(problem.field),
+        pointer=pointer,
+        message=_clipped(problem.message),
+        hint=_clipped(problem.hint),
     )
 
 
@@ -123,7 +116,7 @@ def response_of(document: ProblemDocument) -> JSONResponse:
 
 
 def problem_response(request: Request, error: PlannerError) -> Response:
-    """Answer a request with an error, and count it: with a page where a browser asked for one."""
+    """The response to a request that failed: a page for browsers, else a document."""
     request.app.state.metrics.problems.add(code=error.code)
     document = document_of(error, request_id=request.scope.get("request_id"))
     response = (
@@ -137,7 +130,7 @@ def problem_response(request: Request, error: PlannerError) -> Response:
 
 
 def install(app: FastAPI, page: ProblemPage) -> None:
-    """Make `app` answer every error with a problem document, or with a page that says the same."""
+    """Make `app` answer every error with a problem document; browsers get `page`."""
     app.state.problem_page = page
     app.add_exception_handler(PlannerError, _on_planner_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_request)
@@ -146,7 +139,7 @@ def install(app: FastAPI, page: ProblemPage) -> None:
 
 
 def _wants_page(request: Request) -> bool:
-    """Documents are never answered with a page, whoever asks for them."""
+    """Whether a browser asked for a page; requests under ``/v1/`` always get documents."""
     return "text/html" in request.headers.get("accept", "") and not path_within(
         request.scope
     ).startswith("/v1/")
@@ -163,19 +156,19 @@ def _on_invalid_request(request: Request, error: Exception) -> Response:
 
 
 def _on_http_exception(request: Request, error: Exception) -> Response:
-    """Starlette's own: no route, no such method, or a body whose JSON cannot even be decoded (FastAPI's 400)."""
+    """Answer Starlette's errors: unknown path, wrong method, body that cannot be decoded."""
     assert isinstance(error, HTTPException)
     translated: PlannerError
     if isinstance(error, CarriedError):
         translated = error.error
     elif error.status_code == 404:
         translated = NotFoundError(
-            f"there is no {request.url.path}.", hint="see /openapi.json for all paths."
+            f"no such path: {request.url.path}.", hint="see /docs for all paths."
         )
     elif error.status_code == 405:
         allowed = _allowed(request)
         translated = MethodError(
-            f"{request.url.path} does not take {request.method}.",
+            f"{request.url.path} does not support {request.method}.",
             hint=f"use {allowed}.",
             headers={"Allow": allowed},
         )
@@ -189,7 +182,7 @@ def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def _allowed(request: Request) -> str:
-    """Methods that the path takes, of all its routes (Starlette tells those of the first); HEAD goes where GET does."""
+    """Methods of all routes of the path; Starlette lists those of the first only."""
     router = request.app.router
     takes = [
         method
@@ -203,11 +196,11 @@ def _allowed(request: Request) -> str:
 
 
 def _on_store_error(request: Request, error: Exception) -> Response:
-    """A full or read-only disk is the operator's to fix; nothing of the request was stored."""
+    """Answer 503 when the database cannot be written; nothing of the request is stored."""
     logger.error("request %s: the database: %s", request.scope.get("request_id"), error)
     refusal = NotReadyError(
         f"the database cannot be used: {error}.",
-        hint="ask again later; its operator has to look after its disk.",
+        hint="try again later; the operator must check the disk.",
         retry_after_seconds=10,
     )
     return problem_response(request, refusal)
@@ -228,11 +221,11 @@ def _error_of_request(request: Request, error: RequestValidationError) -> Planne
             hint="send the header Content-Type: application/json.",
             headers={"Accept": "application/json"},
         )
-    located: list[tuple[Problem, str | None]] = [
+    located: list[Located] = [
         (_parameter_problem(each), None) for each in details if each["loc"][0] != "body"
     ]
     if any(each["loc"][0] == "body" for each in details):
-        located += _body_problems(_body_kind(request), error.body)
+        located += body_problems(_body_kind(request), error.body)
     return LocatedError(located)
 
 
@@ -242,7 +235,7 @@ def _parameter_problem(details: Any) -> Problem:
         return Problem(
             path_of(details["loc"][1:]),
             "unknown parameter.",
-            "leave it out, or correct its name.",
+            "remove it, or correct its name.",
         )
     bounds = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
     hints = [
@@ -257,37 +250,11 @@ def _parameter_problem(details: Any) -> Problem:
 
 
 def _body_kind(request: Request) -> type[BaseModel]:
-    """The type of the endpoint's body: its one parameter that is a pydantic model."""
+    """The type of the endpoint's body: the parameter that is a pydantic model."""
     hints = typing.get_type_hints(request.scope["endpoint"])
     hints.pop("return", None)
     return next(
         hint
         for hint in hints.values()
         if isinstance(hint, type) and issubclass(hint, BaseModel)
-    )
-
-
-def _body_problems(
-    kind: type[BaseModel], data: Any
-) -> list[tuple[Problem, str | None]]:
-    if data is None:
-        return [
-            (Problem("", "the request has no body.", "send a JSON document."), None)
-        ]
-    choose = getattr(kind, "kind_of", None)
-    kind = choose(data) if choose else kind
-    try:
-        kind.model_validate(data)
-    except ValidationError as error:
-        return [
-            (problem, json_pointer(location))
-            for location, problem in located_problems(error, kind, data)
-        ]
-    raise AssertionError(f"{kind.__name__} accepts a body that its endpoint refused")
-
-
-def json_pointer(location: Location) -> str:
-    """``("stages", 0, "a/b")`` -> ``/stages/0/a~1b`` (RFC 6901)."""
-    return "".join(
-        "/" + str(part).replace("~", "~0").replace("/", "~1") for part in location
     )

@@ -1,34 +1,43 @@
-"""Where a request's profile comes from: its body, the store, or the counted figures of a catalogue model."""
+"""The profile of a request: from its body, from the store, or of a catalogue model."""
 
 from __future__ import annotations
 
+import difflib
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import cast
 
-from planner.api.documents import PlanCreate, PredictionCreate
+from planner.api.documents import CatalogueProfile, LongPlanCreate, LongPredictionCreate
 from planner.api.errors import LimitError, NotFoundError
 from planner.api.settings import Settings
 from planner.api.store import Store
+from planner.errors import UnknownNameError
+from planner.profiler.catalogue import names
+from planner.profiler.resolve import catalogue_profile
 from planner.spec import Cluster, Job, ModelProfile, digest
-from planner.spec.job import COMPUTE_TYPE
+from planner.spec.job import Precision
 from planner.spec.profile import DataType
 
-KEPT_PROFILES = 16
-"""Parsed profiles kept in memory: large ones take a while to parse and to hash."""
+CACHED_PROFILES = 16
+"""Parsed profiles that stay in memory, because large ones are slow to parse and hash."""
+PRECISIONS: dict[DataType, Precision] = {
+    "fp32": "fp32",
+    "fp16": "fp16-mixed",
+    "bf16": "bf16-mixed",
+}
+"""A precision that computes in this data type."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedProfile:
-    """A profile and its names."""
+    """A profile with its id and the catalogue model it was counted from."""
 
     id: str
     """sha256 of the profile."""
     profile: ModelProfile
     model: str | None
-    """Catalogue name that it was derived from."""
+    """Catalogue name; None: the client sent the profile."""
 
 
 class Profiles:
@@ -38,14 +47,13 @@ class Profiles:
         self._store, self._settings = store, settings
         self._recent: OrderedDict[str, ModelProfile] = OrderedDict()
         self._lock = threading.Lock()
-        self._derive = lru_cache(KEPT_PROFILES)(_counted)
+        self._count = lru_cache(CACHED_PROFILES)(_counted)
 
     def add(self, resolved: ResolvedProfile) -> bool:
-        """Store a profile; False when it is already there."""
-        self._keep(resolved.id, resolved.profile)
-        if self._store.touch_profile(
-            resolved.id
-        ):  # asked first: a large profile takes a while to write out
+        """Store a profile; False if it is stored already."""
+        self._cache(resolved.id, resolved.profile)
+        # Checked first, because a large profile is slow to serialize.
+        if self._store.touch_profile(resolved.id):
             return False
         return self._store.add_profile(
             resolved.id, resolved.profile.model_dump_json(by_alias=True)
@@ -58,11 +66,11 @@ class Profiles:
             NotFoundError: there is no such profile.
         """
         with self._lock:
-            kept = self._recent.get(profile_id)
-        if kept is None:
-            kept = ModelProfile.model_validate_json(self.document(profile_id))
-        self._keep(profile_id, kept)
-        return kept
+            profile = self._recent.get(profile_id)
+        if profile is None:
+            profile = ModelProfile.model_validate_json(self.document(profile_id))
+        self._cache(profile_id, profile)
+        return profile
 
     def document(self, profile_id: str) -> str:
         """JSON of a stored profile.
@@ -79,7 +87,9 @@ class Profiles:
             )
         return document
 
-    def given(self, profile: ModelProfile, *, field: str = "layers") -> ResolvedProfile:
+    def of_client(
+        self, profile: ModelProfile, *, field: str = "layers"
+    ) -> ResolvedProfile:
         """A profile that a client sent.
 
         Raises:
@@ -89,56 +99,71 @@ class Profiles:
             raise LimitError(
                 f"the profile has {len(profile.layers)} layers.",
                 field=field,
-                hint=f"send at most {self._settings.max_layers}: put several modules into one layer.",
+                hint=f"send at most {self._settings.max_layers}: "
+                "put several modules into one layer.",
                 limits={"max_layers": self._settings.max_layers},
             )
         return ResolvedProfile(digest(profile), profile, None)
 
-    def derived(
-        self, model: str, *, sequence_length: int, dtype: DataType
-    ) -> ResolvedProfile:
+    def of_catalogue(self, model: CatalogueProfile) -> ResolvedProfile:
         """The counted profile of a catalogue model.
 
         Raises:
-            SpecError: the catalogue has no such model, or the model does not take this sequence length.
+            SpecError: there is no such model, or it does not support the sequence length.
         """
-        return self._derive(model, sequence_length, dtype)
+        return self._count(model.model, model.sequence_length, PRECISIONS[model.dtype])
 
-    def resolve(self, request: PlanCreate | PredictionCreate) -> ResolvedProfile:
-        """The profile that a request is about, within the service's limits."""
+    def resolve(
+        self, request: LongPlanCreate | LongPredictionCreate
+    ) -> ResolvedProfile:
+        """The profile of a request.
+
+        Raises:
+            LimitError: the request has too many devices or layers.
+            NotFoundError: there is no profile with this id.
+            SpecError: there is no such model, or it does not support the sequence length.
+        """
         self._check_devices(request.cluster)
         if request.profile is not None:
-            return self.given(request.profile, field="profile.layers")
+            return self.of_client(request.profile, field="profile.layers")
         if request.profile_id is not None:
             return ResolvedProfile(
                 request.profile_id, self.get(request.profile_id), None
             )
         assert request.model is not None
-        return self._of_job(request.model, request.job)
-
-    def _of_job(self, model: str, job: Job) -> ResolvedProfile:
-        dtype = cast(DataType, COMPUTE_TYPE[job.precision])
-        return self.derived(model, sequence_length=job.sequence_length, dtype=dtype)
+        job = request.job
+        return self._count(request.model, job.sequence_length, job.precision)
 
     def _check_devices(self, cluster: Cluster) -> None:
         if cluster.devices > self._settings.max_devices:
             raise LimitError(
                 f"the cluster has {cluster.devices} devices.",
                 field="cluster.node_groups",
-                hint=f"ask for at most {self._settings.max_devices}.",
+                hint=f"send at most {self._settings.max_devices}.",
                 limits={"max_devices": self._settings.max_devices},
             )
 
-    def _keep(self, profile_id: str, profile: ModelProfile) -> None:
+    def _cache(self, profile_id: str, profile: ModelProfile) -> None:
         with self._lock:
             self._recent[profile_id] = profile
             self._recent.move_to_end(profile_id)
-            if len(self._recent) > KEPT_PROFILES:
+            if len(self._recent) > CACHED_PROFILES:
                 self._recent.popitem(last=False)
 
 
-def _counted(model: str, sequence_length: int, dtype: DataType) -> ResolvedProfile:
-    from planner.profiler.counted import counted_profile
-
-    profile = counted_profile(model, sequence_length=sequence_length, dtype=dtype)
+def _counted(model: str, sequence_length: int, precision: Precision) -> ResolvedProfile:
+    if model not in names():
+        raise _unknown_model(model)
+    job = Job(global_batch_size=1, sequence_length=sequence_length, precision=precision)
+    profile = catalogue_profile(model, job)
     return ResolvedProfile(digest(profile), profile, model)
+
+
+def _unknown_model(model: str) -> UnknownNameError:
+    close = difflib.get_close_matches(model, names(), n=1, cutoff=0.5)
+    suggestion = f"did you mean {close[0]!r}? " if close else ""
+    return UnknownNameError(
+        f"no model {model!r} in the catalogue.",
+        field="model",
+        hint=f"{suggestion}GET /v1/models lists all.",
+    )

@@ -1,4 +1,4 @@
-"""Bars in SVG, drawn beside the numbers that they show."""
+"""Bars in SVG, next to the numbers that they show."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from planner.api.pages.html import Element, tag
 
-# Okabe and Ito's palette, which the colour-blind can tell apart.
+# Okabe and Ito's palette, which colour-blind readers can distinguish.
 BLUE, ORANGE, GREEN, PINK, SKY, RED, YELLOW = (
     *("#0072b2", "#e69f00", "#009e73", "#cc79a7"),
     *("#56b4e9", "#d55e00", "#f0e442"),
@@ -19,30 +19,30 @@ GREY = "#8a8f98"
 class Part:
     """A part of a bar."""
 
-    words: str
+    label: str
     colour: str
     length: float
-    """In the unit of the bar's whole."""
-    told: str
-    """The length in words."""
+    """In the unit of the whole bar."""
+    length_text: str
+    """The length with its unit."""
 
 
 def bar(part: Part, whole: float) -> Element:
-    """One part of a whole; hidden from those who hear the page, for its number stands beside it."""
+    """One part of a whole; screen readers skip it, because its number is next to it."""
     return _svg(
         [_rect(0, 100 * part.length / whole if whole > 0 else 0, part)],
         aria_hidden="true",
     )
 
 
-def stack(parts: Sequence[Part], whole: float, limit: float, words: str) -> Element:
+def stack(parts: Sequence[Part], whole: float, limit: float, label: str) -> Element:
     """Parts one after the other, and a line at the limit.
 
     Args:
-        parts: whose lengths add up.
+        parts: in order.
         whole: length of the full width.
-        limit: where the line stands.
-        words: what the bar says, for those who do not see it.
+        limit: position of the line.
+        label: text for screen readers.
     """
     shapes, left = [], 0.0
     for part in parts:
@@ -53,14 +53,14 @@ def stack(parts: Sequence[Part], whole: float, limit: float, words: str) -> Elem
     line = tag(
         "rect", x=f"{at:.2f}", y="0", width="0.3", height="10", fill="currentColor"
     )
-    return _svg([*shapes, line], role="img", aria_label=words)
+    return _svg([*shapes, line], role="img", aria_label=label)
 
 
 def keys(parts: Iterable[Part]) -> Element:
-    """Which colour is what."""
+    """The legend of the colours."""
     return tag(
         "ul",
-        *(tag("li", key(part.colour), part.words) for part in parts),
+        *(tag("li", key(part.colour), part.label) for part in parts),
         class_="keys",
     )
 
@@ -72,10 +72,10 @@ def key(colour: str) -> Element:
 
 
 def _rect(left: float, width: float, part: Part) -> Element:
-    words = tag("title", f"{part.words}: {part.told}")
+    title = tag("title", f"{part.label}: {part.length_text}")
     return tag(
         "rect",
-        words,
+        title,
         x=f"{left:.2f}",
         y="0",
         width=f"{width:.2f}",

@@ -1,4 +1,4 @@
-"""Pages of the catalogues: models and devices that plans can be asked for, each leading to the filled-in form."""
+"""Pages of the catalogues: models and devices, each with a link to the form."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from urllib.parse import urlencode
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
+from planner.api.pages.form_fields import node_of
 from planner.api.pages.html import Element, Node, link, page, table, tag
 from planner.profiler.catalogue import entry, names
 from planner.spec.devices import CatalogueDevice, catalogue
@@ -19,7 +20,7 @@ UNKNOWN = "–"
 
 @router.get("/models")
 def show_models(request: Request) -> HTMLResponse:
-    """Models by size."""
+    """Models, smallest first."""
     head = ("Model", "Family", "Parameters", "Layers", "Longest sequence", "Source")
     rows = [_model(name) for name in names()]
     return page(
@@ -32,7 +33,7 @@ def show_models(request: Request) -> HTMLResponse:
 
 @router.get("/devices")
 def show_devices(request: Request) -> HTMLResponse:
-    """Devices, and the node that each usually stands in."""
+    """Devices with their usual nodes."""
     head = (
         "Device",
         "Vendor",
@@ -44,7 +45,7 @@ def show_devices(request: Request) -> HTMLResponse:
         "Between nodes",
     )
     rows = map(_device, catalogue().values())
-    caption = "Dense peaks of the data sheets; bandwidths of one device, one direction"
+    caption = "Dense peak rates; bandwidths of one device in one direction"
     return page(
         request,
         "Devices",
@@ -55,7 +56,7 @@ def show_devices(request: Request) -> HTMLResponse:
 
 def _model(name: str) -> tuple[Node, ...]:
     found = entry(name)
-    answers = {"model": name, "sequence_length": min(found.longest_sequence, 4096)}
+    answers = {"model": name, "sequence": min(found.longest_sequence, 4096)}
     return (
         link(f"/plan?{urlencode(answers)}", name),
         found.family,
@@ -68,7 +69,7 @@ def _model(name: str) -> tuple[Node, ...]:
 
 def _device(device: CatalogueDevice) -> tuple[Node, ...]:
     spec, peaks = device.spec, device.spec.peak_flops_per_second
-    answers = {"device": spec.id, "devices_per_node": device.devices_per_node}
+    answers = {"devices": node_of(spec.id)}
     return (
         link(f"/plan?{urlencode(answers)}", spec.id),
         device.vendor,

@@ -1,4 +1,4 @@
-"""Pages as trees of elements: text is escaped when it is written out, so that nothing a client sent becomes markup."""
+"""Pages as trees of elements; all text and attributes are escaped when rendered."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ HEADERS = {
 WITHOUT_END = frozenset({"br", "img", "input", "link", "meta"})
 ADDRESSES = frozenset({"href", "src", "action"})
 LONG_TEXT = 40
-"""Characters of a cell that is kept from becoming a narrow column."""
+"""Cells with more characters get a minimum width."""
 MENU = (
     ("/", "Plans"),
-    ("/plan", "Ask for a plan"),
+    ("/plan", "New plan"),
     ("/models", "Models"),
     ("/devices", "Devices"),
-    ("/docs", "HTTP"),
+    ("/docs", "HTTP API"),
 )
 
 
@@ -50,7 +50,8 @@ Node = Element | str | Iterable["Node"]
 def tag(
     name: str, /, *children: Node, **attributes: str | float | bool | None
 ) -> Element:
-    """An element. A trailing underscore of an attribute is left out, others become hyphens; None and False: absent."""
+    """An element. In attribute names, underscores become hyphens, except a trailing one,
+    which is dropped. Attributes that are None or False are left out."""
     given = {
         key.rstrip("_").replace("_", "-"): value
         if isinstance(value, bool)
@@ -62,7 +63,7 @@ def tag(
 
 
 def render(node: Node, root: str = "") -> str:
-    """The text of a tree; `root` is put before every address within this service."""
+    """The HTML of a tree; `root` is prepended to every address within this service."""
     if isinstance(node, str):
         return escape(node)
     if not isinstance(node, Element):
@@ -84,13 +85,13 @@ def _attribute(name: str, value: str | bool, root: str) -> str:
     return f" {name}='{escape(root + value if is_within else value)}'"
 
 
-def link(address: str, *words: Node) -> Element:
+def link(address: str, *content: Node) -> Element:
     """A link."""
-    return tag("a", *words, href=address)
+    return tag("a", *content, href=address)
 
 
 def section(title: str, *content: Node) -> Element:
-    """A part of a page under its own heading."""
+    """A section with its heading."""
     return tag("section", tag("h2", title), *content)
 
 
@@ -101,13 +102,13 @@ def table(
     *,
     numbers: Iterable[int] = (),
 ) -> Element:
-    """A table, the first cell of a row its header; if narrow, it scrolls, or stacks its cells where some are long.
+    """A table. On narrow screens it scrolls; with long cells it stacks them instead.
 
     Args:
-        caption: what the table shows, for those who hear it.
-        head: of the columns.
-        rows: cells.
-        numbers: columns that are set to the right.
+        caption: what the table shows.
+        head: titles of the columns.
+        rows: cells; the first cell of a row is its header.
+        numbers: columns that are aligned to the right.
     """
     right = frozenset(numbers)
 
@@ -121,7 +122,7 @@ def table(
         )
 
     heads, cells = tuple(head), [tuple(row) for row in rows]
-    is_wordy = any(
+    has_long_cells = any(
         isinstance(content, str) and len(content) > LONG_TEXT
         for row in cells
         for content in row
@@ -146,7 +147,7 @@ def table(
         tag("caption", caption),
         tag("thead", tag("tr", *head_cells)),
         tag("tbody", *body),
-        class_="wordy" if is_wordy else None,
+        class_="wordy" if has_long_cells else None,
     )
     return tag(
         "div", whole, class_="scroll", role="region", aria_label=caption, tabindex="0"
@@ -154,7 +155,7 @@ def table(
 
 
 def pairs(rows: Iterable[tuple[Node, Node]]) -> Element:
-    """Names and what they stand for."""
+    """Names and their values."""
     return tag(
         "dl",
         *(part for name, value in rows for part in (tag("dt", name), tag("dd", value))),
@@ -162,7 +163,7 @@ def pairs(rows: Iterable[tuple[Node, Node]]) -> Element:
 
 
 def moment(text: str) -> Element:
-    """``2026-11-23T16:28:25.486Z`` -> 2026-11-23 16:28:25 UTC; programs find the whole in the element."""
+    """``2026-11-23T16:28:25.486Z`` as 2026-11-23 16:28:25 UTC."""
     return tag("time", f"{text[:19].replace('T', ' ')} UTC", datetime=text)
 
 
@@ -181,11 +182,11 @@ def page(
     """A whole page.
 
     Args:
-        request: that is answered.
-        title: its heading too.
-        content: below the heading.
-        status: of the answer.
-        refresh_seconds: after which the browser asks again; None: never.
+        request: the request to answer.
+        title: title and heading.
+        content: what follows the heading.
+        status: HTTP status.
+        refresh_seconds: interval at which the browser reloads; None: never.
     """
     head = [
         tag("meta", charset="utf-8"),
@@ -200,8 +201,8 @@ def page(
     ]
     here = path_within(request.scope)
     places = [
-        tag("a", words, href=address, aria_current="page" if address == here else None)
-        for address, words in MENU
+        tag("a", label, href=address, aria_current="page" if address == here else None)
+        for address, label in MENU
     ]
     menu = tag("header", tag("nav", *places, aria_label="Service"))
     body = tag("body", menu, tag("main", tag("h1", title), *content))

@@ -1,4 +1,4 @@
-"""The page of a job: how far it is, and a button to cancel it; it leads to the plan."""
+"""The page of a job: its progress, a button to cancel it, and then its plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SEE_OTHER = 303
 
 @router.get("/jobs/{job_id}", response_class=HTMLResponse)
 async def show_job(job: JobDependency, request: Request) -> Response:
-    """How far a solve is; of one that has a result, the way to it."""
+    """Progress of a job; once it has a result, redirect there."""
     view = view_of(job)
     if view.plan_url is not None:
         return RedirectResponse(f"/plans/{view.plan_id}", SEE_OTHER)
@@ -33,34 +33,40 @@ async def show_job(job: JobDependency, request: Request) -> Response:
     return page(
         request,
         f"{subject(job)}: {view.status}",
-        *_content(view),
+        *_content(view, runtime_of(job)),
         refresh_seconds=refresh,
     )
 
 
 @router.post("/jobs/{job_id}/cancel", response_class=RedirectResponse)
 async def cancel(job: JobDependency, parts: ServicesDependency) -> RedirectResponse:
-    """Cancel the solve, and show that."""
+    """Cancel the job and show its page."""
     await parts.jobs.cancel(job.id)
     return RedirectResponse(f"/jobs/{job.id}", SEE_OTHER)
 
 
 def subject(job: JobRow) -> str:
     """``gpt2 on 8 devices``."""
-    wanted = PlanRequest.model_validate_json(job.request)
-    return f"{wanted.model or f'profile {wanted.profile_id[:12]}'} on {counted(wanted.cluster.devices, 'device')}"
+    request = PlanRequest.model_validate_json(job.request)
+    model = request.model or f"profile {request.profile_id[:12]}"
+    return f"{model} on {counted(request.cluster.devices, 'device')}"
 
 
-def _content(view: JobView) -> Iterator[Node]:
-    yield pairs(_facts(view))
+def runtime_of(job: JobRow) -> str:
+    """Framework that the plan of a job is for."""
+    return PlanRequest.model_validate_json(job.request).job.runtime
+
+
+def _content(view: JobView, runtime: str) -> Iterator[Node]:
+    yield pairs(_facts(view, runtime))
     if view.problem is not None:
         yield section("Why it failed", problem_text(view.problem))
     if view.status in FINISHED:
-        yield tag("p", link("/plan", "Ask again"))
+        yield tag("p", link("/plan", "New plan"))
         return
     yield tag(
         "p",
-        f"This page asks again every {REFRESH_SECONDS} seconds, and leads to the plan.",
+        f"This page refreshes every {REFRESH_SECONDS} seconds and then shows the plan.",
     )
     yield tag(
         "form",
@@ -70,13 +76,14 @@ def _content(view: JobView) -> Iterator[Node]:
     )
     yield tag(
         "p",
-        "All who asked for this plan share the job, and lose it when it is cancelled.",
+        "Clients that requested the same plan share this job; cancelling affects them.",
         class_="hint",
     )
 
 
-def _facts(view: JobView) -> Iterator[tuple[Node, Node]]:
+def _facts(view: JobView, runtime: str) -> Iterator[tuple[Node, Node]]:
     yield "Status", tag("strong", view.status)
+    yield "Runtime", runtime
     yield "Plan", tag("code", view.plan_id)
     if view.progress is not None:
         done = f"{view.progress.layouts_done} of {view.progress.layouts_considered} layouts"
@@ -84,13 +91,13 @@ def _facts(view: JobView) -> Iterator[tuple[Node, Node]]:
     if view.incumbent is not None:
         yield "Best step so far", seconds(view.incumbent)
     if view.bound is not None:
-        yield "No plan is faster than", seconds(view.bound)
+        yield "Lower bound", seconds(view.bound)
     if view.gap is not None:
         yield "Gap", percent(view.gap)
-    for words, text in (
-        ("Asked for", view.created_at),
-        ("Begun", view.started_at),
-        ("Ended", view.finished_at),
+    for label, text in (
+        ("Requested", view.created_at),
+        ("Started", view.started_at),
+        ("Finished", view.finished_at),
     ):
         if text is not None:
-            yield words, moment(text)
+            yield label, moment(text)

@@ -1,4 +1,4 @@
-"""The page of a plan, or of the result that none fits."""
+"""The page of a plan, or of the result that no layout fits."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from planner.api.dependencies import (
     ServicesDependency,
     StoredResult,
 )
+from planner.api.pages.form_fields import answers_of
 from planner.api.pages.html import (
     Element,
     Node,
@@ -31,6 +32,7 @@ from planner.api.pages.plan_runs import runs
 from planner.api.pages.plan_search import (
     alternatives,
     counts,
+    fitting,
     misses,
     pareto,
     proof,
@@ -39,7 +41,6 @@ from planner.api.pages.plan_search import (
 )
 from planner.api.pages.plan_stages import stage_map
 from planner.api.pages.timeline import timeline_picture
-from planner.api.pages.wish_fields import answers_of
 from planner.api.store import PlanRow
 from planner.spec import Infeasible, Plan, PlanRequest
 from planner.spec.layout_words import layout_line
@@ -53,11 +54,11 @@ router = APIRouter()
 def show_plan(
     request: Request, result: ResultDependency, parts: ServicesDependency
 ) -> HTMLResponse:
-    """Everything about a plan, or why there is none."""
+    """A plan, or the reasons why no layout fits in memory."""
     row = result.row
     on = f"{row.model} on {counted(row.devices, 'device')}"
     if row.status == "infeasible":
-        return page(request, f"{on}: no plan fits", *_infeasible(result))
+        return page(request, f"{on}: no layout fits", *_infeasible(result))
     return page(request, on, *_plan(result.plan(), row, parts))
 
 
@@ -65,72 +66,69 @@ def _plan(plan: Plan, row: PlanRow, parts: Services) -> Iterator[Node]:
     yield pairs(_facts(plan, row))
     if plan.explanation:
         yield section("Why this plan", bullets(plan.explanation))
-    yield section(
-        "Where the step's time goes", time(plan.prediction), timeline_picture(plan, row)
-    )
+    yield section("Step time", time(plan.prediction), timeline_picture(plan, row))
     yield section("Memory", *memory(plan.prediction.memory))
-    yield section("Stage map", stage_map(plan))
+    yield section("Pipeline stages", stage_map(plan))
     measured = parts.store.measurements(plan.id)
-    yield section("Predicted beside measured", runs(plan, measured))
-    yield section("Next best layouts", alternatives(plan))
+    yield section("Prediction and measured runs", runs(plan, measured))
+    yield section("Alternatives", alternatives(plan))
     for title, found in (
-        ("How sure the choice is", sensitivity(plan)),
+        ("Sensitivity", sensitivity(plan)),
         ("Pareto front", pareto(plan)),
-        ("What other limits would bring", relaxations(plan.relaxations)),
+        ("Relaxed limits", relaxations(plan.relaxations)),
     ):
         if found is not None:
             yield section(title, found)
     yield section("Files", *files(plan))
-    yield section("What was asked for", *_request(plan.request))
+    yield section("Request", *_request(plan.request))
 
 
 def _facts(plan: Plan, row: PlanRow) -> Iterator[tuple[Node, Node]]:
-    prediction, unit = (
-        plan.prediction,
-        "tokens" if plan.request.job.sequence_length else "samples",
-    )
-    yield (
-        "Layout",
-        f"{layout_line(plan.layout)}; {counted(plan.micro_batches, 'micro-batch')}",
-    )
-    yield "Step", tag("strong", seconds(prediction.step_seconds))
-    yield "Rate", scaled(prediction.tokens_per_second, f"{unit}/s")
-    yield (
-        "MFU",
-        "unknown: the device's peak is not known"
-        if prediction.mfu is None
-        else percent(prediction.mfu),
-    )
+    prediction = plan.prediction
+    unit = "tokens" if plan.request.job.sequence_length else "samples"
+    micro_batches = counted(plan.micro_batches, "micro-batch")
+    mfu = "unknown: the peak of the device is not known"
+    if prediction.mfu is not None:
+        mfu = percent(prediction.mfu)
+    yield "Layout", f"{layout_line(plan.layout)}; {micro_batches}"
+    yield "Runtime", plan.request.job.runtime
+    yield "Step time", tag("strong", seconds(prediction.step_seconds))
+    yield "Throughput", scaled(prediction.tokens_per_second, f"{unit}/s")
+    yield "MFU", mfu
     yield "Mean bubble", percent(prediction.bubble_fraction)
     if plan.cost_per_token is not None:
         yield "Price", f"{plan.cost_per_token * 1e6:.4g} per million {unit}"
-    yield "Proof", proof(plan.search)
+    yield "Optimal", proof(plan.search)
     yield "Devices", f"{len(plan.placement)} of {row.devices}"
     yield "Plan", tag("code", plan.id)
-    yield "Made", moment(row.created_at)
+    yield "Created", moment(row.created_at)
 
 
 def _infeasible(result: StoredResult) -> Iterator[Node]:
     found = Infeasible.model_validate_json(result.document)
-    yield section("Why", bullets(found.reasons))
+    for sentence in fitting(found.relaxations):
+        yield tag("p", tag("strong", sentence))
+    yield section("Reasons", bullets(found.reasons))
     if found.nearest:
-        yield section("Nearest misses", misses(found.nearest))
-    if (gains := relaxations(found.relaxations)) is not None:
-        yield section("Changes with which a plan was found", gains)
+        yield section("Closest layouts", misses(found.nearest))
+    relaxed = relaxations(found.relaxations)
+    if relaxed is not None:
+        yield section("Changes with which a layout fits", relaxed)
     if found.search is not None:
         yield tag("p", counts(found.search))
     if not result.row.final:
         yield tag(
             "p",
-            "Time ran out before all layouts were seen: there may be a plan. Ask again with more of it.",
+            "The time limit ended the search before all layouts were considered. "
+            "There may be a plan: try again with a higher time limit.",
         )
     name = result.row.id
     yield pairs(
-        [("Result", tag("code", name)), ("Made", moment(result.row.created_at))]
+        [("Result", tag("code", name)), ("Created", moment(result.row.created_at))]
     )
     yield tag(
         "p",
-        link("/plan", "Ask for another"),
+        link("/plan", "New plan"),
         " · ",
         link(f"/v1/plans/{name}", "as JSON"),
     )
@@ -143,11 +141,11 @@ def _request(request: PlanRequest) -> Iterator[Element]:
         f"{group.device if isinstance(group.device, str) else group.device.id}"
         for group in request.cluster.node_groups
     ]
-    asked = [
+    settings = [
         (name.replace("_", " "), written(value))
-        for name, value in _plain(job.model_dump(mode="json"))
+        for name, value in _scalars(job.model_dump(mode="json"))
     ]
-    fixed = [
+    constraints = [
         f"{name}: {_constraint(value)}"
         for name, value in job.model_dump(exclude_none=True)["constraints"].items()
     ]
@@ -155,18 +153,19 @@ def _request(request: PlanRequest) -> Iterator[Element]:
         [
             ("model", request.model or f"profile {request.profile_id[:12]}"),
             (request.cluster.name, bullets(groups)),
-            *asked,
-            ("constraints", bullets(fixed) if fixed else "none"),
+            *settings,
+            ("constraints", bullets(constraints) if constraints else "none"),
             ("time limit", seconds(request.options.time_limit_seconds)),
             ("planner", request.planner_version),
         ]
     )
-    if (answers := answers_of(request)) is not None:
-        yield tag("p", link(f"/plan?{urlencode(answers)}", "Ask again with changes"))
+    answers = answers_of(request)
+    if answers is not None:
+        yield tag("p", link(f"/plan?{urlencode(answers)}", "Change this request"))
 
 
-def _plain(job: dict[str, object]) -> Iterator[tuple[str, bool | int | str]]:
-    """Single values of the job."""
+def _scalars(job: dict[str, object]) -> Iterator[tuple[str, bool | int | str]]:
+    """The fields of a job that are not documents themselves."""
     for name, value in job.items():
         if isinstance(value, bool | int | float | str) and name != "schema_version":
             yield name, value if not isinstance(value, float) else f"{value:g}"

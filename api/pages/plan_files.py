@@ -1,4 +1,4 @@
-"""What can be taken from a plan: its documents, and the same plan for other runtimes and launchers."""
+"""Downloads of a plan: its documents, and its exports for runtimes and launchers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,19 @@ from planner.spec import Plan
 from planner.spec.words import counted
 
 PARTS = (
-    ("", "plan.json", "the whole plan, for planner check and planner run"),
-    ("/stage-map", "stage map", "which layers stand on which ranks"),
-    ("/explanation", "explanation", "why it won, and what the next best would cost"),
-    ("/timeline.json", "timeline.json", "one step as a trace, for ui.perfetto.dev"),
-    ("/timeline.svg", "timeline.svg", "one step as a picture"),
+    ("", "plan.json", "the whole plan, for `planner check` and `planner run`"),
+    ("/stage-map", "stage map", "the layers of every rank"),
+    (
+        "/explanation",
+        "explanation",
+        "why it is the best, and what the alternatives cost",
+    ),
+    (
+        "/timeline.json",
+        "timeline.json",
+        "one predicted step as a trace, for ui.perfetto.dev",
+    ),
+    ("/timeline.svg", "timeline.svg", "one predicted step as a picture"),
 )
 
 
@@ -23,7 +31,7 @@ def files(plan: Plan) -> Iterator[Node]:
     """Documents, then exports."""
     base = f"/v1/plans/{plan.id}"
     yield bullets(
-        [link(f"{base}{path}", words), f": {what}"] for path, words, what in PARTS
+        [link(f"{base}{path}", name), f": {what}"] for path, name, what in PARTS
     )
     rows = [_target(target, plan) for target in TARGETS.values()]
     if rows:
@@ -35,11 +43,11 @@ def files(plan: Plan) -> Iterator[Node]:
 
 
 def _target(target: Target, plan: Plan) -> tuple[Node, Node, Node]:
-    """A target that cannot do what the plan says tells why, instead of a link."""
+    """A link to the export, or the reason why the target cannot run the plan."""
     try:
         export = target.write(plan)
     except PlannerError as error:
-        return target.name, target.title, ["cannot: ", str(error)]
+        return target.name, target.title, ["not supported: ", str(error)]
     name = link(f"/v1/plans/{plan.id}/exports/{target.name}", target.name)
     summary = tag(
         "summary", f"{counted(len(export.warnings), 'difference')} from the plan"

@@ -1,4 +1,4 @@
-"""Time and memory of a plan, in numbers and bars."""
+"""Step time and memory of a plan, in numbers and bars."""
 
 from __future__ import annotations
 
@@ -44,32 +44,37 @@ MEMORY_COLOURS = {
 
 
 def time(prediction: Prediction) -> Element:
-    """Where the seconds of the rank that ends last go; they add up to the step."""
+    """The parts of the step time, for the rank that finishes last."""
     whole, spent = prediction.step_seconds, prediction.breakdown.model_dump()
     rows: list[tuple[Node, ...]] = []
     for name, value in spent.items():
-        words = name.removesuffix("_seconds").replace("_", " ")
+        label = name.removesuffix("_seconds").replace("_", " ")
         if value:
-            part = Part(words, TIME_COLOURS.get(words, GREY), value, seconds(value))
-            rows.append((words, part.told, percent(value / whole), bar(part, whole)))
+            colour = TIME_COLOURS.get(label, GREY)
+            part = Part(label, colour, value, seconds(value))
+            share = percent(value / whole)
+            rows.append((label, part.length_text, share, bar(part, whole)))
     rows.append(("step", seconds(whole), percent(1.0), ""))
-    caption = "One step of the rank that ends last; communication as far as compute does not hide it"
+    caption = "One step of the rank that finishes last; exposed communication only"
     return table(caption, ("Part", "Time", "Share", ""), rows, numbers=(1, 2))
 
 
 def memory(ranks: Sequence[RankMemory]) -> Iterator[Node]:
-    """Bars against the capacity, and what the host keeps."""
+    """Memory of every pipeline rank against its capacity, and host memory."""
     whole = max(max(rank.peak_bytes, rank.capacity_bytes) for rank in ranks)
     yield keys(_parts(ranks[0]))
     head = (
         "Pipeline rank",
         "Peak",
         "Capacity",
-        "Filled",
+        "Used",
         "",
         *(name.capitalize() for name in MEMORY_COLOURS),
     )
-    caption = "Predicted memory of one device of every pipeline rank at its peak, in GiB; the line is its capacity"
+    caption = (
+        "Predicted peak memory of one device of every pipeline rank, in GiB; "
+        "the line is its capacity"
+    )
     yield table(
         caption,
         head,
@@ -77,9 +82,9 @@ def memory(ranks: Sequence[RankMemory]) -> Iterator[Node]:
         numbers=(1, 2, 3, *range(5, 11)),
     )
     if any(rank.host_bytes for rank in ranks):
-        head = ("Pipeline rank", "Offloaded", "Its part of the node's memory")
+        head = ("Pipeline rank", "Offloaded", "Host memory per device")
         yield table(
-            "What one device keeps in its node's memory",
+            "Host memory that one device uses",
             head,
             map(_host, ranks),
             numbers=(1, 2),
@@ -91,16 +96,17 @@ def _rank(rank: RankMemory, whole: int) -> Iterator[Node]:
     filled = (
         percent(rank.peak_bytes / rank.capacity_bytes)
         if rank.capacity_bytes > 0
-        else "no room at all"
+        else "no capacity"
     )
-    words = f"Pipeline rank {rank.pipeline_rank}: {gibibytes(rank.peak_bytes)} of {gibibytes(rank.capacity_bytes)}"
+    used = f"{gibibytes(rank.peak_bytes)} of {gibibytes(rank.capacity_bytes)}"
+    label = f"Pipeline rank {rank.pipeline_rank}: {used}"
     yield str(rank.pipeline_rank)
     yield from (
         f"{rank.peak_bytes / GIB:.2f}",
         f"{rank.capacity_bytes / GIB:.2f}",
         filled,
     )
-    yield stack(parts, whole, rank.capacity_bytes, words)
+    yield stack(parts, whole, rank.capacity_bytes, label)
     yield from (f"{part.length / GIB:.2f}" for part in parts)
 
 
@@ -113,9 +119,7 @@ def _parts(rank: RankMemory) -> list[Part]:
 
 
 def _host(rank: RankMemory) -> tuple[str, str, str]:
-    there = (
-        "unknown"
-        if rank.host_capacity_bytes is None
-        else gibibytes(rank.host_capacity_bytes)
-    )
-    return str(rank.pipeline_rank), gibibytes(rank.host_bytes), there
+    capacity = "unknown"
+    if rank.host_capacity_bytes is not None:
+        capacity = gibibytes(rank.host_capacity_bytes)
+    return str(rank.pipeline_rank), gibibytes(rank.host_bytes), capacity

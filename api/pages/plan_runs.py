@@ -1,4 +1,4 @@
-"""The promise beside what runs came to."""
+"""The prediction next to measured runs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ def runs(plan: Plan, measured: Sequence[MeasurementRow]) -> Element:
     """The prediction, then every run, newest first."""
     if not measured:
         command = tag("code", "planner run plan.json --report URL")
-        return tag("p", "No run was reported yet: ", command, " does.")
-    head = ("", "Step", "Longer by", "Rate", "Fullest rank", "Steps", "On", "Reported")
+        return tag("p", "No measured runs yet. Report one with ", command, ".")
+    head = (
+        *("", "Step", "Slower by", "Throughput"),
+        *("Peak memory", "Steps", "Devices", "Reported"),
+    )
     rows = [tuple(_predicted(plan)), *(tuple(_run(plan, row)) for row in measured)]
     return table(
         "Medians of the steps after warm-up", head, rows, numbers=(1, 2, 3, 4, 5)

@@ -1,8 +1,8 @@
-"""What the search says about a plan: the proof, the next best, how sure the choice is, and how near a miss was."""
+"""Results of the search: proof, alternatives, sensitivity, relaxations, near misses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from planner.api.pages.html import Element, Node, bullets, table, tag
 from planner.spec import Plan
@@ -13,31 +13,34 @@ from planner.spec.words import counted
 
 
 def proof(search: SearchReport) -> str:
-    """Proven, or how far from it."""
+    """Whether the plan is proven optimal, and the remaining gap."""
     if search.optimal:
         return f"optimal, proven: {counts(search)}"
     bound = seconds(search.lower_bound_seconds)
-    return f"not proven: no plan is faster than {bound}, gap {percent(search.gap)}; {counts(search)}"
+    gap = percent(search.gap)
+    return f"not proven: lower bound {bound}, gap {gap}; {counts(search)}"
 
 
 def counts(search: SearchReport) -> str:
-    """What became of the layouts."""
+    """How many layouts were considered, pruned and solved, and the search time."""
     left = search.layouts_considered - search.layouts_pruned - search.layouts_solved
-    parts = (
-        f" of {search.clusters_considered} parts of the cluster"
-        if search.clusters_considered > 1
-        else ""
-    )
-    return (
-        f"{counted(search.layouts_considered, 'layout')}{parts} considered, {search.layouts_pruned} pruned by their "
-        f"bound, {search.layouts_solved} solved{f', {left} left open' if left else ''}, in {seconds(search.seconds)}"
-    )
+    considered = counted(search.layouts_considered, "layout")
+    if search.clusters_considered > 1:
+        considered += f" on {search.clusters_considered} sub-clusters"
+    numbers = [
+        f"{considered} considered",
+        f"{search.layouts_pruned} pruned by a bound",
+        f"{search.layouts_solved} solved",
+    ]
+    if left:
+        numbers.append(f"{left} open")
+    return f"{', '.join(numbers)}, in {seconds(search.seconds)}"
 
 
 def alternatives(plan: Plan) -> Element:
-    """Layouts in the order of their steps, each with where it loses."""
+    """The best plans of other layouts, fastest first."""
     if not plan.alternatives:
-        return tag("p", "None was asked for, or there is no other.")
+        return tag("p", "None requested, or there is no other layout.")
     rows = [
         (
             layout_line(each.layout),
@@ -48,24 +51,24 @@ def alternatives(plan: Plan) -> Element:
         )
         for each in plan.alternatives
     ]
-    head = ("Layout", "Step", "Slower by", "Fullest device", "Where it loses")
+    head = ("Layout", "Step", "Slower by", "Peak memory", "Why it is slower")
     return table("The best plans of other layouts", head, rows, numbers=(1, 2, 3))
 
 
 def sensitivity(plan: Plan) -> Element | None:
-    """What errors of the inputs mean for the choice."""
+    """How errors of the inputs would change the choice."""
     if not plan.sensitivity:
         return None
     head = (
         "Quantity",
         "Expected error",
-        "Where that comes from",
-        "The choice",
-        "Who would win",
+        "Source",
+        "Choice",
+        "Overtaken by",
     )
     rows = [_quantity(each) for each in plan.sensitivity]
     return table(
-        "How wrong an input may be before another layout is as fast",
+        "Errors of the inputs at which another layout is as fast",
         head,
         rows,
         numbers=(1,),
@@ -75,18 +78,18 @@ def sensitivity(plan: Plan) -> Element | None:
 def _quantity(each: Sensitivity) -> tuple[Node, ...]:
     winners: Node = (
         bullets(
-            f"alternative {one.alternative + 1} from {one.change:+.0%} on"
+            f"alternative {one.alternative + 1} at {one.change:+.0%}"
             for one in each.overtakes
         )
         if each.overtakes
         else "none within a factor of four"
     )
-    holds = "holds" if each.holds else tag("strong", "may change")
+    choice = "unchanged" if each.holds else tag("strong", "may change")
     return (
         each.quantity.replace("_", " "),
         percent(each.uncertainty),
         each.reason,
-        holds,
+        choice,
         winners,
     )
 
@@ -99,12 +102,12 @@ def pareto(plan: Plan) -> Element | None:
     head = (
         "Devices",
         "Step",
-        "Fullest device",
-        *(("Price of 1M",) if priced else ()),
+        "Peak memory",
+        *(("Price per million",) if priced else ()),
         "Layout",
         "",
     )
-    caption = "Nothing is faster on as few devices with as little memory"
+    caption = "Fastest plans by number of devices and memory"
     rows = [_point(point, plan, priced=priced) for point in plan.pareto]
     return table(caption, head, rows, numbers=range(4 if priced else 3))
 
@@ -126,7 +129,7 @@ def _point(point: ParetoPoint, plan: Plan, *, priced: bool) -> tuple[Node, ...]:
 
 
 def relaxations(found: Sequence[Relaxation]) -> Element | None:
-    """What would be gained by other limits."""
+    """The best plans under relaxed limits."""
     if not found:
         return None
     rows = [
@@ -134,18 +137,26 @@ def relaxations(found: Sequence[Relaxation]) -> Element | None:
             each.change,
             each.constraint.replace("_", " "),
             seconds(each.step_seconds),
-            "a plan at all" if each.gain is None else percent(each.gain),
+            "fits" if each.gain is None else percent(each.gain),
             layout_line(each.layout),
-            "proven" if each.optimal else "found, not proven",
+            "proven" if each.optimal else "not proven",
         )
         for each in found
     ]
-    head = ("Change", "Limit", "Step", "Gain per sample", "Layout", "Best with it")
-    return table("The best plans under other limits", head, rows, numbers=(2, 3))
+    head = ("Change", "Limit", "Step", "Gain per sample", "Layout", "Optimal")
+    return table("The best plans under relaxed limits", head, rows, numbers=(2, 3))
+
+
+def fitting(found: Sequence[Relaxation]) -> Iterator[str]:
+    """``Fits on 128 GPUs: 185 s``, for every larger cluster on which a layout fits."""
+    for each in found:
+        devices: int | None = getattr(each, "devices", None)
+        if devices is not None:
+            yield f"Fits on {devices} GPUs: {seconds(each.step_seconds)}"
 
 
 def misses(nearest: Sequence[Miss]) -> Element:
-    """Layouts that nearly fit, and by how much they miss."""
+    """The layouts that come closest, and the memory that they lack."""
     rows = [
         (
             layout_line(miss.layout),
@@ -157,9 +168,9 @@ def misses(nearest: Sequence[Miss]) -> Element:
         )
         for miss in nearest
     ]
-    head = ("Layout", "Pipeline rank", "Memory of", "Needed", "Capacity", "Too much")
+    head = ("Layout", "Pipeline rank", "Memory", "Needed", "Capacity", "Missing")
     return table(
-        "The least that each layout needs, whatever its stages and recompute",
+        "Minimum memory of each layout, with any stages and recompute",
         head,
         rows,
         numbers=(1, 3, 4, 5),

@@ -1,4 +1,4 @@
-"""The stage map: which layers stand where, and which of them are computed again."""
+"""The pipeline stages: their layers, recomputed layers, and ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def stage_map(plan: Plan) -> Element:
         "Stage",
         "Pipeline rank",
         "Layers",
-        "From .. to",
+        "First .. last",
         "Recomputed",
         "Global ranks",
     )
     return table(
-        "Stages in the order of the model",
+        "Pipeline stages in model order",
         head,
         map(_stage, plan.stages),
         numbers=(1, 2),
@@ -33,19 +33,19 @@ def _stage(stage: Stage) -> tuple[Node, ...]:
     layers = tag("details", tag("summary", _span(stage.layers)), bullets(_runs(stage)))
     recomputed = sum(layer.recompute != "none" for layer in stage.layers)
     count = len(stage.layers)
-    again = "none" if not recomputed else f"{recomputed} of {count}"
+    recompute = "none" if not recomputed else f"{recomputed} of {count}"
     return (
         str(stage.index),
         str(stage.pipeline_rank),
         str(count),
         layers,
-        again,
+        recompute,
         spans(stage.ranks),
     )
 
 
 def _runs(stage: Stage) -> Iterator[str]:
-    """Neighbours of one recompute mode together."""
+    """Consecutive layers with the same recompute mode, on one line."""
     for mode, layers in groupby(stage.layers, key=lambda layer: layer.recompute):
         yield f"{_span(tuple(layers))}: recompute {mode}"
 

@@ -1,4 +1,4 @@
-"""Pages about errors: what each kind means, and what went wrong with a request for a page."""
+"""Pages about errors: what each code means, and the error of a request for a page."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ router = APIRouter()
 
 @router.get("/problems/{code}")
 def problem(code: str, request: Request) -> HTMLResponse:
-    """What an error's `type` points to."""
+    """What a code means: the page that an error's `type` points to."""
     kind = _kinds().get(code)
     if kind is None:
         raise NotFoundError(
-            f"there is no problem {code!r}.",
-            hint=f"known: {', '.join(sorted(_kinds()))}.",
+            f"no error has the code {code!r}.",
+            hint=f"use one of {', '.join(sorted(_kinds()))}.",
         )
     return page(
         request,
@@ -32,7 +32,7 @@ def problem(code: str, request: Request) -> HTMLResponse:
 
 
 def problem_page(request: Request, document: ProblemDocument) -> HTMLResponse:
-    """An error, for a browser that asked for a page."""
+    """The page of an error."""
     number: Node = (
         tag("p", "Request ", tag("code", document.request_id))
         if document.request_id
@@ -44,7 +44,7 @@ def problem_page(request: Request, document: ProblemDocument) -> HTMLResponse:
 
 
 def problem_text(document: ProblemDocument) -> Node:
-    """What is wrong, and how to fix it."""
+    """What is wrong, and the hints."""
     return (
         bullets(map(_error, document.errors))
         if document.errors
@@ -58,7 +58,7 @@ def _error(error: ErrorItem) -> Node:
 
 
 def sentence(hint: str) -> str:
-    """What to do instead, as a sentence of its own."""
+    """A hint as a sentence of its own."""
     return hint[:1].upper() + hint[1:]
 
 

@@ -1,7 +1,8 @@
-"""The page of the HTTP interface, made from the service's own OpenAPI document: nothing of other sites, no script."""
+"""The reference of the HTTP API, generated from the OpenAPI document, without scripts."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -28,7 +29,7 @@ Described = dict[str, Any]
 
 @router.get("/docs")
 def show_reference(request: Request) -> HTMLResponse:
-    """Every operation, and every document that it takes or gives."""
+    """Every operation and every document."""
     document = request.app.openapi()
     operations = [
         (method.upper(), path, operation)
@@ -45,14 +46,13 @@ def show_reference(request: Request) -> HTMLResponse:
     ]
     return page(
         request,
-        "HTTP",
+        "HTTP API",
         tag(
             "p",
-            "For programs: ",
-            link("/openapi.json", "OpenAPI"),
-            ", of which client libraries can be generated.",
+            link("/openapi.json", "OpenAPI document"),
+            ", for example to generate a client library.",
         ),
-        table("Requests", ("Request", "What"), overview),
+        table("Requests", ("Request", "Description"), overview),
         section("Requests", *(_operation(*each) for each in operations)),
         section(
             "Documents",
@@ -67,6 +67,7 @@ def _operation(method: str, path: str, operation: Described) -> Element:
         tag("h3", tag("code", f"{method} {path}")),
         *_paragraphs(operation.get("description", "")),
         bullets([*_parameters(operation), *_body(operation), *_answers(operation)]),
+        *_examples(operation),
         id=operation["operationId"],
     )
 
@@ -79,13 +80,21 @@ def _parameters(operation: Described) -> Iterator[Node]:
             if schema.get("default") is not None
             else ""
         )
-        words = f" in the {parameter['in']}: "
-        yield tag("code", parameter["name"]), words, _kind(schema), default
+        place = f" in the {parameter['in']}: "
+        yield tag("code", parameter["name"]), place, _kind(schema), default
 
 
 def _body(operation: Described) -> Iterator[Node]:
     for kind, content in operation.get("requestBody", {}).get("content", {}).items():
         yield "body ", tag("code", kind), ": ", _kind(content["schema"])
+
+
+def _examples(operation: Described) -> Iterator[Element]:
+    """The examples of the request body."""
+    for content in operation.get("requestBody", {}).get("content", {}).values():
+        for example in content.get("examples", {}).values():
+            yield tag("p", example["summary"], ":")
+            yield tag("pre", json.dumps(example["value"], indent=2))
 
 
 def _answers(operation: Described) -> Iterator[Node]:
@@ -95,7 +104,7 @@ def _answers(operation: Described) -> Iterator[Node]:
             for kind, body in _contents(answer)
         ]
         yield (
-            "else" if status == "default" else status,
+            "otherwise" if status == "default" else status,
             ": ",
             answer["description"],
             *kinds,
@@ -107,23 +116,31 @@ def _contents(answer: Described) -> list[tuple[str, Described]]:
 
 
 def _schema(name: str, schema: Described) -> Element:
-    needed = frozenset(schema.get("required", ()))
+    required = frozenset(schema.get("required", ()))
     rows = [
-        (tag("code", field), _kind(about), "yes" if field in needed else "")
+        (
+            tag("code", field),
+            _kind(about),
+            _need(field in required, about),
+            _marked(about.get("description", "")),
+        )
         for field, about in schema.get("properties", {}).items()
     ]
-    told: Node = (
-        table(f"Fields of {name}", ("Field", "Type", "Needed"), rows)
-        if rows
-        else _kind(schema)
-    )
+    head = ("Field", "Type", "", "Description")
+    content = table(f"Fields of {name}", head, rows) if rows else _kind(schema)
     return tag(
         "article",
         tag("h3", name),
         *_paragraphs(schema.get("description", "")),
-        told,
+        content,
         id=f"schema-{name}",
     )
+
+
+def _need(is_required: bool, about: Described) -> str:
+    if about.get("deprecated"):
+        return "deprecated"
+    return "required" if is_required else ""
 
 
 def _first_sentence(operation: Described) -> Node:
@@ -131,7 +148,7 @@ def _first_sentence(operation: Described) -> Node:
 
 
 def _marked(text: str) -> Node:
-    """What stands in backticks is code; as one line."""
+    """Text on one line, with code where it has backticks."""
     parts = re.split("`+", " ".join(text.split()))
     return [
         tag("code", part) if index % 2 else part for index, part in enumerate(parts)
@@ -143,7 +160,7 @@ def _paragraphs(text: str) -> list[Element]:
 
 
 def _kind(schema: Described) -> Node:
-    """What a value may be, in words; other documents are links."""
+    """The type of a value in words; other documents are links."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         return link(f"#schema-{name}", name)
@@ -162,14 +179,14 @@ def _kind(schema: Described) -> Node:
 
 
 def _bounds(schema: Described) -> str:
-    words = {
+    names = {
         "minimum": "at least",
         "exclusiveMinimum": "more than",
         "maximum": "at most",
         "exclusiveMaximum": "less than",
     }
-    told = [f"{word} {schema[key]}" for key, word in words.items() if key in schema]
-    return f", {', '.join(told)}" if told else ""
+    bounds = [f"{name} {schema[key]}" for key, name in names.items() if key in schema]
+    return f", {', '.join(bounds)}" if bounds else ""
 
 
 def _joined(nodes: list[Node], between: str) -> Node:

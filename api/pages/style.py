@@ -1,4 +1,4 @@
-"""How pages look: light or dark as the reader's system is, and narrow as a phone's screen."""
+"""The style sheet: light or dark as the system is, and readable on a phone."""
 
 from __future__ import annotations
 

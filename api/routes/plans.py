@@ -1,4 +1,4 @@
-"""Plans: asked for, listed, read whole or in parts."""
+"""Plans: create, list, read, delete, and report measured runs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import json
 import logging
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi import APIRouter, Body, Path, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
+from planner.api.body_errors import document_as_sent, errors_as_sent, long_form
 from planner.api.caching import (
     FOREVER,
     NOT_MODIFIED,
@@ -41,9 +42,10 @@ from planner.api.documents import (
     StageMap,
 )
 from planner.api.errors import JobCancelledError, NotFoundError
+from planner.api.examples import LONG_PLAN, SHORT_PLAN, openapi_examples
 from planner.api.jobs import view_of
 from planner.api.links import root_of
-from planner.api.planning import ask
+from planner.api.planning import find_or_submit
 from planner.api.problems import response_of
 from planner.api.store import LARGEST_INTEGER, JobRow, MeasurementRow, PlanRow
 from planner.api.timeline import predicted_timeline
@@ -58,11 +60,11 @@ JSON = "application/json"
 ACCEPTED: dict[int | str, dict[str, Any]] = {
     202: {
         "model": JobView,
-        "description": "Not solved within the wait: follow the job.",
+        "description": "The search is still running: follow the job.",
         "headers": {
             "Location": {"description": "The job.", "schema": {"type": "string"}},
             "Retry-After": {
-                "description": "Seconds until it is worth asking.",
+                "description": "Seconds to wait before the next request.",
                 "schema": {"type": "integer"},
             },
         },
@@ -76,33 +78,43 @@ PICTURE: dict[int | str, dict[str, Any]] = {
 
 @router.post("", response_model=Plan | Infeasible, responses=ACCEPTED)
 async def create_plan(
-    body: PlanCreate,
+    body: Annotated[
+        PlanCreate, Body(openapi_examples=openapi_examples(SHORT_PLAN, LONG_PLAN))
+    ],
     request: Request,
     parts: ServicesDependency,
     client: ClientDependency,
     wait: WaitDependency,
 ) -> Response:
-    """The best plan: at once when it is known, else solved; waits as long as ``Prefer: wait=N`` says, then answers 202.
+    """Find the fastest plan that fits in memory. Send `model`, `devices`, `batch` and
+    `sequence`, or documents: one of `model`, `profile` and `profile_id`, with `cluster`
+    and `job`.
 
-    The plan's id is the sha256 of the canonical request: the same request gets the same plan, solved once.
-    "No plan fits" is an answer too: status `infeasible`, with the reasons and the nearest misses.
+    A known plan is returned at once. Otherwise the service searches, waits as long as
+    ``Prefer: wait=N`` says, and then answers 202 with the job. The plan's id is the
+    sha256 of the canonical request, so that equal requests share one search.
+
+    If no layout fits in memory the answer has status `infeasible`, with the reasons and
+    the layouts that come closest.
     """
-    asked = await ask(parts, body, client)
-    if isinstance(asked, StoredResult):
-        return _answer(request, asked, cache="hit")
-    job = await parts.jobs.finished(asked.id, wait.seconds)
-    return await run_in_threadpool(_after_wait, request, parts, job, wait)
+    with errors_as_sent(body):
+        found = await find_or_submit(parts, long_form(body), client)
+    if isinstance(found, StoredResult):
+        return _answer(request, found, cache="hit")
+    job = await parts.jobs.finished(found.id, wait.seconds)
+    return await run_in_threadpool(_after_wait, request, parts, job, wait, body)
 
 
 @router.get("")
 def list_plans(
     parts: ServicesDependency,
     root: RootDependency,
-    asked: Annotated[PlanQuery, Query()],
+    query: Annotated[PlanQuery, Query()],
 ) -> PlanPage:
-    """Plans, newest first; `next` is the cursor of the following page."""
-    rows = parts.store.plans(before=number_of(asked.cursor), limit=asked.limit + 1)
-    shown, more = rows[: asked.limit], len(rows) > asked.limit
+    """List plans, newest first; `next` is the cursor of the next page."""
+    rows = parts.store.plans(before=number_of(query.cursor), limit=query.limit + 1)
+    shown = rows[: query.limit]
+    more = len(rows) > query.limit
     return PlanPage(
         plans=tuple(_summary(row, root) for row in shown),
         next=cursor_of(shown[-1].number) if more else None,
@@ -111,7 +123,7 @@ def list_plans(
 
 @router.get("/{plan_id}", response_model=Plan | Infeasible, responses=NOT_MODIFIED)
 def get_plan(request: Request, result: ResultDependency) -> Response:
-    """The plan, or why none fits."""
+    """Return a plan, or the reasons why no layout fits in memory."""
     return _answer(request, result, cache="hit")
 
 
@@ -119,7 +131,7 @@ def get_plan(request: Request, result: ResultDependency) -> Response:
 def delete_plan(
     request: Request, result: ResultDependency, parts: ServicesDependency
 ) -> None:
-    """Delete a plan, its measured runs and its ended jobs; asked for again, it is solved again."""
+    """Delete a plan with its measured runs and finished jobs."""
     check_if_match(request, tag_of(result.document.encode()))
     parts.store.delete_plan(result.row.id)
     logger.info("plan %s: deleted", result.row.id)
@@ -127,10 +139,11 @@ def delete_plan(
 
 @router.get("/{plan_id}/stage-map", response_model=StageMap, responses=NOT_MODIFIED)
 def get_stage_map(request: Request, result: ResultDependency) -> Response:
-    """Which layers stand on which ranks."""
+    """Return the layers of every pipeline stage and the stage of every rank."""
     plan = result.plan()
     stage_map = StageMap(
         plan_id=plan.id,
+        runtime=plan.request.job.runtime,
         layout=plan.layout,
         micro_batches=plan.micro_batches,
         stages=plan.stages,
@@ -147,7 +160,7 @@ def get_stage_map(request: Request, result: ResultDependency) -> Response:
 def get_timeline_json(
     request: Request, result: ResultDependency, parts: ServicesDependency
 ) -> Response:
-    """One predicted step as a Chrome trace, for ui.perfetto.dev or chrome://tracing."""
+    """Return one predicted step as a Chrome trace, for ui.perfetto.dev."""
     from planner.schedule.timeline import chrome_trace
 
     timeline = predicted_timeline(
@@ -165,7 +178,7 @@ def get_timeline_json(
 def get_timeline_svg(
     request: Request, result: ResultDependency, parts: ServicesDependency
 ) -> Response:
-    """One predicted step as a picture."""
+    """Return one predicted step as a picture."""
     from planner.schedule.timeline import svg
 
     timeline = predicted_timeline(
@@ -180,10 +193,11 @@ def get_timeline_svg(
     "/{plan_id}/explanation", response_model=Explanation, responses=NOT_MODIFIED
 )
 def get_explanation(request: Request, result: ResultDependency) -> Response:
-    """Why this plan won, how far it is proven, and what the next best ones would cost."""
+    """Return why the plan is the best, how far that is proven, and the alternatives."""
     plan = result.plan()
     explanation = Explanation(
         plan_id=plan.id,
+        runtime=plan.request.job.runtime,
         explanation=plan.explanation,
         search=plan.search,
         alternatives=plan.alternatives,
@@ -208,13 +222,13 @@ def create_measurement(
     parts: ServicesDependency,
     root: RootDependency,
 ) -> MeasurementView:
-    """Store what a run of this plan really did (the measured.json of `planner run`)."""
+    """Store a measured run of the plan: the measured.json of `planner run`."""
     plan = result.plan()
     if body.plan_id != plan.id:
         raise MismatchError(
-            f"the run was of plan {body.plan_id!r}, not of {plan.id!r}.",
+            f"the run is of plan {body.plan_id!r}, not of {plan.id!r}.",
             field="plan_id",
-            hint=f"POST it to /v1/plans/{body.plan_id}/measurements.",
+            hint=f"send it to /v1/plans/{body.plan_id}/measurements.",
         )
     view = _measurement_view(
         parts.store.add_measurement(plan.id, body.model_dump_json()), result.row, root
@@ -227,7 +241,7 @@ def create_measurement(
 def list_measurements(
     result: ResultDependency, parts: ServicesDependency, root: RootDependency
 ) -> MeasurementList:
-    """Measured runs of this plan, newest first, each against the prediction."""
+    """List the measured runs of a plan, newest first, with the error of the prediction."""
     result.plan()
     rows = parts.store.measurements(result.row.id)
     return MeasurementList(
@@ -246,7 +260,7 @@ def get_measurement(
     result: ResultDependency,
     parts: ServicesDependency,
 ) -> Response:
-    """A measured run, as it was sent."""
+    """Return a measured run as it was sent."""
     row = parts.store.measurement(result.row.id, measurement_id)
     if row is None:
         raise NotFoundError(
@@ -257,27 +271,29 @@ def get_measurement(
     return cacheable(request, row.document, media_type=JSON, cache_control=FOREVER)
 
 
-def _after_wait(request: Request, parts: Services, job: JobRow, wait: Wait) -> Response:
-    """What the client gets once the wait is over, however the job stands."""
+def _after_wait(
+    request: Request, parts: Services, job: JobRow, wait: Wait, body: PlanCreate
+) -> Response:
+    """The answer at the end of the wait: a plan, a problem, or 202 with the job."""
     if job.status in ("succeeded", "infeasible"):
         found = parts.store.plan(job.plan_id)
         if found is None:
             raise NotFoundError(
-                f"plan {job.plan_id} was deleted meanwhile.",
-                hint="ask for the plan again.",
+                f"plan {job.plan_id} was deleted in the meantime.",
+                hint="send the request again.",
             )
         return _answer(request, StoredResult(*found), cache="fwd=miss; stored")
     if job.status == "cancelled":
         raise JobCancelledError(
-            f"job {job.id} was cancelled by a client.", hint="ask for the plan again."
+            f"job {job.id} was cancelled by a client.", hint="send the request again."
         )
     view = view_of(job, root_of(request.scope))
     if job.status == "failed":
         assert view.problem is not None
         parts.metrics.problems.add(code=view.problem.code)
-        return response_of(
-            view.problem.model_copy(update={"request_id": request.scope["request_id"]})
-        )
+        problem = document_as_sent(body, view.problem)
+        request_id = request.scope["request_id"]
+        return response_of(problem.model_copy(update={"request_id": request_id}))
     headers = {"Location": f"/v1/jobs/{job.id}", "Retry-After": "1"}
     if wait.applied:
         headers["Preference-Applied"] = wait.applied
@@ -287,7 +303,7 @@ def _after_wait(request: Request, parts: Services, job: JobRow, wait: Wait) -> R
 
 
 def _answer(request: Request, result: StoredResult, *, cache: str) -> Response:
-    """The stored document, byte for byte; final results never change."""
+    """The stored document, byte by byte; final results never change."""
     response = cacheable(
         request,
         result.document,

@@ -1,4 +1,4 @@
-"""Profiles: sent by clients, or derived from the catalogue."""
+"""Profiles: of clients, or of catalogue models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ router = APIRouter(prefix="/v1/profiles", tags=["profiles"])
 @router.post(
     "",
     status_code=201,
-    responses={200: {"model": ProfileSummary, "description": "It was stored before."}},
+    responses={
+        200: {"model": ProfileSummary, "description": "The profile was stored before."}
+    },
 )
 def create_profile(
     body: ProfileCreate,
@@ -24,7 +26,10 @@ def create_profile(
     parts: ServicesDependency,
     root: RootDependency,
 ) -> ProfileSummary:
-    """Store a profile, or the counted profile of a catalogue model. The same profile always gets the same id."""
+    """Store a profile, or the counted profile of a catalogue model.
+
+    The profile's id is its sha256, so that equal profiles have equal ids.
+    """
     resolved = _resolve(body.root, parts)
     if not parts.profiles.add(resolved):
         response.status_code = 200
@@ -36,7 +41,7 @@ def create_profile(
 def get_profile(
     profile_id: str, request: Request, parts: ServicesDependency
 ) -> Response:
-    """A stored profile."""
+    """Return a stored profile."""
     document = parts.profiles.document(profile_id)
     return cacheable(
         request, document, media_type="application/json", cache_control=FOREVER
@@ -47,10 +52,8 @@ def _resolve(
     body: ModelProfile | CatalogueProfile, parts: ServicesDependency
 ) -> ResolvedProfile:
     if isinstance(body, ModelProfile):
-        return parts.profiles.given(body)
-    return parts.profiles.derived(
-        body.model, sequence_length=body.sequence_length, dtype=body.dtype
-    )
+        return parts.profiles.of_client(body)
+    return parts.profiles.of_catalogue(body)
 
 
 def _summary(resolved: ResolvedProfile, root: str) -> ProfileSummary:

@@ -106,16 +106,16 @@ def test_a_filled_form_leads_to_the_plans_page(
             color_scheme="dark",
         )
         page = visit.page
-        page.get_by_role("link", name="Ask for a plan").first.click()
+        page.get_by_role("link", name="New plan").first.click()
         page.get_by_label("Model").select_option("gpt2")
-        page.get_by_label("Nodes").fill("none")
+        page.get_by_label("Batch").fill("none")
         page.get_by_role("button", name="Plan").click()
-        assert "'none'" in page.locator("#nodes-wrong").inner_text()
+        assert "'none'" in page.locator("#batch-wrong").inner_text()
         assert ["422" in error for error in visit.errors] == [
             True
         ]  # the refused form, which browsers note
         visit.errors.clear()
-        page.get_by_label("Nodes").fill("1")
+        page.get_by_label("Batch").fill("64")
         page.get_by_role("button", name="Plan").click()
         page.wait_for_url("**/jobs/*")
         assert page.get_by_role("button", name="Cancel").is_visible()

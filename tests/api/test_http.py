@@ -84,7 +84,9 @@ def test_head_of_a_stream_ends(
         ("/openapi.json", "GET, HEAD"),
     ],
 )
-def test_all_methods_of_a_path_are_told(live: Live, path: str, methods: str) -> None:
+def test_a_wrong_method_lists_all_methods_of_the_path(
+    live: Live, path: str, methods: str
+) -> None:
     """405 names the methods of all routes of the path, not only those of the first."""
     answer = live.client.put(path)
     assert (answer.status_code, code_of(answer), answer.headers["allow"]) == (
@@ -114,7 +116,7 @@ def test_a_compressed_body_is_refused(live: Live) -> None:
     assert answer.json()["errors"][0]["field"] == "Content-Encoding"
 
 
-def test_the_media_type_that_is_taken_is_told(live: Live) -> None:
+def test_the_accepted_media_type_is_reported(live: Live) -> None:
     """415 for another media type has it in Accept."""
     answer = live.client.post(
         "/v1/plans", content=b"{}", headers={"Content-Type": "text/plain"}
@@ -142,13 +144,13 @@ def test_answers_forbid_scripts_and_guessing(live: Live, plan_id: str) -> None:
         assert headers["cache-control"] == "no-cache"
 
 
-def test_a_flood_of_mistakes_is_told_shortly(live: Live) -> None:
+def test_a_flood_of_mistakes_is_reported_briefly(live: Live) -> None:
     """A body of very many unknown fields, or of one very long name, is refused soon and in few words."""
     many = live.post("/v1/plans", {f"field{index}": 1 for index in range(20_000)})
     long = live.post("/v1/plans", plan_body(profile=None, model="x" * 1_000_000))
     assert [answer.status_code for answer in (many, long)] == [422, 422]
     assert len(many.json()["errors"]) == 50
-    assert "mistakes more" in many.json()["detail"]
+    assert "more mistakes" in many.json()["detail"]
     assert max(len(answer.content) for answer in (many, long)) < 50_000
 
 
@@ -267,7 +269,9 @@ def test_keys_share_apart(
         assert [ask("ann", 8), ask("ann", 16), ask("ben", 16)] == [202, 429, 202]
 
 
-def test_a_full_disk_is_told_and_got_over(settings: Settings, journal: Path) -> None:
+def test_a_full_disk_is_reported_and_survived(
+    settings: Settings, journal: Path
+) -> None:
     """503 while nothing can be written, and the reason; afterwards the same request is solved."""
     with running(settings, Instant(journal)) as live:
         store: Store = live.server._app.state.services.store

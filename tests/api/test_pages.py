@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from planner.api.pages.html import render, tag
-from planner.api.pages.wish_fields import (
+from planner.api.pages.form_fields import (
     FIELDS,
     answers_of,
-    body_of,
     defaults,
     field_of,
+    request_of,
 )
+from planner.api.pages.html import render, tag
 from planner.api.settings import Settings
 from planner.errors import Problem
 from planner.export import TARGETS
@@ -33,14 +33,10 @@ from tests.api.test_plans import measured_run
 SettingsOf = Callable[..., Settings]
 FORM = {
     "model": "gpt2",
-    "device": "a100-sxm4-80gb",
-    "nodes": "1",
-    "devices_per_node": "8",
-    "global_batch_size": "64",
-}
-FORM |= {
-    "sequence_length": "1024",
-    "constraints": "tensor_parallel_degree=1,2; micro_batch_size=..4\nzero_stage=1",
+    "devices": "8xa100-sxm4-80gb",
+    "batch": "64",
+    "sequence": "1024",
+    "fix": "tp=1,2; micro_batch_size=..4\nzero_stage=1",
 }
 
 
@@ -81,12 +77,12 @@ def test_a_plan_has_a_page_of_all_that_it_says(
         assert words.count(MARKUP) > 8
         for caption, cell in (
             ("One step", "500 ms"),
-            ("Predicted memory", "1.00"),
-            ("Stages in the order", f"block0{MARKUP} .. block3{MARKUP}"),
+            ("Predicted peak memory", "1.00"),
+            ("Pipeline stages", f"block0{MARKUP} .. block3{MARKUP}"),
             ("best plans of other layouts", f"slower {MARKUP}"),
-            ("How wrong an input may be", "alternative 1 from -23% on"),
-            ("Nothing is faster", "1.00 s"),
-            ("under other limits", f"4 GiB more {MARKUP}"),
+            ("Errors of the inputs", "alternative 1 at -23%"),
+            ("Fastest plans by", "1.00 s"),
+            ("under relaxed limits", f"4 GiB more {MARKUP}"),
             ("Medians of the steps", "20.0 %"),
             ("other runtimes", next(iter(TARGETS.values())).title),
         ):
@@ -102,7 +98,7 @@ def test_a_plan_has_a_page_of_all_that_it_says(
         )
 
 
-def test_targets_that_refuse_the_plan_tell_why(
+def test_targets_that_refuse_the_plan_say_why(
     settings: Settings, journal: Path
 ) -> None:
     """Every target stands on the page: with a link that works, or with the reason why there is none."""
@@ -112,7 +108,7 @@ def test_targets_that_refuse_the_plan_tell_why(
         for name in TARGETS:
             url = f"/v1/plans/{plan_id}/exports/{name}"
             assert (live.get(url).status_code == 200) == (url in page.links()), name
-        assert page.table("other runtimes").count("cannot: ") == sum(
+        assert page.table("other runtimes").count("not supported: ") == sum(
             f"/v1/plans/{plan_id}/exports/{name}" not in page.links()
             for name in TARGETS
         )
@@ -124,10 +120,10 @@ def test_no_plan_has_a_page_too(settings: Settings, journal: Path) -> None:
         live.plan(plan_body(four_equal_layers(MARKUP)))
         url = live.get("/v1/plans").json()["plans"][0]["url"].removeprefix("/v1")
         page = read_page(live.get(url))
-        assert page.all("h1")[0].text == f"{MARKUP} on 2 devices: no plan fits"
-        assert "2.00 GiB" in page.table("The least that each layout needs")
-        assert "there may be a plan" in page.all("main")[0].text
-        assert "no plan fits" in read_page(live.get("/")).table("Plans")
+        assert page.all("h1")[0].text == f"{MARKUP} on 2 devices: no layout fits"
+        assert "2.00 GiB" in page.table("Minimum memory of each layout")
+        assert "There may be a plan" in page.all("main")[0].text
+        assert "no layout fits" in read_page(live.get("/")).table("Plans")
 
 
 def test_a_form_becomes_the_plan_that_it_asks_for(
@@ -162,8 +158,11 @@ def test_a_form_becomes_the_plan_that_it_asks_for(
             for found in form.all("option")
             if "selected" in found.attributes
         ]
-        assert chosen == ["gpt2", "a100-sxm4-80gb", "bf16-mixed", "adamw", "step_time"]
-        assert (filled["nodes"], filled["time_limit_seconds"]) == ("1", "60")
+        assert chosen == ["gpt2", "bf16-mixed", "adamw", "planner", "step_time"]
+        assert (filled["devices"], filled["time_limit_seconds"]) == (
+            "8xa100-sxm4-80gb",
+            "60",
+        )
         assert "micro_batch_size=..4" in form.all("textarea")[0].text
         assert len(journal.read_text().splitlines()) == 1
 
@@ -171,13 +170,18 @@ def test_a_form_becomes_the_plan_that_it_asks_for(
 @pytest.mark.parametrize(
     ("changes", "field", "words"),
     [
-        ({"nodes": "many"}, "nodes", "'many'"),
-        ({"nodes": "0"}, "nodes", "at least 1"),
-        ({"nodes": "100000"}, "nodes", "800000 devices"),
-        ({"global_batch_size": ""}, "global_batch_size", "missing"),
-        ({"sequence_length": "1e9"}, "sequence_length", "'1e9'"),
+        ({"devices": "many"}, "devices", "'many'"),
+        ({"devices": "0xh100-sxm5-80gb"}, "devices", "no device"),
+        ({"devices": "800000xh100-sxm5-80gb"}, "devices", "800000 devices"),
+        ({"devices_per_node": "0"}, "devices_per_node", "at least 1"),
+        ({"devices_per_node": "x"}, "devices_per_node", "'x'"),
+        ({"batch": ""}, "batch", "missing"),
+        ({"sequence": "1e9"}, "sequence", "'1e9'"),
+        ({"sequence": "4096"}, "sequence", "1024"),
         ({"precision": MARKUP}, "precision", "'bf16-mixed'"),
-        ({"device": "h1000"}, "device", "h1000"),
+        ({"runtime": "megatron"}, "runtime", "megatron-core"),
+        ({"price_per_hour": "cheap"}, "price_per_hour", "'cheap'"),
+        ({"devices": "8xh1000"}, "devices", "h1000"),
         ({"model": MARKUP}, "model", "catalogue"),
         (
             {"objective": "devices"},
@@ -185,9 +189,9 @@ def test_a_form_becomes_the_plan_that_it_asks_for(
             "the objective devices needs it",
         ),
         ({"time_limit_seconds": "1e6"}, "time_limit_seconds", "at most"),
-        ({"constraints": "tensor=2"}, "constraints", "tensor_parallel_degree"),
-        ({"constraints": "zero_stage=9"}, "constraints", "zero_stage"),
-        ({"constraints": f"zero_stage={MARKUP}"}, "constraints", "zero_stage"),
+        ({"fix": "tensor=2"}, "fix", "tensor_parallel_degree"),
+        ({"fix": "zero_stage=9"}, "fix", "zero_stage"),
+        ({"fix": f"zero_stage={MARKUP}"}, "fix", "zero_stage"),
     ],
 )
 def test_mistakes_stand_beside_their_fields(
@@ -195,12 +199,12 @@ def test_mistakes_stand_beside_their_fields(
 ) -> None:
     """A wrong answer comes back as it was typed, with what is wrong and what to write."""
     page = read_page(form_service.client.post("/plan", data=FORM | changes), status=422)
-    told = {
+    wrong = {
         found.attributes["id"]: found.text
         for found in page.elements
         if found.attributes.get("class") == "wrong" and "id" in found.attributes
     }
-    assert words in told[f"{field}-wrong"], told
+    assert words in wrong[f"{field}-wrong"], wrong
     (control,) = [
         found for found in page.elements if found.attributes.get("id") == field
     ]
@@ -238,7 +242,7 @@ def typed(page: Page) -> dict[str, str]:
 def test_a_form_that_is_none_is_refused(form_service: Live) -> None:
     """Other bodies than a form's are 415; fields in thousands are 422, not work."""
     assert form_service.client.post("/plan", json=FORM).status_code == 415
-    many = "&".join(f"nodes={number}" for number in range(1000)).encode()
+    many = "&".join(f"batch={number}" for number in range(1000)).encode()
     headers = {"Content-Type": "application/x-www-form-urlencoded"}
     assert (
         form_service.client.post("/plan", content=many, headers=headers).status_code
@@ -246,7 +250,7 @@ def test_a_form_that_is_none_is_refused(form_service: Live) -> None:
     )
     assert (
         form_service.client.post(
-            "/plan", content=b"model=%ff%00&nodes=%zz", headers=headers
+            "/plan", content=b"model=%ff%00&batch=%zz", headers=headers
         ).status_code
         == 422
     )
@@ -294,7 +298,7 @@ def test_a_job_can_be_cancelled_from_its_page(
         assert "/plan" in page.links()
 
 
-def test_a_full_queue_is_told_above_the_form(
+def test_a_full_queue_is_reported_above_the_form(
     settings_of: SettingsOf, journal: Path, tmp_path: Path
 ) -> None:
     """429 with Retry-After, and the form as it was filled in."""
@@ -302,11 +306,11 @@ def test_a_full_queue_is_told_above_the_form(
         settings_of(queue_length=0), Gated(journal, tmp_path / "gate")
     ) as live:
         post(live, FORM)
-        answer = live.client.post("/plan", data=FORM | {"nodes": "2"})
+        answer = live.client.post("/plan", data=FORM | {"devices": "16xa100-sxm4-80gb"})
         assert int(answer.headers["retry-after"]) >= 1
         page = read_page(answer, status=429)
         assert "1 solves run" in page.all("main")[0].text
-        assert typed(page)["nodes"] == "2"
+        assert typed(page)["devices"] == "16xa100-sxm4-80gb"
 
 
 def test_browsers_get_pages_for_errors(form_service: Live) -> None:
@@ -323,15 +327,21 @@ def test_browsers_get_pages_for_errors(form_service: Live) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "name"), [("/models", "llama-3.1-70b"), ("/devices", "h100-sxm5-80gb")]
+    ("path", "answer"),
+    [("/models", "llama-3.1-70b"), ("/devices", "8xh100-sxm5-80gb")],
 )
-def test_catalogues_lead_to_the_form(form_service: Live, path: str, name: str) -> None:
+def test_catalogues_lead_to_the_form(
+    form_service: Live, path: str, answer: str
+) -> None:
     """Every entry stands there, and its link fills it in."""
     page = read_page(form_service.get(path))
     listed = form_service.get(f"/v1{path}").json()[path.strip("/")]
     assert len(page.all("tr")) == 1 + len(listed)
-    (way,) = [link for link in page.links() if f"={name}&" in link]
-    assert name in typed(read_page(form_service.get(way))).values()
+    ways = [
+        link for link in page.links() if link.partition("&")[0].endswith(f"={answer}")
+    ]
+    (way,) = ways
+    assert answer in typed(read_page(form_service.get(way))).values()
 
 
 def test_old_plans_are_reached_from_the_start(
@@ -442,29 +452,44 @@ def test_commands_plan_by_a_service_behind_a_proxy(
         assert (found.request.cluster.devices, found.id != plan.id) == (4, True)
 
 
-def test_fields_stand_where_documents_have_them() -> None:
-    """The defaults ask for a valid plan but for the model's profile; every field's problem finds its field."""
-    body, problems = body_of(defaults())
-    assert problems == []
-    assert body["cluster"]["node_groups"] == [
-        {"device": "h100-sxm5-80gb", "nodes": "1", "devices_per_node": "8"}
-    ]
+def test_the_defaults_of_the_form_are_a_request() -> None:
+    """The form as first shown is a valid request; a problem of a field finds its field."""
+    request = request_of(defaults())
+    assert request.model == "gpt2"
+    assert request.cluster.devices == 8
     named = {field.name: field_of(Problem(field.name, "")) for field in FIELDS}
     assert named == {name: name for name in named}
-    assert field_of(Problem("cluster.node_groups[0].nodes", "")) == "nodes"
-    assert field_of(Problem("job.constraints.zero_stage.min", "")) == "constraints"
-    assert field_of(Problem("tensor_parallel_degree", "")) == "constraints"
-    assert field_of(Problem("elsewhere", "")) == ""
 
 
-def test_a_request_that_no_form_can_say_fills_in_none() -> None:
-    """An inline device, several node groups or a profile of one's own have no place in the form."""
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("cluster.node_groups[0].nodes", "devices"),
+        ("node_groups[0].price_per_hour", "price_per_hour"),
+        ("job.global_batch_size", "batch"),
+        ("sequence_length", "sequence"),
+        ("job.constraints.zero_stage.min", "fix"),
+        ("tensor_parallel_degree", "fix"),
+        ("options.time_limit_seconds", "time_limit_seconds"),
+        ("elsewhere", ""),
+    ],
+)
+def test_problems_find_their_fields(path: str, field: str) -> None:
+    """A problem with the path of a document belongs to the field that it came from."""
+    assert field_of(Problem(path, "")) == field
+
+
+def test_requests_without_a_form_fill_in_none() -> None:
+    """Inline devices, nodes of several sizes and profiles of clients are not in the form."""
     profile = counted_profile("gpt2", sequence_length=1024, dtype="bf16")
     wanted = Job(global_batch_size=8, sequence_length=1024)
     group = {"device": "a100-sxm4-80gb", "nodes": 1, "devices_per_node": 8}
-    for groups, model, sayable in (
+    half_node = group | {"devices_per_node": 4}
+    for groups, model, has_form in (
         ([group], "gpt2", True),
-        ([group, group], "gpt2", False),
+        ([group, group], "gpt2", True),
+        ([half_node | {"nodes": 2}], "gpt2", True),
+        ([group, half_node | {"nodes": 2}], "gpt2", False),
         ([group], None, False),
     ):
         request = make_request(
@@ -474,7 +499,7 @@ def test_a_request_that_no_form_can_say_fills_in_none() -> None:
             Options(),
             model=model,
         )
-        assert (answers_of(request) is not None) == sayable
+        assert (answers_of(request) is not None) == has_form
     inline = make_request(
         profile, Cluster.model_validate(cluster()), wanted, Options(), model="gpt2"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.api.problems import json_pointer
+from planner.api.body_errors import json_pointer
 
 
 def resolve(pointer: str, document: object) -> object:
