@@ -27,9 +27,9 @@ from planner.api.documents import (
 from planner.api.errors import ServiceError, status_of
 from planner.errors import DocumentError, PlannerError, Problem, UnknownNameError
 from planner.spec.constraint_words import SHORT_NAMES, full_name
-from planner.spec.document import Location, located_problems
-from planner.spec.job import CONSTRAINTS
-from planner.spec.layout import PredictionLayout
+from planner.spec.document import Location, located_problems, problems_of
+from planner.spec.job import CONSTRAINTS, DIVISION
+from planner.spec.layout import Layout, PredictionLayout
 from planner.spec.short_form import ShortForm, cluster_of, job_of
 
 Located = tuple[Problem, str | None]
@@ -283,6 +283,9 @@ def _check_fix(sent: Mapping[str, Any]) -> None:
     if not isinstance(fix, dict):
         return
     _check_names("fix", fix, CONSTRAINTS)
+    problems = [each for name in fix for each in _value_problems(name, fix[name])]
+    if problems:
+        raise DocumentError("", problems=tuple(problems))
     try:
         job_of(1, fix=fix)
     except DocumentError as error:
@@ -290,13 +293,30 @@ def _check_fix(sent: Mapping[str, Any]) -> None:
         raise DocumentError("", problems=problems) from None
 
 
+def _value_problems(name: str, constraint: Any) -> Iterator[Problem]:
+    """Values that a layout field cannot have, whatever the model and the cluster."""
+    field = full_name(name)
+    if field == DIVISION or isinstance(constraint, dict):
+        return
+    values = constraint if isinstance(constraint, list) else [constraint]
+    for value in values:
+        layout = {field: value}
+        try:
+            Layout.model_validate(layout, strict=True)
+        except ValidationError as error:
+            for problem in problems_of(error, Layout, layout):
+                yield replace(problem, field=f"fix.{name}")
+
+
 def _of_constraints(problem: Problem) -> Problem:
-    """A rule of the whole job about its constraints, as a problem of ``fix``."""
+    """A rule of the whole job about one constraint, as a problem of that constraint."""
     prefix = "constraints: "
     if problem.field or not problem.message.startswith(prefix):
         return problem
     message = problem.message.removeprefix(prefix)
-    return replace(problem, field="fix", message=message)
+    first = message.partition(" ")[0]
+    field = f"fix.{first}" if first in CONSTRAINTS else "fix"
+    return replace(problem, field=field, message=message)
 
 
 def _check_layout(sent: Mapping[str, Any]) -> None:

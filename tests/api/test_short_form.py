@@ -181,6 +181,19 @@ def test_mixed_forms_are_refused(
             *("invalid-document", "fix.tp", "/fix/tp", ""),
         ),
         (
+            short(fix={"zero": 9}),
+            *("invalid-document", "fix.zero", "/fix/zero", "0, 1, 2 or 3"),
+        ),
+        (
+            short(fix={"mbs": [1, "2"]}),
+            *("invalid-document", "fix.mbs", "/fix/mbs", "number"),
+        ),
+        (
+            short(fix={"layers_per_stage": "evn"}),
+            *("invalid-document", "fix.layers_per_stage"),
+            *("/fix/layers_per_stage", "even"),
+        ),
+        (
             short(fix={"tp": 2, "tensor_parallel_degree": 2}),
             *("invalid-document", "fix", "/fix", "one"),
         ),
@@ -255,14 +268,11 @@ def test_a_refusal_of_the_search_is_in_the_short_form_too(
         assert error["field"] == "profile.device"
 
 
-def test_a_constraint_that_nothing_meets_is_named_as_sent(searching: Live) -> None:
-    """A value that the search excludes is reported as `fix.tp`."""
+def test_a_constraint_that_no_layout_meets(searching: Live) -> None:
+    """A degree that does not divide the devices is an answer: infeasible, with reasons."""
     answer = searching.plan(short(fix={"tp": 3}))
-    document = answer.json()
-    if answer.status_code == 422:
-        assert document["errors"][0]["field"] == "fix.tp", document
-    else:
-        assert document["status"] == "infeasible"
+    assert (answer.status_code, answer.json()["status"]) == (200, "infeasible")
+    assert answer.json()["reasons"]
 
 
 def test_hint_and_its_former_name_have_the_same_value(live: Live) -> None:
