@@ -1,26 +1,28 @@
 """One training step of a layout and stage map: simulate the schedule, add what follows it, say where the time goes.
 
-    (S1)  F(s) = sum of f(l) over the stage's layers, B(s) = sum of b(l, r), and in a pipeline half of the time that
-                 an exchange with the neighbours takes and nothing hides (`transfer_seconds`)  -> durations()
-          of sequence chunks, their parts: planner.cost.chunks
-    (S2)  schedule with F, B and transfers c(s) between neighbours -> end(p) of pipeline rank p -> simulate
-    (S3)  tail(p) = reduction latency + sum of g(l) + exchange of parameters shared with another stage
-                    + sum of u(l); what several layers of the stage share is reduced and updated once; over all
-                    stages of the rank                                                         -> tail_ticks()
-    (S5)  a framework that overlaps them hides gradient reduction behind `overlap_fraction` of the last micro-batch's
-          backward, and ZeRO's gathers of updated parameters behind that of the first forward -> tail_ticks()
-    (S4)  step = max over p of end(p) + tail(p); where no stage waits for the others before its next step
-          (`staggers_steps`), counted from its own first action                                 -> evaluate()
-    (S6)  where ranks differ: of all columns of alike data ranks the one that ends last; each plays the schedule of its
-          own number of micro-batches. Memory of a pipeline rank: of the column with least room left
-                                                                                -> last_column(), rank_memory()
-
-The breakdown tells the parts of the rank that ends last; the bubble is what that rank idles with transfers for free,
-and `pipeline_seconds` what the transfers add.
+(S1)  F(s) = sum of f(l) over the stage's layers, B(s) = sum of b(l, r), and in a pipeline half of the time that
+             an exchange with the neighbours takes and nothing hides (`transfer_seconds`)  -> durations()
+      of sequence chunks, their parts: planner.cost.chunks
+(S2)  schedule with F, B and transfers c(s) between neighbours -> end(p) of pipeline rank p -> simulate
+(S3)  tail(p) = reduction latency + sum of g(l) + exchange of parameters shared with another stage
+                + sum of u(l); what several layers of the stage share is reduced and updated once; over all
+                stages of the rank                                                         -> tail_ticks()
+(S5)  a framework that overlaps them hides gradient reduction behind `overlap_fraction` of the last micro-batch's
+      backward, and ZeRO's gathers of updated parameters behind that of the first forward -> tail_ticks()
+(S4)  step = max over p of end(p) + tail(p); where no stage waits for the others before its next step
+      (`staggers_steps`), counted from its own first action                                 -> evaluate()
+(S6)  where ranks differ: of all columns of alike data ranks the one that ends last; each plays the schedule of its
+      own number of micro-batches. Memory of a pipeline rank: of the column with least room left
+                                                                            -> last_column(), rank_memory()
+(S7)  breakdown: the mean over the pipeline ranks of the column that ends last. The parts of every rank add up to
+      the step: its layers' compute, recomputation, exchanges and copies; what transfers add to end(p); tail(p);
+      and the bubble, which is all that is left: waiting for other ranks, in the schedule and for the step's end
+                                                                                     -> _breakdown()
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import add
@@ -340,33 +342,36 @@ def _mfu(
 def _breakdown(
     costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers], step: Step
 ) -> Breakdown:
-    rank, count = step.last_rank, costs.micro_batches
-    layers: list[LayerCost] = [cost for _, cost in by_rank(schedule, stages)[rank]]
-    reduction, optimizer = tail_ticks(costs, by_rank(schedule, stages))[rank]
+    """Return the mean over pipeline ranks of where each rank's step goes: equation (S7)."""
+    ranks = by_rank(schedule, stages)
+    tails = tail_ticks(costs, ranks)
     free = simulate(schedule, durations(costs, stages, transfers=False))
-    busy = count * sum(cost.forward_ticks + cost.backward_ticks for cost in layers)
-    free_end, end = _lasted(costs, free)[rank], _lasted(costs, step.simulation)[rank]
-    return Breakdown(
-        compute_seconds=TICK_SECONDS
-        * count
-        * sum(
-            cost.forward_compute_ticks + cost.backward_compute_ticks for cost in layers
-        ),
-        recompute_seconds=TICK_SECONDS
-        * count
-        * sum(cost.recompute_ticks for cost in layers),
-        tensor_parallel_seconds=TICK_SECONDS
-        * count
-        * sum(cost.communication_ticks for cost in layers),
-        pipeline_seconds=TICK_SECONDS * (end - free_end),
-        data_parallel_seconds=TICK_SECONDS
-        * (reduction + count * sum(cost.gather_ticks for cost in layers)),
-        optimizer_seconds=TICK_SECONDS * optimizer,
-        bubble_seconds=TICK_SECONDS * (free_end - busy),
-        offload_seconds=TICK_SECONDS
-        * count
-        * sum(cost.offload_ticks for cost in layers),
-    )
+    free_ends, ends = _lasted(costs, free), _lasted(costs, step.simulation)
+    count = costs.micro_batches
+    totals: Counter[str] = Counter()
+    for rank, (reduction, optimizer) in enumerate(tails):
+        layers = [cost for _, cost in ranks[rank]]
+        parts = {
+            "compute": count
+            * sum(
+                cost.forward_compute_ticks + cost.backward_compute_ticks
+                for cost in layers
+            ),
+            "recompute": count * sum(cost.recompute_ticks for cost in layers),
+            "tensor_parallel": count * sum(cost.communication_ticks for cost in layers),
+            "pipeline": ends[rank] - free_ends[rank],
+            "data_parallel": reduction
+            + count * sum(cost.gather_ticks for cost in layers),
+            "optimizer": optimizer,
+            "offload": count * sum(cost.offload_ticks for cost in layers),
+        }
+        parts["bubble"] = step.total_ticks - sum(parts.values())
+        totals.update(parts)
+    seconds = {
+        f"{part}_seconds": TICK_SECONDS * ticks_ / len(tails)
+        for part, ticks_ in totals.items()
+    }
+    return Breakdown(**seconds)
 
 
 def stage_schedule(plan: Plan, profile: ModelProfile) -> Schedule:

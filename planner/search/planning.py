@@ -63,7 +63,7 @@ from planner.search.stage_maps.dealt_recompute import (
     check_per_layer,
     fewest_modes,
 )
-from planner.search.stage_maps.division import given_sizes
+from planner.search.stage_maps.division import given_sizes, runtime_sizes
 from planner.search.stage_maps.inside import LayoutSearch, solve_layout
 from planner.search.stage_maps.segments import allowed_modes, uniform_modes
 from planner.search.stage_maps.synthesized import (
@@ -74,7 +74,8 @@ from planner.search.stage_maps.synthesized import (
 from planner.spec.calibration import Constants
 from planner.spec.cluster import Cluster
 from planner.spec.document import digest
-from planner.spec.job import DIVISION, Job
+from planner.spec.frameworks import find_framework
+from planner.spec.job import DIVISION, Constraint, Job
 from planner.spec.layout import Layout, PredictionLayout
 from planner.spec.plan import (
     Forecast,
@@ -339,13 +340,14 @@ def predict(
     layout: PredictionLayout,
     *,
     model: str | None = None,
-    framework: str = "planner",
+    framework: str | None = None,
     constants: Constants | None = None,
 ) -> Forecast:
     """Time and memory of one given layout, whether it fits or not.
 
     Without `layers_per_stage`, and without the job's constraint of that name, which yields to it, the stage map is the
-    fastest for this layout that fits, else the fastest at all. With it, and ``per-layer`` recomputation, the same holds
+    fastest for this layout that fits, else the fastest at all. Other runtimes than our own executor cut layers by their
+    own rule instead: `stage_maps.division.runtime_sizes`. With a given division, and ``per-layer`` recomputation, the same holds
     for what recomputes. Under schedules whose partition the search does not look for (several stages per rank, split
     backwards), layers are dealt as `stage_maps.dealt` says, and recompute ``per-layer`` as `stage_maps.dealt_recompute`
     says; the order that is ``synthesized`` for them is the one that a search would find.
@@ -356,23 +358,26 @@ def predict(
         job: what is to be trained.
         layout: what is to be priced.
         model: catalogue name that the profile was derived from.
-        framework: whose traits the prediction is for, a name of `planner.spec.frameworks`.
+        framework: whose traits the prediction is for, a name of `planner.spec.frameworks`; None: the job's runtime.
         constants: None: those that were fitted to this framework and device.
 
     Raises:
-        LayoutError: the degrees, batch or layers per stage do not fit together.
+        LayoutError: the degrees, batch or layers per stage do not fit together, or the runtime has no cut of its own
+            into so many stages.
         UnknownNameError: no framework has this name.
         UnsupportedError: ``per-layer`` recomputation where no rule chooses it, offloading to a host that is not
             known, or pieces of sequences that cannot be cut.
         SpecError: the documents do not belong together.
     """
-    if layout.layers_per_stage:
-        job = job.model_copy(
-            update={
-                "constraints": {**job.constraints, DIVISION: layout.layers_per_stage}
-            }
-        )
-    work = workload(profile, cluster, job, framework=framework, constants=constants)
+    traits = find_framework(framework or job.runtime)
+    stages = layout.pipeline_parallel_degree * layout.virtual_stages_per_rank
+    division: Constraint | None = layout.layers_per_stage
+    if not division and DIVISION not in job.constraints:
+        division = runtime_sizes(profile, traits, stages)
+    if division:
+        fixed = {**job.constraints, DIVISION: division}
+        job = job.model_copy(update={"constraints": fixed})
+    work = workload(profile, cluster, job, framework=traits, constants=constants)
     plain = Layout.model_validate(
         layout.model_dump(exclude={"layers_per_stage"})
         | {"schedule": canonical_name(layout.schedule)}

@@ -141,6 +141,8 @@ class Framework:
     balances_head: bool = False
     """Stages are balanced by FLOPs, including the output layer, not by number of
     blocks."""
+    counts_ends: bool = False
+    """Stages hold equal numbers of blocks, the embedding and the output layer one each; the first stages one more."""
     deals_layers: bool = False
     """Stages have equal numbers of layers, where the embedding, the last norm and the
     output layer count as one each."""
@@ -279,7 +281,9 @@ _ALL = (
     Framework(
         "torchtitan",
         "pytorch/torchtitan: FSDP2 with fp32 shards cast to bf16; blocks compiled if "
-        "the run says so; activation_checkpoint.py recomputes every second mm",
+        "the run says so; activation_checkpoint.py recomputes every second mm; "
+        "stages by generate_llm_fqn_per_model_part",
+        counts_ends=True,
         selective="alternate",
         fuses_norm=False,
         keeps_gathered_inputs=True,

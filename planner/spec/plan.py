@@ -47,18 +47,24 @@ class RankPlacement(Document):
 
 
 class Breakdown(Document):
-    """Where the step's seconds go on the rank that ends last; the parts add up to step_seconds."""
+    """Where the step's seconds go, as the mean over the pipeline ranks; the parts add up to step_seconds.
+
+    The parts of every rank add up to the step, the bubble being what no other part takes.
+    Where data-parallel replicas differ, the ranks are those of the replica that ends last.
+    """
 
     compute_seconds: float
     recompute_seconds: float
     tensor_parallel_seconds: float
     pipeline_seconds: float
-    """Exposed transfers between stages."""
+    """Exposed transfers between stages: what they add to the end of a rank's last action."""
     data_parallel_seconds: float
     """Exposed gradient reduction, shared parameters included."""
     optimizer_seconds: float
     bubble_seconds: float
-    """What this rank waits for others, transfers apart; others wait more or less: see `Prediction.bubble_fraction`."""
+    """Mean idle time of a rank in a step, without transfers: it waits for other ranks in the schedule, or at the step's
+    end for the slowest. bubble_seconds / step_seconds is the mean bubble to report; `Prediction.bubble_fraction` is that
+    of the schedule's actions alone."""
     offload_seconds: float = 0.0
     """Activations on their way to the host and back; those of optimizer states count as the optimizer's."""
 
@@ -112,7 +118,10 @@ class Prediction(Document):
     mfu: float | None
     """Model FLOPs / (step_seconds x devices x peak); None when the device's peak is not known."""
     bubble_fraction: float
-    """Mean of all ranks: 1 - busy / (ranks x makespan) of the pipeline schedule, from first action to last."""
+    """Idle share of the pipeline schedule: 1 - busy / (ranks x makespan), makespan being the time from the first action
+    to the end of the last. Without transfers, and if the reduction and the optimizer take equally long on all ranks,
+    bubble_fraction x makespan = breakdown.bubble_seconds. Otherwise bubble_fraction also counts the wait for transfers,
+    which are breakdown.pipeline_seconds, and does not count the wait at the step's end."""
     breakdown: Breakdown
     memory: tuple[RankMemory, ...]
 
@@ -180,6 +189,8 @@ class Relaxation(Document):
     """1 - seconds per sample with the change / those of the plan; None: without the change nothing fits."""
     optimal: bool
     """Proven to be the best with the change; else it was found with a fixed amount of work, and there may be better."""
+    devices: int | None = Field(default=None, ge=1)
+    """Of the whole cluster with the change, where the change is of its devices; None: another change."""
 
 
 class Overtaking(Document):

@@ -1,7 +1,8 @@
 """Where each second and each byte of a forecast goes: per stage and micro-batch, per pipeline rank and step.
 
-The parts of a rank add up to its step, those of the rank that ends last to the forecast's step, and the parts of its
-memory to its peak. Every part names the equations that it comes from (`planner.cost`).
+The parts of every rank add up to the forecast's step, and the parts of its memory to its peak. The mean over the ranks of
+idle and waiting seconds is the bubble and the transfers of the forecast's breakdown, but for the exchange of (S1), which
+is part of the work here. Every part names the equations that it comes from (`planner.cost`).
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ EQUATIONS = {
     "shared_seconds": "S3",
     "hidden_seconds": "S5",
     "optimizer_seconds": "T3 O5",
+    "wait_seconds": "S4 S7",
     "step_seconds": "S4",
     "parameters_bytes": "M1",
     "gradients_bytes": "M1",
@@ -97,7 +99,7 @@ class RankAccount:
     work_seconds: float
     """All micro-batches of its stages, transfers and waiting apart."""
     idle_seconds: float
-    """Waiting for other ranks and for transfers: the bubble."""
+    """Waiting for other ranks and for transfers until its last action ends."""
     reduction_seconds: float
     """Of gradients over the data-parallel ranks, and gathers of updated parameters, before any of it is hidden."""
     shared_seconds: float
@@ -105,8 +107,10 @@ class RankAccount:
     hidden_seconds: float
     """What runs beside compute, below zero."""
     optimizer_seconds: float
+    wait_seconds: float
+    """Waiting for the rank that ends last; 0 for that one."""
     step_seconds: float
-    """Sum of the above."""
+    """Sum of the above: the forecast's step."""
     parameters_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
@@ -139,7 +143,7 @@ class Account:
     constants: Constants
     micro_batches: int
     last_rank: int
-    """Pipeline rank that ends last: its step is the forecast's."""
+    """Pipeline rank that ends last: the others wait for it."""
     stages: tuple[StageAccount, ...]
     ranks: tuple[RankAccount, ...]
 
@@ -150,10 +154,18 @@ def account(
     job: Job,
     forecast: Forecast,
     *,
-    framework: str = "planner",
+    framework: str | None = None,
     constants: Constants | None = None,
 ) -> Account:
-    """The parts of a forecast that `predict` gave for the same documents, framework and constants.
+    """Return the parts of a forecast that `predict` gave for the same documents, framework and constants.
+
+    Args:
+        profile: of the model.
+        cluster: what the job may use.
+        job: what is to be trained.
+        forecast: of one layout.
+        framework: whose traits the forecast is for; None: the job's runtime.
+        constants: None: those that were fitted to this framework and device.
 
     Raises:
         SpecError: as `predict` does.
@@ -200,6 +212,7 @@ def _account(played: Played) -> Account:
                 held[rank],
                 ends[rank],
                 tails[rank],
+                step.total_ticks,
             )
             for rank, memory in enumerate(stage_memory(costs, stages, schedule))
         ),
@@ -244,6 +257,7 @@ def _rank(
     units: Mapping[int, int],
     end: int,
     tail: tuple[int, int],
+    step_ticks: int,
 ) -> RankAccount:
     rank = memory.pipeline_rank
     held = schedule.stages_of(rank)
@@ -270,7 +284,8 @@ def _rank(
         shared_seconds=shared * TICK_SECONDS,
         hidden_seconds=(tail[0] - reduction - shared) * TICK_SECONDS,
         optimizer_seconds=tail[1] * TICK_SECONDS,
-        step_seconds=(end + sum(tail)) * TICK_SECONDS,
+        wait_seconds=(step_ticks - end - sum(tail)) * TICK_SECONDS,
+        step_seconds=step_ticks * TICK_SECONDS,
         parameters_bytes=memory.parameters_bytes,
         gradients_bytes=memory.gradients_bytes,
         optimizer_bytes=memory.optimizer_bytes,

@@ -142,7 +142,7 @@ def explanation(
         f"{degrees_text(layout)}, {counted(best.costs.micro_batches, 'micro-batch')} of {layout.micro_batch_size} "
         f"under {layout.schedule}: {seconds_text(prediction.step_seconds)} per step.",
         *_objective_text(best.costs.work.job, found),
-        f"The step of the rank that ends last is {spent}.",
+        f"The step, as the mean over pipeline ranks, is {spent}.",
         f"The fullest device is on pipeline rank {fullest.pipeline_rank}: {fullest.peak_bytes / 2**30:.2f} of "
         f"{fullest.capacity_bytes / 2**30:.2f} GiB.",
         *_order_text(best),

@@ -6,7 +6,10 @@
           nothing is excluded by its bounds                                                    -> _searched()
     (X4)  where the job fixes how layers are divided: the plan's own layout without that             -> freely_divided()
     (X3)  where nothing fits: the memory that the nearest misses lack, of devices and of hosts, no headroom, the job
-          without one of its constraints, else without all, more nodes; each until one layout fits -> remedies()
+          without one of its constraints, else without all; each until one layout fits              -> remedies()
+    (X5)  where nothing fits: more devices, the smallest cluster first, each searched by itself      -> _Growth.smallest()
+          every number of nodes below 16, then multiples of 2, 4, 8 ... and, below the first of these that has a plan,
+          those that were left out. What is smaller than the states of the model is left out
 
 Work is counted in parts of the space taken up, not in seconds, so that the answer is always the same.
 """
@@ -14,11 +17,11 @@ Work is counted in parts of the space taken up, not in seconds, so that the answ
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from planner.cost import TICK_SECONDS, Workload, workload
+from planner.cost import TICK_SECONDS, Workload, reserved_bytes, workload
 from planner.errors import SpecError
 from planner.search.answer.explain import with_recompute
 from planner.search.answer.nearest import least_need, unfit
@@ -31,10 +34,11 @@ from planner.search.solve import advance, begin, single
 from planner.search.stage_maps.inside import NO_LIMIT
 from planner.search.state import State
 from planner.spec.cluster import Cluster
-from planner.spec.devices import find_device
+from planner.spec.devices import catalogue, find_device
 from planner.spec.job import CONSTRAINABLE, DIVISION, Job
 from planner.spec.plan import Miss, Options, Relaxation
 from planner.spec.profile import ModelProfile
+from planner.spec.recipes import STATES
 from planner.spec.words import counted, gibibytes
 
 FULL_WORK = 6000
@@ -44,8 +48,14 @@ _SHARES = (16, 4, 1)
 """More memory by these parts of what there is, rounded down to a power of two: 4, 16 and 64 GiB more beside 80 GB."""
 _LEAST_GAIN = 1e-4
 """Less is not worth a sentence."""
+SIZE_WORK = 6000
+"""Parts of the space taken up on one larger cluster."""
 _MOST_TIMES = 8
-"""As many nodes, where nothing fits on those there are."""
+"""As many nodes at most, where nothing fits on those there are."""
+_SIZES_PER_DOUBLING = 8
+"""Sizes of a cluster that are tried between one number of nodes and twice as many."""
+_MOST_SIZES = 16
+"""Sizes that are tried before more devices are given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +156,9 @@ def remedies(
     found = [_remedy(work.profile, change, limits) for change in several]
     if len(work.job.constraints) > 1 and not any(found):
         found.append(_remedy(work.profile, _unconstrained(work), limits))
-    found.append(_more_nodes(work, limits))
+    if not work.groups:
+        limits = replace(limits, work=SIZE_WORK)
+    found.append(_Growth(work, limits).smallest())
     return tuple(one for one in found if one is not None)
 
 
@@ -321,37 +333,151 @@ def _headroom(work: Workload) -> Iterator[_Change]:
         yield _Change("memory_headroom", "no memory headroom", work.cluster, job)
 
 
-def _more_nodes(work: Workload, limits: Limits) -> Relaxation | None:
-    """The fewest more nodes of the first group on which something fits, up to eight times as many: one more, then by
-    half of that more each time; then between the last that are too few and the first that are enough."""
-    most = (_MOST_TIMES - 1) * work.cluster.node_groups[0].nodes
-    too_few, more = 0, 1
-    found: Relaxation | None = None
-    while (
-        more <= most
-        and (found := _remedy(work.profile, _grown(work, more), limits)) is None
-    ):
-        too_few, more = more, max(more + 1, more * 3 // 2)
-    while found is not None and more - too_few > 1:
-        middle = (too_few + more) // 2
-        row = _remedy(work.profile, _grown(work, middle), limits)
-        too_few, more, found = (
-            (middle, more, found) if row is None else (too_few, middle, row)
-        )
-    return found
+@dataclass(frozen=True, slots=True, order=True)
+class _Size:
+    """Size of the first node group."""
+
+    devices: int
+    nodes: int
+
+    @property
+    def devices_per_node(self) -> int:
+        """Devices of each node."""
+        return self.devices // self.nodes
 
 
-def _grown(work: Workload, more: int) -> _Change:
-    """More nodes of the first group."""
+@dataclass
+class _Growth:
+    """Tries larger first node groups, the smallest first: equation (X5)."""
+
+    work: Workload
+    limits: Limits
+    closed: set[_Size] = field(default_factory=set)
+    """Sizes on which no plan fits, proven."""
+
+    def smallest(self) -> Relaxation | None:
+        """Return the best plan on the smallest size on which one is found.
+
+        None: none of the sizes has a plan, or the time is over.
+        """
+        sizes = _larger_sizes(self.work)
+        for place, size in enumerate(_few_of(sizes)):
+            found = self._plan_on(size, sizes)
+            if found is not None:
+                return self._smaller(size, sizes) or found
+            if place == _MOST_SIZES:
+                break
+        return None
+
+    def _smaller(self, size: _Size, sizes: Sequence[_Size]) -> Relaxation | None:
+        """Return the best plan on the smallest of the sizes that were left out before this one."""
+        tried = [each for each in _few_of(sizes) if each < size]
+        below = tried[-1] if tried else None
+        left_out = [
+            each for each in sizes if each < size and (below is None or each > below)
+        ]
+        for each in left_out[:: max(1, len(left_out) // _SIZES_PER_DOUBLING)]:
+            found = self._plan_on(each, sizes)
+            if found is not None:
+                return found
+        return None
+
+    def _plan_on(self, size: _Size, sizes: Sequence[_Size]) -> Relaxation | None:
+        if self.limits.should_stop():
+            return None
+        change = _grown(self.work, size)
+        state = _searched(self.work.profile, change, self.limits, NO_LIMIT)
+        if state is None or state.best is None:
+            if state is not None and not state.is_open and not state.unproven:
+                self.closed.add(size)
+            return None
+        are_fewest = all(each in self.closed for each in sizes if each < size)
+        fewest = "the fewest" if are_fewest else "the fewest of those tried"
+        row = _row(change, state, None)
+        told = {
+            "change": f"{change.words}, {fewest}",
+            "devices": change.cluster.devices,
+            "optimal": state.is_proven,
+        }
+        return row.model_copy(update=told)
+
+
+def _larger_sizes(work: Workload) -> list[_Size]:
+    """Return sizes of the first node group above its own, in ascending order.
+
+    These are the divisors of a full node, for a part of one node, and whole nodes, up to
+    `_MOST_TIMES` as many; without those whose memory is too small for the model's states.
+    """
     group = work.cluster.node_groups[0]
-    nodes = group.model_copy(update={"nodes": group.nodes + more})
-    cluster = work.cluster.model_copy(
-        update={"node_groups": (nodes, *work.cluster.node_groups[1:])}
+    full = _full_node_devices(work)
+    least = _least_devices(work)
+    parts = [
+        _Size(devices, 1)
+        for devices in range(group.devices_per_node + 1, full)
+        if full % devices == 0
+    ]
+    own = group.nodes if full == group.devices_per_node else 0
+    first = max(own + 1, -(-least // full))
+    most = _MOST_TIMES * max(first, group.nodes)
+    nodes = [_Size(count * full, count) for count in range(first, most + 1)]
+    return [size for size in parts if size.devices >= least] + nodes
+
+
+def _few_of(sizes: Sequence[_Size]) -> list[_Size]:
+    """Return about `_SIZES_PER_DOUBLING` sizes for every doubling of nodes, multiples of powers of two."""
+    few = []
+    for size in sizes:
+        step = max(1, (1 << (size.nodes.bit_length() - 1)) // _SIZES_PER_DOUBLING)
+        if size.nodes % step == 0:
+            few.append(size)
+    return few
+
+
+def _full_node_devices(work: Workload) -> int:
+    """Return the devices of a full node: the catalogue's number if the only node has fewer."""
+    group = work.cluster.node_groups[0]
+    entry = catalogue().get(group.device) if isinstance(group.device, str) else None
+    if entry is None or group.nodes > 1 or work.groups:
+        return group.devices_per_node
+    return max(group.devices_per_node, entry.devices_per_node)
+
+
+def _least_devices(work: Workload) -> int:
+    """Return the devices without which parameters, gradients and optimizer states do not fit, however sharded.
+
+    1: nothing is known, because other node groups or the hosts may hold some of them.
+    """
+    if work.groups or is_offloading_known(work):
+        return 1
+    recipe = work.recipe
+    each = recipe.parameter_bytes + recipe.gradient_bytes + recipe.master_bytes
+    each += recipe.state_bytes * STATES.get(recipe.optimizer, 0)
+    again = {
+        name for shared in work.profile.shared_parameters for name in shared.layers[1:]
+    }
+    parameters = sum(
+        layer.parameters - layer.frozen_parameters
+        for layer in work.profile.layers
+        if layer.name not in again
     )
-    where = f" in node group {group.name}" if work.groups and group.name else ""
-    return _Change(
-        "devices",
-        f"{counted(more * group.devices_per_node, 'device')} more{where}",
-        cluster,
-        work.job,
-    )
+    free = work.capacity_bytes - reserved_bytes(work)
+    return -(-parameters * each // max(1, free))
+
+
+def _grown(work: Workload, size: _Size) -> _Change:
+    """Return the change to a first node group of another size."""
+    group = work.cluster.node_groups[0]
+    host = group.host_memory_bytes
+    if host is not None:
+        host = host * size.devices_per_node // group.devices_per_node
+    fields = {
+        "nodes": size.nodes,
+        "devices_per_node": size.devices_per_node,
+        "host_memory_bytes": host,
+    }
+    groups = (group.model_copy(update=fields), *work.cluster.node_groups[1:])
+    cluster = work.cluster.model_copy(update={"node_groups": groups})
+    words = f"{counted(cluster.devices, 'device')} instead of {work.cluster.devices}"
+    if work.groups and group.name:
+        words += f" (more in node group {group.name})"
+    return _Change("devices", words, cluster, work.job)

@@ -101,10 +101,7 @@ class Totals:
         works = [
             work_of(options, costs.layout.sequence_chunks) for options, _ in counted
         ]
-        tails = [
-            costs.least_tail_ticks(options[0])
-            for options, _ in counted
-        ]
+        tails = [costs.least_tail_ticks(options[0]) for options, _ in counted]
         kinds = tuple(
             (work, tail, count)
             for (work, _), tail, (_, count) in zip(works, tails, counted, strict=True)

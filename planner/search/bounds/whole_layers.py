@@ -54,10 +54,7 @@ class Repeated:
         ranks = costs.of_replica.ranks
         each = [rank.layers[first][modes[first][0].mode] for rank in ranks]
         is_shared = bool(costs.shared)
-        tails = [
-            0 if is_shared else costs.least_tail_ticks(cost)
-            for cost in each
-        ]
+        tails = [0 if is_shared else costs.least_tail_ticks(cost) for cost in each]
         works = [
             rank.micro_batches * _work(cost)
             for rank, cost in zip(ranks, each, strict=True)

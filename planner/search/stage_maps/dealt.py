@@ -215,9 +215,7 @@ class Uniform:
             modes=modes,
             forward=by_layer(cost.forward_ticks for cost in layers),
             backward=by_layer(cost.backward_ticks for cost in layers),
-            tail=by_layer(
-                costs.least_tail_ticks(cost) for cost in layers
-            ),
+            tail=by_layer(costs.least_tail_ticks(cost) for cost in layers),
             ogp_bytes=by_layer(cost.ogp_bytes for cost in layers),
             activation_bytes=by_layer(cost.activation_bytes for cost in layers),
             temporary_bytes=by_layer(cost.temporary_bytes for cost in layers),

@@ -161,8 +161,4 @@ def _ticks(rank: LayoutCosts, layer: int, options: LayerModes) -> int:
     work = rank.micro_batches * min(
         cost.forward_ticks + cost.backward_ticks for cost in here
     )
-    return (
-        work
-        if rank.shared
-        else work + rank.least_tail_ticks(here[0])
-    )
+    return work if rank.shared else work + rank.least_tail_ticks(here[0])

@@ -13,19 +13,27 @@ the last: picotron's distribute_layers, Megatron-LM's --num-layers and PaddleNLP
 counts embedding and head as a block each: DeepSpeed's "uniform", torchtitan's own cut (with one block less in
 the first and in the last stage, its default), Megatron-LM's --account-for-embedding-in-pipeline-split and -loss-.
 
+Other runtimes than our own divide by a fixed rule where neither the job nor the layout says otherwise. `predict` takes
+it for theirs:
+
+    (N4) (N2) where S divides n, which Megatron-LM requires; torchtitan: (N3). nanotron: a stage is full once the
+         parameters up to its last numbered layer reach its share of the whole, the layers behind them included.
+         Aleph Alpha: n + 3 layers in equal numbers, embedding, last norm and head one each       -> runtime_sizes()
+
 Stage maps are only taken away, so whatever bounds all of them holds for the one that is left.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from planner.cost import Workload
 from planner.errors import LayoutError
 from planner.search.answer.words import constraint_text
+from planner.spec.frameworks import OURS, Framework
 from planner.spec.job import DIVISION, Constraint, allows
 from planner.spec.profile import ModelProfile
 from planner.spec.words import counted
@@ -59,6 +67,66 @@ def given_sizes(work: Workload, stages: int) -> Sizes | None:
             hint="give a division into as many stages, or remove the constraint.",
         )
     return sizes
+
+
+def runtime_sizes(
+    profile: ModelProfile, framework: Framework, stages: int
+) -> Sizes | None:
+    """Return the layers of every stage as a runtime cuts them by default: equation (N4).
+
+    None: one stage, more stages than layers, or our own executor, which runs any cut.
+
+    Raises:
+        LayoutError: the runtime's rule makes no such number of stages of this model.
+    """
+    names = _names(profile)
+    if framework.name == OURS or not 1 < stages <= len(names):
+        return None
+    places = _counted("even", names)
+    sizes: Sizes | None = None
+    if framework.counts_ends:
+        sizes = _sizes("even-layers", names, stages)
+    elif framework.balances_head:
+        sizes = _around(places, _balanced_blocks(profile, places, stages), len(names))
+    elif framework.deals_layers:
+        sizes = _around(places, _blocks_among_layers(len(places), stages), len(names))
+    elif len(places) % stages == 0:
+        sizes = _sizes("even", names, stages)
+    if sizes is None or min(sizes) < 1:
+        raise LayoutError(
+            f"{framework.name} does not cut {counted(len(places), 'block')} into {stages} stages by its own rule.",
+            field="layout.pipeline_parallel_degree",
+            hint=f"choose a number of stages that divides {len(places)}, or give layers_per_stage.",
+        )
+    return sizes
+
+
+def _around(places: Sizes, blocks: Sequence[int], layers: int) -> Sizes:
+    """Return stages of so many numbered layers, with the others before and behind them."""
+    sizes = list(blocks)
+    sizes[0] += places[0]
+    sizes[-1] += layers - places[0] - len(places)
+    return tuple(sizes)
+
+
+def _balanced_blocks(profile: ModelProfile, places: Sizes, stages: int) -> list[int]:
+    """Return the numbered layers of every stage, each full once it reaches its share of the parameters."""
+    parameters = [layer.parameters for layer in profile.layers]
+    whole = sum(parameters[places[0] :])
+    blocks, stage = [0] * stages, 0
+    for done in accumulate(parameters[place] for place in places):
+        blocks[stage] += 1
+        if done * stages >= whole * (stage + 1) and stage < stages - 1:
+            stage += 1
+    return blocks
+
+
+def _blocks_among_layers(blocks: int, stages: int) -> list[int]:
+    """Return the blocks of every stage among equal numbers of layers, of which the first and the last two are none."""
+    each, more = divmod(blocks + 3, stages)
+    stops = accumulate(each + (stage < more) for stage in range(stages))
+    ends = [min(max(stop - 1, 0), blocks) for stop in (0, *stops)]
+    return [stop - start for start, stop in pairwise(ends)]
 
 
 def divides(
