@@ -1,4 +1,4 @@
-"""The layout: all degrees and choices of a plan, without its stage map."""
+"""The layout: degrees and choices of a plan, without its stage map."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from planner.errors import LayoutError
 from planner.spec.document import Document
 
 ZeroStage = Literal[0, 1, 2, 3]
-"""What is sharded over the data-parallel ranks: nothing; optimizer states; gradients too; parameters too."""
+"""What is sharded over the data-parallel ranks. 0: nothing; 1: optimizer states; 2:
+also gradients; 3: also parameters."""
 RecomputeWord = Literal["none", "selective", "full", "per-layer"]
 RankOrder = Literal["tp-cp-dp-pp", "tp-cp-pp-dp"]
-"""Axes of the device mesh, innermost first, as Megatron-LM writes them: neighbouring ranks differ in the first."""
+"""Axes of the device mesh, innermost first, as in Megatron-LM: neighbouring ranks
+differ in the first axis."""
 _MOST_TOLD = 16
-"""Shares that are written out in a message."""
+"""Most data-parallel ranks whose shares are listed in a message."""
 
 
 class Layout(Document):
-    """How a training step is split over the devices."""
+    """How a training step is split over devices."""
 
     data_parallel_degree: int = Field(default=1, ge=1)
     tensor_parallel_degree: int = Field(default=1, ge=1)
@@ -29,33 +31,38 @@ class Layout(Document):
     virtual_stages_per_rank: int = Field(default=1, ge=1)
     zero_stage: ZeroStage = 0
     zero_shard_degree: int | None = Field(default=None, ge=1)
-    """Data- and context-parallel ranks, neighbours, that share out ZeRO's states; every such group holds a whole copy
-    (hybrid sharding: Zhang et al. 2022, "MiCS"; Zhao et al. 2023, "PyTorch FSDP", section 3.2.2). None: all of them."""
+    """Neighbouring data- and context-parallel ranks that ZeRO shards over; every group
+    has a whole copy (hybrid sharding: Zhang et al. 2022, "MiCS"; Zhao et al. 2023,
+    "PyTorch FSDP", section 3.2.2). None: all ranks."""
     sequence_parallel: bool = False
     micro_batch_size: int = Field(default=1, ge=1)
     """Samples of one micro-batch on one data-parallel rank."""
     schedule: str = "1f1b"
     sequence_chunks: int = Field(default=1, ge=1)
-    """Equal pieces of every micro-batch's sequence that go through the pipeline one after the other, under schedules
-    that take them (Sun et al. 2024, Seq1F1B)."""
+    """Equal chunks of each micro-batch's sequence that go through the pipeline one
+    after the other, under schedules that support it (Sun et al. 2024, Seq1F1B)."""
     rank_order: RankOrder = "tp-cp-dp-pp"
-    """Which global rank stands where: stages one behind the other, each with all its replicas (``tp-cp-dp-pp``), or
-    whole pipelines one behind the other (``tp-cp-pp-dp``; Megatron-LM's --use-tp-pp-dp-mapping)."""
+    """Order of the global ranks. ``tp-cp-dp-pp``: stage by stage, each with all its
+    replicas; ``tp-cp-pp-dp``: pipeline by pipeline (Megatron-LM's
+    --use-tp-pp-dp-mapping)."""
     micro_batch_shares: tuple[int, ...] | None = None
-    """Micro-batches of every data-parallel rank and step, where devices differ; None: equally many."""
+    """Micro-batches per step of every data-parallel rank, for unlike devices; None: all
+    have the same number."""
     recompute: RecomputeWord = "none"
-    """``per-layer``: the stage map says which layers recompute."""
+    """``per-layer``: the stage map has the layers that recompute."""
     activation_offload: bool = False
-    """What layers save for their backward goes to the host's memory after their forward, and comes back for it
-    (Rajbhandari et al. 2021, "ZeRO-Infinity", section 5.2.3; torch.autograd.graph.save_on_cpu)."""
+    """Saved activations are copied to host memory after the forward and back for the
+    backward (Rajbhandari et al. 2021, "ZeRO-Infinity", section 5.2.3;
+    torch.autograd.graph.save_on_cpu)."""
     optimizer_offload: bool = False
-    """States of the optimizer and master copies stay in the host's memory; the device updates one layer after the
-    other and holds the states of that one only (Rajbhandari et al. 2021, section 5.2.2)."""
+    """Optimizer states and master copies are in host memory; the device updates one
+    layer at a time and has the states of only that layer (Rajbhandari et al. 2021,
+    section 5.2.2)."""
 
     @field_validator("zero_shard_degree")
     @classmethod
     def _is_canonical(cls, degree: int | None, info: ValidationInfo) -> int | None:
-        """One way to write it: a group of all ranks is no group of its own."""
+        """Write a group of all ranks as None: equal layouts are equal documents."""
         whole = info.data.get("data_parallel_degree", 0) * info.data.get(
             "context_parallel_degree", 0
         )
@@ -63,19 +70,21 @@ class Layout(Document):
 
     @property
     def replicas(self) -> int:
-        """Data- and context-parallel ranks, which hold the same parameters and sum their gradients."""
+        """Data- and context-parallel ranks, which have the same parameters."""
         return self.data_parallel_degree * self.context_parallel_degree
 
     @property
     def zero_shards(self) -> int:
-        """Ranks that share out ZeRO's states; 1 without ZeRO."""
+        """Ranks that ZeRO shards over; 1 without ZeRO."""
         if self.zero_stage == 0:
             return 1
         return self.zero_shard_degree or self.replicas
 
     def constrained(self, field: str) -> bool | int | str:
-        """A field's value as a job's constraint is held against it: of how many ranks share out ZeRO's states, the
-        number itself."""
+        """Return the value of a field that a job's constraint is compared with.
+
+        For ``zero_shard_degree`` it is the number of ranks, also if the field is None.
+        """
         value: bool | int | str = (
             self.zero_shards if field == "zero_shard_degree" else getattr(self, field)
         )
@@ -83,7 +92,7 @@ class Layout(Document):
 
     @property
     def devices(self) -> int:
-        """Devices that the degrees multiply to. Expert parallelism re-uses the data-parallel ranks."""
+        """Product of the degrees; expert parallelism reuses the data-parallel ranks."""
         return (
             self.data_parallel_degree
             * self.tensor_parallel_degree
@@ -93,30 +102,34 @@ class Layout(Document):
 
     @property
     def has_uneven_shares(self) -> bool:
-        """Some data-parallel rank runs more micro-batches than another."""
+        """Whether data-parallel ranks run different numbers of micro-batches."""
         return len(set(self.micro_batch_shares or ())) > 1
 
     def micro_batches(self, global_batch_size: int) -> int:
-        """Micro-batches of one data-parallel rank and step; of the one that has most, where they have shares.
+        """Return the micro-batches per step of one data-parallel rank.
+
+        If ranks have different shares, return the largest.
 
         Raises:
-            LayoutError: the global batch does not divide, or the shares do not add up to it.
+            LayoutError: the global batch is not divisible, or the shares have another
+                sum.
         """
         if self.micro_batch_shares is not None:
             return self._largest_share(global_batch_size, self.micro_batch_shares)
         per_round = self.data_parallel_degree * self.micro_batch_size
         if global_batch_size % per_round:
             raise LayoutError(
-                f"global_batch_size({global_batch_size}) does not divide by data_parallel_degree"
-                f"({self.data_parallel_degree}) * micro_batch_size({self.micro_batch_size}) = {per_round}.",
+                f"global_batch_size({global_batch_size}) is not divisible by "
+                f"data_parallel_degree({self.data_parallel_degree}) * "
+                f"micro_batch_size({self.micro_batch_size}) = {per_round}.",
                 field="micro_batch_size",
-                hint=f"choose degrees whose product divides {global_batch_size}, or another global batch"
+                hint=f"choose degrees whose product divides {global_batch_size}"
                 f"{self._shares_text(global_batch_size)}.",
             )
         return global_batch_size // per_round
 
     def _shares_text(self, global_batch_size: int) -> str:
-        """Shares that the global batch does divide into, to choose; nothing where there are none, or too many."""
+        """The alternative with uneven shares; empty if there is none, or too long."""
         rounds, rest = divmod(global_batch_size, self.micro_batch_size)
         even, more = divmod(rounds, self.data_parallel_degree)
         if rest or not even or self.data_parallel_degree > _MOST_TOLD:
@@ -125,113 +138,118 @@ class Layout(Document):
         return f", or give micro_batch_shares={','.join(map(str, shares))}"
 
     def _largest_share(self, global_batch_size: int, shares: tuple[int, ...]) -> int:
-        wanted = global_batch_size / self.micro_batch_size
-        if (
-            len(shares) == self.data_parallel_degree
-            and min(shares) >= 1
-            and sum(shares) == wanted
-        ):
+        ranks = self.data_parallel_degree
+        needed = global_batch_size / self.micro_batch_size
+        is_positive = min(shares, default=0) >= 1
+        if len(shares) == ranks and is_positive and sum(shares) == needed:
             return max(shares)
         raise LayoutError(
-            f"micro_batch_shares {list(shares)} are {len(shares)} shares of {sum(shares)} micro-batches; there are "
-            f"data_parallel_degree({self.data_parallel_degree}) ranks, and global_batch_size({global_batch_size}) is "
-            f"{wanted:g} micro-batches of {self.micro_batch_size} samples.",
+            f"micro_batch_shares {list(shares)} are {len(shares)} shares of "
+            f"{sum(shares)} micro-batches, but data_parallel_degree is {ranks} and "
+            f"global_batch_size({global_batch_size}) / "
+            f"micro_batch_size({self.micro_batch_size}) is {needed:g} micro-batches.",
             field="layout.micro_batch_shares",
-            hint=f"give {self.data_parallel_degree} numbers, each at least 1, that add up to {wanted:g}.",
+            hint=f"give {ranks} numbers, each at least 1, with the sum {needed:g}.",
         )
 
     def shares(self, global_batch_size: int) -> tuple[int, ...]:
-        """Micro-batches of every data-parallel rank and step.
+        """Return the micro-batches per step of every data-parallel rank.
 
         Raises:
-            LayoutError: the global batch does not divide, or the shares do not add up to it.
+            LayoutError: the global batch is not divisible, or the shares have another
+                sum.
         """
         most = self.micro_batches(global_batch_size)
         return self.micro_batch_shares or (most,) * self.data_parallel_degree
 
     def check_devices(self, devices: int) -> None:
-        """Raise `LayoutError`, showing every factor, unless the degrees multiply to the number of devices, and experts
-        and ZeRO's states are shared out evenly."""
+        """Raise `LayoutError` unless the layout is valid on this number of devices.
+
+        The product of the degrees must be the number of devices. Experts and ZeRO's
+        groups must divide the replicas evenly, and offloading must be supported.
+        """
         self.check_shards()
         self.check_offload()
         replicas = self.replicas
         if replicas % self.expert_parallel_degree:
             raise LayoutError(
-                f"expert_parallel_degree({self.expert_parallel_degree}) does not divide data_parallel_degree"
-                f"({self.data_parallel_degree}) * context_parallel_degree({self.context_parallel_degree}), {replicas}.",
+                f"expert_parallel_degree({self.expert_parallel_degree}) does not "
+                f"divide data_parallel_degree({self.data_parallel_degree}) * "
+                f"context_parallel_degree({self.context_parallel_degree}) = "
+                f"{replicas}.",
                 field="layout.expert_parallel_degree",
                 hint=f"choose a divisor of {replicas}.",
             )
         if self.devices == devices:
             return
         raise LayoutError(
-            f"data_parallel_degree({self.data_parallel_degree}) * tensor_parallel_degree({self.tensor_parallel_degree})"
-            f" * pipeline_parallel_degree({self.pipeline_parallel_degree}) * context_parallel_degree"
-            f"({self.context_parallel_degree}) = {self.devices}, but the cluster has {devices} devices.",
+            f"data_parallel_degree({self.data_parallel_degree}) * "
+            f"tensor_parallel_degree({self.tensor_parallel_degree}) * "
+            f"pipeline_parallel_degree({self.pipeline_parallel_degree}) * "
+            f"context_parallel_degree({self.context_parallel_degree}) = "
+            f"{self.devices}, but the cluster has {devices} devices.",
             field="layout",
-            hint=f"choose degrees whose product is {devices}, or a cluster of {self.devices} devices.",
+            hint=f"choose degrees with the product {devices}, "
+            f"or a cluster of {self.devices} devices.",
         )
 
     def check_shards(self) -> None:
-        """Raise `LayoutError` unless the groups that share out ZeRO's states are of one size, and hold all experts."""
-        degree, replicas = self.zero_shard_degree, self.replicas
+        """Raise `LayoutError` unless ZeRO's groups have one size and all experts."""
+        degree = self.zero_shard_degree
+        replicas = self.replicas
         if degree is None:
             return
-        given, whole = (
-            f"zero_shard_degree({degree})",
-            f"data_parallel_degree * context_parallel_degree = {replicas}",
-        )
+        value = f"zero_shard_degree({degree})"
+        experts = self.expert_parallel_degree
         if self.zero_stage == 0:
-            wrong, hint = (
-                f"{given} needs ZeRO, and zero_stage is 0.",
-                "choose a zero_stage of 1 to 3, or leave it out.",
-            )
+            wrong = f"{value} needs ZeRO, but zero_stage is 0."
+            hint = "choose a zero_stage of 1 to 3, or remove it."
         elif degree == 1 and replicas > 1:
-            wrong, hint = (
-                f"{given} is a group of one rank, which shares nothing out.",
-                "choose zero_stage 0.",
-            )
+            wrong = f"{value} is a group of one rank, which shards nothing."
+            hint = "choose zero_stage 0."
         elif replicas % degree:
-            wrong, hint = (
-                f"{given} does not divide {whole}.",
-                f"choose a divisor of {replicas}.",
-            )
-        elif degree % self.expert_parallel_degree:
-            wrong = f"{given} does not divide by expert_parallel_degree({self.expert_parallel_degree})."
-            hint = "choose a multiple of the expert degree: a group that shares out the states holds all experts."
+            whole = f"data_parallel_degree * context_parallel_degree = {replicas}"
+            wrong = f"{value} does not divide {whole}."
+            hint = f"choose a divisor of {replicas}."
+        elif degree % experts:
+            wrong = f"{value} is not divisible by expert_parallel_degree({experts})."
+            hint = f"choose a multiple of {experts}, so that a group has all experts."
         else:
             return
         raise LayoutError(wrong, field="layout.zero_shard_degree", hint=hint)
 
     def check_offload(self) -> None:
-        """Raise `LayoutError` where activations cannot go to the host: beside what handles saved tensors in its own
-        way (recomputation, ZeRO 3's gathering, keys and values of sequence chunks), and where replicas differ."""
-        if (
-            self.activation_offload or self.optimizer_offload
-        ) and self.has_uneven_shares:
+        """Raise `LayoutError` if the layout cannot offload what it offloads.
+
+        Activations cannot be offloaded with features that handle saved tensors
+        themselves: recomputation, the gathers of ZeRO 3, and keys and values of
+        sequence chunks. Nothing can be offloaded if replicas have different shares.
+        """
+        offloads = self.activation_offload or self.optimizer_offload
+        if offloads and self.has_uneven_shares:
             raise LayoutError(
-                "micro_batch_shares differ, and offloading is known for equal replicas only.",
+                "offloading needs the same number of micro-batches on every replica.",
                 field="layout.micro_batch_shares",
-                hint="leave out the shares, or offload nothing.",
+                hint="remove the shares, or offload nothing.",
             )
         if not self.activation_offload:
             return
-        beside: tuple[tuple[str, object, object], ...] = (
+        allowed: tuple[tuple[str, object, object], ...] = (
             ("recompute", self.recompute, "none"),
             ("sequence_chunks", self.sequence_chunks, 1),
             ("zero_stage", self.zero_stage, min(self.zero_stage, 2)),
         )
-        for field, value, possible in beside:
+        for field, value, possible in allowed:
             if value != possible:
                 raise LayoutError(
-                    f"activation_offload does not go with {field} {value!r}.",
+                    f"activation_offload cannot be combined with {field} {value!r}.",
                     field=f"layout.{field}",
-                    hint=f"give {field} {possible!r}, or leave activations on the device.",
+                    hint=f"set {field} to {possible!r}, or offload no activations.",
                 )
 
 
 class PredictionLayout(Layout):
-    """A layout for `planner predict`: the stage map may be given too."""
+    """A layout for `planner predict`, with an optional stage map."""
 
     layers_per_stage: tuple[int, ...] | None = None
-    """Layers of each stage, in order; None: the best partition for this layout."""
+    """Number of layers of each stage, in order; None: the best partition."""

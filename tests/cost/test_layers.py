@@ -406,7 +406,7 @@ def test_wrong_degrees_show_every_factor() -> None:
 
 def test_batch_that_does_not_divide() -> None:
     """The message shows the batch and the factors that do not divide it."""
-    wanted = r"global_batch_size\(8\) does not divide by data_parallel_degree\(3\) \* micro_batch_size\(1\) = 3"
+    wanted = r"global_batch_size\(8\) is not divisible by data_parallel_degree\(3\) \* micro_batch_size\(1\) = 3"
     with pytest.raises(LayoutError, match=wanted):
         costs_of(one_layer(), data_parallel_degree=3)
 
