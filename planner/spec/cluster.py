@@ -152,8 +152,7 @@ class NodeGroup(Document):
     nothing is offloaded."""
 
     def share_of_node(self, devices: int) -> dict[str, int | None]:
-        """Return the fields for a part of a node, with its share of the host's
-        memory."""
+        """Return the fields for a part of a node, with its share of host memory."""
         whole = self.host_memory_bytes
         share = (
             None if whole is None else max(1, whole * devices // self.devices_per_node)

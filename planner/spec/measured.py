@@ -1,4 +1,4 @@
-"""What a run really did: written by the executor, read by timeline, calibration and the service."""
+"""The measured run, which the executor writes."""
 
 from __future__ import annotations
 
@@ -10,68 +10,71 @@ from pydantic import Field
 from planner.spec.document import Document
 
 SENDS = "sends"
-"""In place of an action: the wait until all that a rank has sent is taken."""
+"""Name of the wait until other ranks have received everything that a rank sent."""
 
 
 class MeasuredAction(Document):
-    """One action of one rank and step, on the rank's own clock aligned to the step's start."""
+    """One action of a rank in a step, in seconds since the start of the step."""
 
     rank: int = Field(ge=0)
     action: str
-    """As in the schedule, e.g. ``2F0``; or ``reduce``, ``optimizer``."""
+    """Action of the schedule, e.g. ``2F0``; or ``reduce``, ``optimizer``."""
     start_seconds: float
     end_seconds: float
 
 
 class MeasuredRank(Document):
-    """What one global rank saw."""
+    """Memory and communication of one global rank."""
 
     rank: int = Field(ge=0)
     pipeline: int = Field(ge=0)
     parameters: int = Field(ge=0)
-    """Elements held by this rank."""
+    """Elements on this rank."""
     peak_bytes: int = Field(ge=0)
-    """Device memory at its peak: the allocator's on CUDA, the process' resident set on CPU."""
+    """Peak device memory: of the allocator on CUDA, the resident set of the process on
+    CPU."""
     parameters_bytes: int = Field(default=0, ge=0)
     gradients_bytes: int = Field(default=0, ge=0)
     optimizer_bytes: int = Field(default=0, ge=0)
-    """On the device; states and master copies that are offloaded count in `host_bytes`."""
+    """On the device; offloaded states and master copies are in `host_bytes`."""
     host_bytes: int = Field(default=0, ge=0)
-    """Offloaded to the host's memory: activations of the units in flight, at their peak, and optimizer states."""
+    """Offloaded to host memory: the peak of activations in flight, and optimizer
+    states."""
     exposed_communication_seconds: float | None = Field(default=None, ge=0)
-    """Of the recorded step: waiting for tensors that another rank had made already, and for reduced gradients."""
+    """Time of the recorded step spent waiting for tensors that another rank had already
+    computed, and for reduced gradients."""
 
 
 class Decision(Document):
-    """What a run decided about its own plan, and by which figures."""
+    """A decision of a run about its plan, with the figures behind it."""
 
     step: int = Field(ge=0)
-    """Steps trained when it was decided."""
+    """Number of steps trained before the decision."""
     kind: Literal["lost", "moved", "stayed"]
-    """``lost``: ranks were killed; ``moved``: the run goes on by another plan, or anew by the same one; ``stayed``:
-    another plan was looked at and not taken."""
+    """``lost``: ranks were lost; ``moved``: the run continues with another plan, or
+    restarts with the same one; ``stayed``: another plan was evaluated and rejected."""
     text: str
     figures: dict[str, float] = Field(default_factory=dict)
-    """SI units, the unit in the name."""
+    """Quantities in SI units, with the unit in the name."""
 
 
 class ValidationLoss(Document):
-    """The mean loss over held-out samples, in evaluation mode."""
+    """Mean loss over held-out samples, in evaluation mode."""
 
     step: int = Field(ge=0)
-    """After whose update it was taken."""
+    """Step after whose update the loss was computed."""
     loss: float
 
 
 class Segment(Document):
-    """Steps that were trained by one plan without a break."""
+    """Consecutive steps trained with one plan."""
 
     plan_id: str
     devices: int = Field(ge=1)
     first_step: int = Field(ge=0)
     losses: tuple[float, ...]
     step_seconds: tuple[float, ...]
-    """As rank 0 saw them."""
+    """Measured on rank 0."""
     validation_losses: tuple[ValidationLoss, ...] = Field(default=(), exclude_if=not_)
 
 
@@ -82,41 +85,46 @@ class MeasuredRun(Document):
     plan_id: str
     model: str
     devices: str
-    """What it ran on."""
+    """Devices of the run, as text."""
     steps: int = Field(ge=1)
     first_step: int = Field(default=0, ge=0)
-    """Above 0 when the run went on from a checkpoint, or by a second `train`: earlier steps were trained before."""
+    """Above 0 if the run resumed from a checkpoint or called `train` a second time."""
     losses: tuple[float, ...]
     reference_losses: tuple[float, ...] = ()
-    """Of the same first steps in a single process, when the run was compared with one."""
+    """Losses of the same first steps in a single process, if the run was compared with
+    one."""
     validation_losses: tuple[ValidationLoss, ...] = Field(default=(), exclude_if=not_)
-    """Of held-out samples, where the run was given any; those of earlier launches stand in `segments`."""
+    """Losses of held-out samples, if the run has any; those of earlier launches are in
+    `segments`."""
     step_seconds: tuple[float, ...]
-    """Of every step; the first ones warm up."""
+    """Time of every step, including warm-up."""
     median_step_seconds: float
-    """Without the warm-up steps."""
+    """Median step time without warm-up."""
     tokens_per_second: float
     mfu: float | None = None
-    """Model FLOPs / (median_step_seconds x devices x peak), as in the plan; None: the device's peak is not known."""
+    """Model FLOPs / (median_step_seconds x devices x peak), as in the plan; None: the
+    device's peak is unknown."""
     ranks: tuple[MeasuredRank, ...]
     actions: tuple[MeasuredAction, ...] = ()
-    """Of the recorded step, the median one after warm-up."""
+    """Actions of the recorded step, which is the median step after warm-up."""
     waits: tuple[MeasuredAction, ...] = ()
-    """Of the same step: how long each of these actions waited, before it began, for the tensor of another rank; and
-    `SENDS`, after the last one. What is seen of transfers where they are received; it may begin before they do."""
+    """Waits of the same step: before an action, for the tensor of another rank; and
+    `SENDS` after the last action. A wait may begin before the transfer."""
     warnings: tuple[str, ...] = ()
-    """Loss spikes, in words: see `planner.executor.train.spikes`."""
+    """Descriptions of loss spikes: see `planner.executor.train.spikes`."""
     segments: tuple[Segment, ...] = ()
-    """Of an elastic run: what the launches before the last one trained; steps after a checkpoint were trained twice."""
+    """For an elastic run: steps of all launches but the last; steps after a checkpoint
+    were trained twice."""
     decisions: tuple[Decision, ...] = ()
-    """Of an elastic run: every change of plan, and every one that was weighed."""
+    """For an elastic run: every change of plan, and every change that was rejected."""
     unfinished: str = Field(default="", exclude_if=not_)
-    """Why the run ended before its last step: it failed, or was told to stop. What is told is of the steps until then;
-    of a run that failed without `ranks`, `actions` and `waits`. Empty: it was trained to its end."""
+    """Reason why the run ended before its last step: it failed, or a signal stopped it.
+    The report then covers the steps until that point; for a failed run without `ranks`,
+    `actions` and `waits`. Empty: the run is complete."""
 
     @property
     def losses_by_step(self) -> dict[int, float]:
-        """The loss of every step, as it was trained last."""
+        """The loss of every step; the latest, if a step was trained twice."""
         runs = [(segment.first_step, segment.losses) for segment in self.segments]
         return {
             first + index: loss

@@ -1,4 +1,4 @@
-"""The model profile: what every layer costs, measured on a device or counted on fake tensors."""
+"""The model profile: costs of every layer, measured or counted on fake tensors."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ BYTES_PER_ELEMENT: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def _is_none(value: object) -> bool:
-    """A field that documents did not always have: left out of the JSON where it tells nothing, so that old ids hold."""
+    """Return whether to leave out a newer field, so that old ids stay valid."""
     return value is None
 
 
 class Operation(Document):
-    """A kind of kernel inside a layer's forward, so that a device's efficiency on its shape can be priced."""
+    """A kind of kernel in a layer's forward, with its shape."""
 
     kind: Literal[
         "matmul",
@@ -36,10 +36,11 @@ class Operation(Document):
         "memory",
         "softmax",
     ]
-    """``attention``, fused; ``attention-1``, ``attention-3``: by the first and third FlashAttention;
-    ``memory``, and ``softmax`` over attention scores: bound by bytes moved, their FLOPs do not count."""
+    """``attention``: fused; ``attention-1`` and ``attention-3``: the first and third
+    FlashAttention; ``memory``, and ``softmax`` over attention scores: bound by the
+    bytes moved, their FLOPs are ignored."""
     count: int = Field(ge=1)
-    """How often the layer's forward runs it."""
+    """Runs per forward of the layer."""
     flops: int = Field(ge=0)
     """FLOPs of one run."""
     bytes: int = Field(ge=0)
@@ -49,31 +50,32 @@ class Operation(Document):
     k: int = Field(default=0, ge=0)
     """Sizes of a matmul (m, k) x (k, n); zero otherwise."""
     batch: int = Field(default=1, ge=1)
-    """Products of this size that one run does (batched matrix product)."""
+    """Products of this size in one run (batched matrix product)."""
     is_linear: bool | None = Field(default=None, exclude_if=_is_none)
-    """A matmul with the weight of a linear layer, which precision ``fp8`` may run in fp8; None: not told, and what has
-    the bytes of one is taken for one."""
+    """Whether a matmul is that of a linear layer, which precision ``fp8`` runs in fp8;
+    None: unknown, and decided by the number of bytes."""
     gradients: Literal["input", "weight", "none"] | None = Field(
         default=None, exclude_if=_is_none
     )
-    """What the backward computes of it where parameters are frozen: of a product or convolution one of its two
-    gradients alone; ``none``: nothing. None: all there is."""
+    """Gradients that the backward computes if parameters are frozen: one of the two of
+    a product or convolution, or ``none``. None: all."""
 
 
 class Collective(Document):
-    """Exchanges of one layer and micro-batch inside one of its groups."""
+    """Collectives of one layer and micro-batch in one of its groups."""
 
     group: Literal["tensor", "context", "expert"] = "tensor"
-    """Whose ranks take part; the expert-parallel group lies inside the data-parallel ranks."""
+    """The ranks that take part; expert-parallel groups consist of data-parallel
+    ranks."""
     phase: Literal["forward", "backward"]
     operation: CollectiveName
     bytes: int = Field(ge=0)
-    """Size of the full tensor of one exchange (what an all-reduce reduces), in bytes."""
+    """Bytes of the full tensor of one collective (that an all-reduce reduces)."""
     count: int = Field(ge=1)
 
 
 class Measurement(Document):
-    """Costs of one layer, one micro-batch, on one rank of its tensor-parallel group."""
+    """Costs of one layer and micro-batch on one rank of a tensor-parallel group."""
 
     micro_batch_size: int = Field(ge=1)
     """Samples."""
@@ -83,55 +85,65 @@ class Measurement(Document):
     context_parallel_degree: int = Field(default=1, ge=1)
     expert_parallel_degree: int = Field(default=1, ge=1)
     sequence_parallel: bool = False
-    """Activations outside the tensor-parallel regions are split along the sequence (Korthikanti et al. 2022)."""
+    """Activations outside the tensor-parallel regions are split along the sequence
+    (Korthikanti et al. 2022)."""
     recompute: RecomputeMode = "none"
     forward_flops: int = Field(ge=0)
     backward_input_flops: int = Field(ge=0)
     backward_weight_flops: int = Field(ge=0)
     recompute_flops: int = Field(default=0, ge=0)
-    """Forward FLOPs that the backward runs again in this recompute mode."""
+    """Forward FLOPs that the backward recomputes in this mode."""
     forward_seconds: float | None = Field(default=None, ge=0)
-    """None: not measured; the cost model prices the operations on the cluster's device."""
+    """None: not measured; the cost model predicts the operations on the cluster's
+    device."""
     backward_input_seconds: float | None = Field(default=None, ge=0)
     backward_weight_seconds: float | None = Field(default=None, ge=0)
-    """Both without the recomputation."""
+    """Both without recomputation."""
     recompute_seconds: float | None = Field(default=None, ge=0)
     optimizer_seconds: float | None = Field(default=None, ge=0)
-    """One AdamW step over this rank's trained parameters of the layer, when measured; another optimizer is priced by
-    the bytes that it moves / those that AdamW moves."""
+    """Time of one AdamW step over this rank's trained parameters of the layer; other
+    optimizers are scaled by the bytes that they move."""
     adam_8bit_seconds: float | None = Field(default=None, ge=0, exclude_if=_is_none)
-    """The same of 8-bit Adam, measured on CPUs, where its update is not compiled; None: priced by its bytes."""
+    """Time of one step of 8-bit Adam, measured on CPUs, where its update is not
+    compiled; None: scaled by its bytes."""
     activation_bytes: int = Field(ge=0, le=MOST_BYTES)
-    """Kept from forward to backward: the layer's input where the layer keeps it, never its output, never parameters."""
+    """Bytes saved from forward to backward: includes the layer's input if the layer
+    saves it, but not its output or parameters."""
     output_bytes: int = Field(ge=0, le=MOST_BYTES)
-    """The tensor handed to the next layer."""
+    """Bytes of the tensor passed to the next layer."""
     temporary_bytes: int = Field(ge=0, le=MOST_BYTES)
-    """Peak inside forward or backward above what is kept."""
+    """Peak of forward or backward above the saved bytes."""
     local_parameters: int | None = Field(default=None, ge=0)
-    """Parameters (elements) of this rank's shard; None: parameters / tensor_parallel_degree, rounded up."""
+    """Parameters (elements) of this rank's shard; None: parameters /
+    tensor_parallel_degree, rounded up."""
     local_expert_parameters: int = Field(default=0, ge=0)
-    """Those of them that the expert-parallel group splits: reduced over data ranks / expert-parallel degree."""
+    """The part of `local_parameters` that expert parallelism splits; its gradients are
+    reduced over data-parallel ranks / expert-parallel degree."""
     local_frozen_parameters: int | None = Field(default=None, ge=0, exclude_if=_is_none)
-    """Those of `local_parameters` that are not trained; None: frozen_parameters / tensor_parallel_degree, rounded up,
-    and no more than can be."""
+    """The part of `local_parameters` that is not trained; None: frozen_parameters /
+    tensor_parallel_degree, rounded up, at most local_parameters."""
     local_frozen_expert_parameters: int = Field(default=0, ge=0, exclude_if=not_)
-    """Those of `local_expert_parameters` that are not trained."""
+    """The part of `local_expert_parameters` that is not trained."""
     local_matrix_elements: int | None = Field(default=None, ge=0)
-    """Those of the trained ones in matrices of hidden layers, which Muon orthogonalises; None: not known."""
+    """Trained parameters in matrices of hidden layers, which Muon orthogonalises; None:
+    unknown."""
     local_muon_flops: int | None = Field(default=None, ge=0)
-    """FLOPs of one Muon step over these matrices; None: not known."""
+    """FLOPs of one Muon step over these matrices; None: unknown."""
     local_factored_elements: int | None = Field(default=None, ge=0)
-    """Numbers that Adafactor keeps of the trained ones: rows + columns of matrices, all of vectors; None: not known."""
+    """State elements of Adafactor for the trained parameters: rows + columns of
+    matrices, all elements of vectors; None: unknown."""
     forward_bytes: int = Field(default=0, ge=0)
-    """Bytes the forward's kernels read and write."""
+    """Bytes that the kernels of the forward read and write."""
     backward_bytes: int = Field(default=0, ge=0)
-    """Bytes the backward's kernels read and write, without recomputation; 0: not known."""
+    """Bytes that the kernels of the backward read and write, without recomputation; 0:
+    unknown."""
     operations: tuple[Operation, ...] = ()
     recompute_operations: tuple[Operation, ...] = ()
-    """What the backward runs again; empty: the forward's operations, by the share of FLOPs."""
+    """Operations that the backward recomputes; empty: those of the forward, scaled by
+    FLOPs."""
     collectives: tuple[Collective, ...] = ()
     relative_spread: float | None = Field(default=None, ge=0)
-    """Of the measured seconds: interquartile range of the samples / their median."""
+    """Interquartile range of the measured seconds / their median."""
     source: Literal["measured", "counted"]
 
     @model_validator(mode="after")
@@ -144,11 +156,13 @@ class Measurement(Document):
             )
             if any(value is None for value in seconds):
                 raise ValueError(
-                    "a measured row needs forward_seconds, backward_input_seconds and backward_weight_seconds"
+                    "a measured row needs forward_seconds, backward_input_seconds and "
+                    "backward_weight_seconds; add them, or set source to counted"
                 )
             if self.recompute != "none" and self.recompute_seconds is None:
                 raise ValueError(
-                    "a measured row that recomputes needs recompute_seconds"
+                    "a measured row that recomputes needs recompute_seconds; "
+                    "add it, or set source to counted"
                 )
         return self
 
@@ -157,18 +171,21 @@ class Measurement(Document):
         held, frozen = self.local_parameters, self.local_frozen_parameters
         if held is not None and frozen is not None and frozen > held:
             raise ValueError(
-                f"local_frozen_parameters({frozen}) are more than local_parameters({held})"
+                f"local_frozen_parameters({frozen}) is more than "
+                f"local_parameters({held}); give at most {held}"
             )
         if self.local_frozen_expert_parameters > self.local_expert_parameters:
+            experts = self.local_expert_parameters
+            frozen = self.local_frozen_expert_parameters
             raise ValueError(
-                f"local_frozen_expert_parameters({self.local_frozen_expert_parameters}) are more than "
-                f"local_expert_parameters({self.local_expert_parameters})"
+                f"local_frozen_expert_parameters({frozen}) is more than "
+                f"local_expert_parameters({experts}); give at most {experts}"
             )
         return self
 
 
 class LayerProfile(Document):
-    """The smallest unit that may be placed."""
+    """One layer: the smallest part of a model that is placed on a stage."""
 
     name: str = Field(min_length=1)
     kind: str = Field(min_length=1)
@@ -176,25 +193,28 @@ class LayerProfile(Document):
     modules: tuple[str, ...] = ()
     """Qualified names of the modules, as in the user's model."""
     parameters: int = Field(ge=0)
-    """Elements, whole layer; shared parameters are counted in every layer that uses them."""
+    """Elements of the whole layer; shared parameters count in every layer that uses
+    them."""
     frozen_parameters: int = Field(default=0, ge=0, exclude_if=not_)
-    """Those of them that are not trained (``requires_grad=False``): no gradients, no states of the optimizer."""
+    """The part that is not trained (``requires_grad=False``): no gradients, no
+    optimizer states."""
     measurements: tuple[Measurement, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _frozen_are_among_all(self) -> Self:
         if self.frozen_parameters > self.parameters:
             raise ValueError(
-                f"frozen_parameters({self.frozen_parameters}) are more than parameters({self.parameters})"
+                f"frozen_parameters({self.frozen_parameters}) is more than "
+                f"parameters({self.parameters}); give at most {self.parameters}"
             )
         return self
 
 
 class SkipEdge(Document):
-    """Tensors that a later layer takes besides what the layer before it made.
+    """Tensors that a layer takes in addition to the output of the previous layer.
 
-    A tensor that several layers take travels from one to the next: each edge starts at the last layer that had it, so
-    that a boundary is crossed by every tensor once.
+    A tensor that several layers take is passed from one to the next: every edge starts
+    at the previous layer with the tensor, so that each tensor crosses a boundary once.
     """
 
     model_config = ConfigDict(populate_by_name=True)
@@ -202,23 +222,25 @@ class SkipEdge(Document):
     from_: str = Field(alias="from")
     to: str
     bytes: int = Field(ge=0)
-    """Per sample."""
+    """Bytes per sample."""
     sequence_length: int = Field(default=0, ge=0)
-    """Tokens per sample that `bytes` holds for, in proportion for other lengths; 0: for every length."""
+    """Tokens per sample for which `bytes` is valid, proportional for other lengths; 0:
+    every length."""
 
 
 class SharedParameters(Document):
-    """Parameters used by several layers, such as tied embeddings."""
+    """Parameters that several layers use, such as tied embeddings."""
 
     names: tuple[str, ...] = Field(min_length=1)
-    """Qualified names, the first being the owner."""
+    """Qualified names; the first is the owner."""
     layers: tuple[str, ...] = Field(min_length=2)
     parameters: int = Field(ge=1)
     """Elements of one copy."""
     factored_elements: int | None = Field(default=None, ge=0)
-    """Numbers that Adafactor keeps of one copy: rows + columns of a matrix, all of a vector; None: not known."""
+    """State elements of Adafactor for one copy: rows + columns of a matrix, all
+    elements of a vector; None: unknown."""
     frozen: bool = Field(default=False, exclude_if=not_)
-    """Not trained: no copy has gradients."""
+    """Whether the parameters are not trained, so that no copy has gradients."""
 
 
 _ROWS = '"measurements":'
@@ -226,38 +248,38 @@ _NO_ROWS = _ROWS + "[]"
 
 
 class ModelProfile(Document):
-    """What `planner profile` writes."""
+    """The document that `planner profile` writes."""
 
     schema_version: Literal[1] = 1
     model: str = Field(min_length=1)
     device: str = Field(min_length=1)
-    """Where the seconds were measured: a device id; ``counted`` when nothing was measured."""
+    """Id of the device where seconds were measured; ``counted`` if none were."""
     device_spec: DeviceSpec | None = None
-    """The measured device, when no catalogue has it (this machine's CPU)."""
+    """The measured device if the catalogue does not have it (this machine's CPU)."""
     dtype: DataType = "fp32"
-    """Of activations and matrix products."""
+    """Data type of activations and matrix products."""
     precision: Literal["fp8"] | None = Field(default=None, exclude_if=_is_none)
-    """What its seconds were measured in, where that is not `dtype`: linear layers' products in fp8. A profile without
-    seconds serves both."""
+    """Set if seconds were measured with the products of linear layers in fp8. A profile
+    without seconds is valid for both."""
     model_digest: str = ""
-    """sha256 over the names and shapes of the model's parameters, and which are frozen; tells a profile of another
-    model."""
+    """sha256 over names and shapes of the model's parameters, and which are frozen;
+    identifies the model."""
     tokens_per_sample: int = Field(default=0, ge=0)
-    """Longest sequence that the model takes; 0 for models without a sequence."""
+    """Longest sequence of the model; 0 for models without a sequence."""
     cut: tuple[str, ...] = ()
-    """Modules before which the user let a layer start, ``*`` for one component of a name; empty: found by the
-    profiler's rules."""
+    """Modules at which the user starts a layer, with ``*`` for one component of a name;
+    empty: chosen by the profiler."""
     whole_sequences: str = Field(default="", exclude_if=not_)
-    """Why the model's sequences cannot be cut into pieces, neither into chunks nor over context-parallel ranks; empty:
-    they can, it takes none, or nobody has looked."""
+    """Reason why sequences cannot be split, into chunks or over context-parallel ranks;
+    empty: they can be, the model has none, or it is unknown."""
     layers: tuple[LayerProfile, ...] = Field(min_length=1)
     edges: tuple[SkipEdge, ...] = ()
     shared_parameters: tuple[SharedParameters, ...] = ()
     environment: dict[str, str] = Field(default_factory=dict)
-    """Versions and conditions of the measurement, for people."""
+    """Versions and conditions of the measurement, for information."""
 
     def canonical_json(self) -> str:
-        """As of any document; rows that identical layers share are written once and their text used again."""
+        """Return the canonical JSON; rows that layers share are serialised once."""
         texts: dict[int, str] = {}
         for layer in self.layers:
             rows = layer.measurements
@@ -268,7 +290,7 @@ class ModelProfile(Document):
         bare = tuple(
             layer.model_copy(update={"measurements": ()}) for layer in self.layers
         )
-        # No text of the document itself can hold the unescaped quotes of the key.
+        # No string of the document can contain the unescaped quotes of the key.
         first, *rest = (
             super(ModelProfile, self.model_copy(update={"layers": bare}))
             .canonical_json()
@@ -289,7 +311,8 @@ class ModelProfile(Document):
         )
         if repeated:
             raise ValueError(
-                f"layers: the name {repeated[0]!r} stands twice; give every layer its own name"
+                f"layers: the name {repeated[0]!r} is used twice; "
+                "give every layer its own name"
             )
         order = {name: index for index, name in enumerate(names)}
         used = [name for edge in self.edges for name in (edge.from_, edge.to)]
@@ -297,11 +320,13 @@ class ModelProfile(Document):
         unknown = [name for name in used if name not in order]
         if unknown:
             raise ValueError(
-                f"edges or shared_parameters name the layer {unknown[0]!r}, which is not in layers"
+                f"edges or shared_parameters name the layer {unknown[0]!r}, which is "
+                "not in layers; use a name in layers"
             )
         for edge in self.edges:
             if order[edge.from_] >= order[edge.to]:
                 raise ValueError(
-                    f"edges: {edge.from_!r} must stand before {edge.to!r} in layers"
+                    f"edges: {edge.from_!r} must come before {edge.to!r} in layers; "
+                    "reverse the edge or the layers"
                 )
         return self

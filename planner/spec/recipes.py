@@ -1,25 +1,31 @@
-"""Memory recipes: bytes of optimizer states, gradients and parameters (OGP) by precision and optimizer.
+"""Bytes of optimizer states, gradients and parameters by precision and optimizer.
 
-    OGP of n parameters = n (parameter_bytes + gradient_bytes + master_bytes) + states                               (1)
+    bytes of n parameters = n (parameter_bytes + gradient_bytes + master_bytes)
+                            + states                                              (1)
 
     fp32                          4 + 4 + 0    states in fp32
-    bf16-mixed, fp16-mixed, fp8   2 + 2 + 4    states in fp32, as the master copy that the optimizer works on
-    bf16                          2 + 2 + 0    states in bf16: no master copy
+    bf16-mixed, fp16-mixed, fp8   2 + 2 + 4    states in fp32, as is the master copy
+    bf16                          2 + 2 + 0    states in bf16, no master copy
 
-    states, in numbers           sgd 0; momentum n; adam, adamw 2 n                                                  (2)
-                                 adafactor  f: a matrix keeps the means of its rows and columns, a vector all of it
-                                 muon       m + 2 (n - m): momentum of the m elements of hidden matrices, AdamW else
-                                 adam-8bit  2 n, one byte each, and one fp32 scale per state and 256 elements, in
-                                            every precision
+    elements of the states                                                        (2)
+        sgd 0; momentum n; adam, adamw 2 n
+        adafactor  f: the means of a matrix's rows and columns, all of a vector
+        muon       m + 2 (n - m): momentum of the m elements of hidden matrices, AdamW
+                   for the others
+        adam-8bit  2 n of one byte each, and one fp32 scale per state and 256 elements,
+                   in every precision
 
-Sources: the mixed row and Adam's 2 + 2 + 12, Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training
-Trillion Parameter Models", section 3.1; fp8 keeps what bf16-mixed keeps and casts on the way into a matrix product
-(torchao's float8 training; Micikevicius et al. 2022, "FP8 Formats for Deep Learning"); Shazeer, Stern 2018,
-"Adafactor"; Jordan et al. 2024, "Muon"; Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", with the
-blocks of torchao and bitsandbytes, which keep small tensors in fp32: the executor's optimizer does not. (2) is what
-`torch.optim` keeps, but for one step counter per tensor; and what `planner.executor.train.adam_8bit` keeps, but for up
-to two blocks more per tensor or ZeRO's part of one. ZeRO shards the terms one after the other, which is the cost
-model's business.
+Sources: the mixed row and Adam's 2 + 2 + 12, Rajbhandari et al. 2020, "ZeRO: Memory
+Optimizations Toward Training Trillion Parameter Models", section 3.1. fp8 stores what
+bf16-mixed stores and casts the operands of matrix products (torchao's float8 training;
+Micikevicius et al. 2022, "FP8 Formats for Deep Learning"). Shazeer, Stern 2018,
+"Adafactor". Jordan et al. 2024, "Muon". Dettmers et al. 2022, "8-bit Optimizers via
+Block-wise Quantization", with the block size of torchao and bitsandbytes, which leave
+small tensors in fp32; the executor's optimizer does not.
+
+(2) is what `torch.optim` stores, without one step counter per tensor, and what
+`planner.executor.train.adam_8bit` stores, without up to two more blocks per tensor or
+ZeRO shard. Sharding by ZeRO is part of the cost model.
 """
 
 from __future__ import annotations
@@ -42,44 +48,45 @@ _PER_PARAMETER: dict[Precision, tuple[int, int, int, int]] = {
     "bf16": (2, 2, 0, 2),
     "fp8": (2, 2, 4, 4),
 }
-"""Bytes of parameter, gradient, master copy, and of one number of a state."""
+"""Bytes of a parameter, its gradient, its master copy, and one element of a state."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterCount:
-    """Parameters by what optimizers ask of their shapes."""
+    """Numbers of parameters, by the shapes that optimizers distinguish."""
 
     elements: int
     matrix_elements: int | None = None
-    """Elements of matrices of hidden layers, which Muon orthogonalises; None: not known."""
+    """Elements of hidden matrices, which Muon orthogonalises; None: unknown."""
     factored_elements: int | None = None
-    """Rows + columns of every matrix, all of every vector: what Adafactor keeps; None: not known."""
+    """State elements of Adafactor: rows + columns of every matrix, all elements of
+    every vector; None: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class OgpRecipe:
-    """Bytes of parameters, gradients and optimizer, before any sharding."""
+    """Bytes of parameters, gradients and optimizer, without sharding."""
 
     optimizer: OptimizerName
     parameter_bytes: int
-    """Per element, of the copy that forward and backward compute with."""
+    """Bytes per element of the parameters that forward and backward use."""
     gradient_bytes: int
-    """Per element."""
+    """Bytes per element of the gradients."""
     master_bytes: int
-    """Per element, of the fp32 copy that the optimizer works on; 0 without one."""
+    """Bytes per element of the fp32 master copy; 0 without one."""
     state_bytes: int
-    """Of one number of a state, where the optimizer does not choose its own type."""
+    """Bytes of one element of a state, unless the optimizer has its own data type."""
 
     def optimizer_bytes(self, count: ParameterCount) -> int:
-        """Bytes of optimizer states and master copy of these parameters: equation (2).
+        """Return the bytes of optimizer states and master copy: equation (2).
 
         Raises:
-            MismatchError: the optimizer asks for shapes that nobody counted.
+            MismatchError: the optimizer needs shapes that the profile does not have.
         """
         return count.elements * self.master_bytes + self._states(count)
 
     def total_bytes(self, count: ParameterCount) -> int:
-        """Left side of equation (1)."""
+        """Return the bytes of parameters, gradients and optimizer: equation (1)."""
         return count.elements * (
             self.parameter_bytes + self.gradient_bytes
         ) + self.optimizer_bytes(count)
@@ -101,15 +108,16 @@ class OgpRecipe:
 
 
 STATES: dict[OptimizerName, int] = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
-"""Tensors of the parameter's shape that `torch.optim` keeps: none, momentum_buffer, exp_avg and exp_avg_sq."""
+"""State tensors of `torch.optim` with the parameter's shape: none, momentum_buffer,
+exp_avg and exp_avg_sq."""
 
 
 @cache
 def recipe(precision: Precision, optimizer: OptimizerName) -> OgpRecipe:
-    """The recipe of a precision and an optimizer.
+    """Return the recipe of a precision and an optimizer.
 
     Raises:
-        UnknownNameError: no recipe for this precision or optimizer.
+        UnknownNameError: the precision or optimizer is unknown.
     """
     _check(precision, get_args(Precision), field="precision")
     _check(optimizer, get_args(OptimizerName), field="optimizer")
@@ -124,7 +132,7 @@ def _check(name: str, known: tuple[str, ...], *, field: str) -> None:
 
 
 def factored_elements(shape: tuple[int, ...]) -> int:
-    """What Adafactor keeps: rows + columns of each matrix in the last two dimensions, all of a vector."""
+    """Return the state elements of Adafactor: rows + columns, or all of a vector."""
     if len(shape) < 2:
         return prod(shape)
     return prod(shape[:-1]) + prod(shape[:-2]) * shape[-1]
@@ -133,7 +141,8 @@ def factored_elements(shape: tuple[int, ...]) -> int:
 def _known(elements: int | None, optimizer: OptimizerName) -> int:
     if elements is None:
         raise MismatchError(
-            f"what {optimizer} keeps depends on the parameters' shapes, which the profile does not tell.",
+            f"the memory of {optimizer} depends on parameter shapes, "
+            "which the profile does not have.",
             field="job.optimizer",
             hint="profile the model again with this version, or use adamw.",
         )

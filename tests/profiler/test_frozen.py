@@ -268,12 +268,12 @@ def test_documents_hold_no_more_frozen_parameters_than_there_are() -> None:
     }
     assert "frozen" not in parse(LayerProfile, layer).canonical_json()
     with pytest.raises(
-        DocumentError, match=r"frozen_parameters\(4\) are more than parameters\(3\)"
+        DocumentError, match=r"frozen_parameters\(4\) is more than parameters\(3\)"
     ):
         parse(LayerProfile, {**layer, "frozen_parameters": 4})
     with pytest.raises(
         DocumentError,
-        match=r"local_frozen_parameters\(4\) are more than local_parameters\(3\)",
+        match=r"local_frozen_parameters\(4\) is more than local_parameters\(3\)",
     ):
         parse(Measurement, {**row, "local_parameters": 3, "local_frozen_parameters": 4})
     with pytest.raises(DocumentError, match="local_frozen_expert_parameters"):

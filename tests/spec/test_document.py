@@ -312,7 +312,7 @@ def test_skip_edges_must_go_forward_and_name_layers() -> None:
     document = {"model": "m", "device": "counted", "layers": layers}
     for edge, said in (
         ({"from": "a", "to": "c"}, "'c', which is not in layers"),
-        ({"from": "b", "to": "a"}, "'b' must stand before 'a'"),
+        ({"from": "b", "to": "a"}, "'b' must come before 'a'"),
     ):
         [(_, message, _)] = mistakes(
             ModelProfile, document | {"edges": [edge | {"bytes": 1}]}
