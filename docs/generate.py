@@ -62,10 +62,34 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(lines) + "\n\n"
 
 
+SECTIONS_OF_DOCSTRINGS = {
+    "Args:": "Arguments",
+    "Attributes:": "Attributes",
+    "Raises:": "Raises",
+    "Returns:": "Returns",
+}
+
+
 def paragraphs(text: str | None) -> str:
-    """Return a docstring as Markdown paragraphs that end with an empty line."""
-    cleaned = inspect.cleandoc(text or "").replace("``", "`")
-    return f"{cleaned}\n\n" if cleaned else ""
+    """Return a docstring as Markdown that ends with an empty line.
+
+    The items of its sections (``Args:`` and so on) become lists.
+    """
+    lines: list[str] = []
+    in_section = False
+    for line in inspect.cleandoc(text or "").replace("``", "`").splitlines():
+        if line in SECTIONS_OF_DOCSTRINGS:
+            lines += [f"{SECTIONS_OF_DOCSTRINGS[line]}:", ""]
+            in_section = True
+        elif not line.startswith("    ") or not in_section:
+            in_section = in_section and not line.strip()
+            lines.append(line)
+        elif line.startswith("        "):
+            lines.append(f"  {line.strip()}")
+        else:
+            name, colon, meaning = line.strip().partition(": ")
+            lines.append(f"- `{name}`: {meaning}" if colon else f"- {name}")
+    return "\n".join(lines) + "\n\n" if lines else ""
 
 
 # Commands
@@ -357,9 +381,18 @@ def first_sentence(text: str | None) -> str:
 def python_page() -> str:
     """Return the reference of the names in `planner.__all__`."""
     page = [HEADER, "# Python\n\n", PYTHON_INTRODUCTION]
-    for name in planner.__all__:
+    names = [name for name in planner.__all__ if not name.startswith("_")]
+    names.sort(key=lambda name: (kind_of(getattr(planner, name)), name))
+    for name in names:
         page.append(object_section(name, getattr(planner, name)))
     return "".join(page)
+
+
+def kind_of(value: object) -> int:
+    """Return 0 for a function, 1 for a class and 2 for an exception."""
+    if not inspect.isclass(value):
+        return 0
+    return 2 if issubclass(value, BaseException) else 1
 
 
 PYTHON_INTRODUCTION = """\
@@ -400,21 +433,30 @@ def member_sections(name: str, owner: type) -> Iterator[str]:
 
 def signature(name: str, function: Callable[..., object]) -> str:
     """Return ``name(parameters) -> result``, one parameter per line if it is long."""
-    parameters = inspect.signature(function)
-    one_line = f"{name}{parameters}".replace("'", "")
+    shown = inspect.signature(function)
+    parameters = [p for p in shown.parameters.values() if p.name != "self"]
+    words = [written(parameter) for parameter in parameters]
+    keywords = [p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    if keywords:
+        words.insert(parameters.index(keywords[0]), "*")
+    result = f" -> {shown.return_annotation}"
+    one_line = f"{name}({', '.join(words)}){result}"
     if len(one_line) <= 80:
         return one_line
-    lines = []
-    keyword_only = False
-    for parameter in parameters.parameters.values():
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and not keyword_only:
-            keyword_only = True
-            lines.append("*")
-        lines.append(str(parameter))
-    body = "".join(f"    {line},\n" for line in lines).replace("'", "")
-    result = parameters.return_annotation
-    shown = result if isinstance(result, str) else getattr(result, "__name__", result)
-    return f"{name}(\n{body}) -> {shown}".replace("'", "")
+    body = "".join(f"    {word},\n" for word in words)
+    return f"{name}(\n{body}){result}"
+
+
+def written(parameter: inspect.Parameter) -> str:
+    """Return a parameter as code; annotations are strings already."""
+    stars: dict[object, str] = {
+        inspect.Parameter.VAR_POSITIONAL: "*",
+        inspect.Parameter.VAR_KEYWORD: "**",
+    }
+    text = f"{stars.get(parameter.kind, '')}{parameter.name}: {parameter.annotation}"
+    if parameter.default is inspect.Parameter.empty:
+        return text
+    return f"{text} = {parameter.default!r}"
 
 
 # Pictures
