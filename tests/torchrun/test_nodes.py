@@ -66,6 +66,7 @@ def test_nodes_of_different_sizes_train_as_one_process(tmp_path: Path) -> None:
     environment = {
         **os.environ,
         "PATH": search,
+        "PYTHONPATH": str(Path(__file__).parents[2]),  # the models of these tests
         "MASTER_ADDR": "127.0.0.1",
         "OMP_NUM_THREADS": "1",
     }
