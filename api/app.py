@@ -1,4 +1,4 @@
-"""Builds the service: settings in, FastAPI application out; nothing happens at import."""
+"""Builds the FastAPI application from settings; importing this module starts nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from planner.api.keys import keys_of
 from planner.api.metrics import Metrics
 from planner.api.middleware import BodyLimit, Head, RequestContext
 from planner.api.profiles import Profiles
-from planner.api.retention import keep_swept
+from planner.api.retention import sweep_regularly
 from planner.api.routes import (
     catalogue,
     exports,
@@ -41,17 +41,24 @@ from planner.version import __version__
 def create_app(
     settings: Settings | None = None, *, work: Work | None = None
 ) -> FastAPI:
-    """The service. `work` is what a solver process does: `planner.search`, unless a test says otherwise."""
+    """The service.
+
+    Args:
+        settings: None: the defaults.
+        work: what a solver process runs; None: `planner.search`.
+    """
     settings = settings or Settings()
     app = FastAPI(
         title="planner",
-        summary="Finds the fastest way to train a PyTorch model on a cluster, and proves it",
+        summary="Finds the fastest way to train a PyTorch model on a cluster",
         version=__version__,
         lifespan=_lifespan(settings, work or Search()),
         generate_unique_id_function=_operation_id,
         separate_input_output_schemas=False,
         responses=problems.RESPONSES,
-        docs_url=None,  # Swagger UI and ReDoc come from other sites, which clusters often cannot reach: see planner.api.pages
+        # Swagger UI and ReDoc load scripts from other sites, which clusters often cannot
+        # reach; `planner.api.pages.reference` replaces them.
+        docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
     )
@@ -85,7 +92,9 @@ def _lifespan(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.services = parts = _assemble(settings, work, app.state.metrics)
-        sweeper = asyncio.create_task(keep_swept(parts.store, settings, parts.metrics))
+        sweeper = asyncio.create_task(
+            sweep_regularly(parts.store, settings, parts.metrics)
+        )
         try:
             await parts.jobs.start()
             parts.solvers.warm_up()
@@ -107,12 +116,12 @@ def _assemble(settings: Settings, work: Work, metrics: Metrics) -> Services:
 
 
 def _operation_id(route: APIRoute) -> str:
-    """Stable names for generated clients: the endpoint's own."""
+    """The name of the endpoint, so that generated clients have stable names."""
     return route.name
 
 
 def _complete_description(app: FastAPI) -> None:
-    """Put into the OpenAPI document what every operation shares: the problem document's schema, and the keys."""
+    """Add the schema of problem documents and the API keys to the OpenAPI document."""
     describe = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -124,10 +133,7 @@ def _complete_description(app: FastAPI) -> None:
         components["schemas"] |= schema.pop("$defs", {})
         components["schemas"]["ProblemDocument"] = schema
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        document["security"] = [
-            {"key": []},
-            {},
-        ]  # without keys the service asks for none
+        document["security"] = [{"key": []}, {}]  # a service may have no keys
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Answers that a client may keep: strong ETags, 304 and 412 (RFC 9110, section 13)."""
+"""Cacheable responses: strong ETags, 304 and 412 (RFC 9110, section 13)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from planner.api.errors import PreconditionError
 FOREVER = "public, max-age=31536000, immutable"
 REVALIDATE = "no-cache"
 NOT_MODIFIED: dict[int | str, dict[str, Any]] = {
-    304: {"description": "You have it already."}
+    304: {"description": "The client has the current version."}
 }
-"""For operations that are `cacheable`, in the OpenAPI document."""
+"""Response of `cacheable` operations, for the OpenAPI document."""
 
 
 def cacheable(
@@ -25,10 +25,10 @@ def cacheable(
     cache_control: str,
     location: str = "",
 ) -> Response:
-    """The content with its ETag (sha256 of the bytes), or 304 when the client has it already.
+    """The content with its ETag (sha256 of the bytes), or 304 if the client has it.
 
     Raises:
-        PreconditionError: the client wants it in another state only.
+        PreconditionError: the content does not match ``If-Match``.
     """
     body = content.encode()
     tag = tag_of(body)
@@ -47,10 +47,10 @@ def tag_of(body: bytes) -> str:
 
 
 def check_if_match(request: Request, tag: str) -> None:
-    """Hold a resource's ETag against ``If-Match``, where the request has one (strong comparison).
+    """Compare a resource's ETag with the header ``If-Match``, if present.
 
     Raises:
-        PreconditionError: none of the client's tags is this one.
+        PreconditionError: the ETag is none of those in the header.
     """
     header = request.headers.get("if-match")
     if header is None or any(each.strip() in (tag, "*") for each in header.split(",")):
@@ -58,10 +58,10 @@ def check_if_match(request: Request, tag: str) -> None:
     raise PreconditionError(
         f"the resource's ETag is {tag}.",
         field="If-Match",
-        hint="GET it again, and look at what has changed.",
+        hint="read the resource again.",
     )
 
 
 def _matches(header: str, tag: str) -> bool:
-    given = [each.strip().removeprefix("W/") for each in header.split(",")]
-    return tag in given or "*" in given
+    tags = [each.strip().removeprefix("W/") for each in header.split(",")]
+    return tag in tags or "*" in tags

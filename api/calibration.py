@@ -1,4 +1,4 @@
-"""Stored measured runs as rows of a CSV file that `planner calibrate` reads; see `planner.fidelity.rows`."""
+"""Measured runs as a CSV file for `planner calibrate`; see `planner.fidelity.rows`."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ COLUMNS = (
         "mem_kind",
     ),
 )
-"""What ran, the model, the layout, and what was measured."""
+"""Run, model, layout and measurement."""
 GIBIBYTE = 2**30
 
 Row = dict[str, Any]
 
 
 def rows_text(runs: Iterable[tuple[int, str, str]]) -> str:
-    """The CSV file of all runs that have a row.
+    """The CSV file of all runs that calibration can use.
 
     Args:
         runs: number of the measurement, plan.json and measured.json of each.
@@ -75,40 +75,36 @@ def rows_text(runs: Iterable[tuple[int, str, str]]) -> str:
 
 
 def row_of(plan: Plan, run: MeasuredRun, number: int) -> Row | None:
-    """One run; None where calibration can tell nothing from it: it needs a transformer of the catalogue, whose
-    dimensions are known, on one device of the catalogue, with one recompute mode for all layers and ranks that act
-    alike, node by node."""
-    device, *others = (group.device for group in plan.cluster.node_groups)
+    """The row of one run; None if calibration cannot use the run.
+
+    Calibration uses runs of catalogue transformers, whose dimensions are known, on one
+    kind of catalogue device, with one recompute mode and uniform replicas.
+    """
+    device, *other_devices = (group.device for group in plan.cluster.node_groups)
     shape = _shape(plan.request.model)
-    _, *blocks, _ = (
-        layer.recompute for stage in plan.stages for layer in stage.layers
-    )  # embedding and head apart
-    modes = set(blocks)
-    if run.unfinished and not run.ranks:  # it failed: no rank has told its memory
+    recompute = [layer.recompute for stage in plan.stages for layer in stage.layers]
+    block_modes = set(recompute[1:-1])  # without embedding and head
+    if run.unfinished and not run.ranks:  # failed before any rank reported its memory
         return None
-    if (
-        shape is None
-        or not isinstance(device, str)
-        or others
-        or len(modes) != 1
-        or not _acts_alike(plan.layout)
-    ):
+    if shape is None or not isinstance(device, str) or other_devices:
         return None
-    told = {
+    if len(block_modes) != 1 or not _has_uniform_replicas(plan.layout):
+        return None
+    source = {
         "source_id": f"measurement-{number}",
         "hardware": device,
-        "recompute": modes.pop(),
+        "recompute": block_modes.pop(),
     }
-    return shape | _layout(plan) | _measured(run) | told
+    return shape | _layout(plan) | _measured(run) | source
 
 
-def _acts_alike(layout: Layout) -> bool:
-    """Rows have no words for replicas with shares of their own, nor for another order of the ranks."""
+def _has_uniform_replicas(layout: Layout) -> bool:
+    """Whether all replicas have equal shares, and the ranks the default order."""
     return not layout.has_uneven_shares and layout.rank_order == Layout().rank_order
 
 
 def _shape(model: str | None) -> Row | None:
-    """Dimensions of a decoder of the catalogue; GPT-2 names them otherwise than all later ones."""
+    """Dimensions of a catalogue decoder; GPT-2 has other names for them than later models."""
     if model is None:
         return None
     entry = catalogue.entry(model)
@@ -143,11 +139,9 @@ def _first(config: dict[str, Any], *names: str) -> Any:
 
 
 def _layout(plan: Plan) -> Row:
-    layout, job, nodes = (
-        plan.layout,
-        plan.request.job,
-        {row.node for row in plan.placement},
-    )
+    layout = plan.layout
+    job = plan.request.job
+    nodes = {row.node for row in plan.placement}
     sizes = "-".join(str(len(stage.layers)) for stage in plan.stages)
     return {
         "precision": "pure bf16" if job.precision == "bf16" else job.precision,

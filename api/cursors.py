@@ -1,4 +1,4 @@
-"""Cursors of the list of plans: opaque to clients, so that what they mean may change."""
+"""Cursors of the list of plans, which are opaque to clients."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from planner.errors import DocumentError
 
 
 def cursor_of(number: int) -> str:
-    """The cursor of the page that begins after a plan's number."""
+    """The cursor of the page after the plan with this number."""
     return base64.urlsafe_b64encode(f"before {number}".encode()).decode()
 
 
 def number_of(cursor: str | None) -> int | None:
-    """The number that a cursor stands for; None is the first page.
+    """The number in a cursor; None for the first page.
 
     Raises:
-        DocumentError: it is no cursor.
+        DocumentError: the text is not a cursor.
     """
     if cursor is None:
         return None
@@ -27,7 +27,7 @@ def number_of(cursor: str | None) -> int | None:
         )
     except (ValueError, binascii.Error):
         raise DocumentError(
-            f"{cursor!r} is no cursor.",
+            f"{cursor!r} is not a cursor.",
             field="cursor",
-            hint="send the `next` of the page before, or leave it out.",
+            hint="send the `next` of the previous page, or no cursor.",
         ) from None

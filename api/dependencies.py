@@ -1,4 +1,4 @@
-"""What endpoints are given: the parts of the running service, and headers already understood."""
+"""Dependencies of the endpoints: the parts of the service, and parsed headers."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from planner.spec import Plan
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """How long a client waits for its plan."""
+    """How long a request waits for its plan."""
 
     seconds: float
     applied: str
-    """What of the client's preferences holds, as ``Preference-Applied`` tells it; empty: it has named none."""
+    """Value of the header ``Preference-Applied``; empty if no preference was applied."""
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """The parts of a running service, made at its start."""
+    """The parts of a running service."""
 
     settings: Settings
     store: Store
@@ -45,7 +45,7 @@ class Services:
 
 @dataclass(frozen=True, slots=True)
 class StoredResult:
-    """A plan or an infeasible result, as stored."""
+    """A stored plan or infeasible result."""
 
     row: PlanRow
     document: str
@@ -55,13 +55,13 @@ class StoredResult:
         """The plan.
 
         Raises:
-            NotFoundError: the result is that no plan fits.
+            NotFoundError: the result is infeasible.
         """
         if self.row.status == "infeasible":
             raise NotFoundError(
-                "no plan fits this request, so there is nothing to show.",
+                "no layout fits in memory, so there is no plan.",
                 field="plan_id",
-                hint=f"GET /v1/plans/{self.row.id} has the reasons and the nearest misses.",
+                hint=f"GET /v1/plans/{self.row.id} returns the reasons.",
             )
         return Plan.model_validate_json(self.document)
 
@@ -73,24 +73,24 @@ def services(request: Request) -> Services:
 
 
 def root(request: Request) -> str:
-    """The prefix of a reverse proxy, for links in documents."""
+    """The path prefix of a reverse proxy, for links in documents."""
     return root_of(request.scope)
 
 
 def stored_result(
     plan_id: str, parts: Annotated[Services, Depends(services)]
 ) -> StoredResult:
-    """The result that the path names.
+    """The result with the id in the path.
 
     Raises:
-        NotFoundError: there is none.
+        NotFoundError: there is no such resource.
     """
     found = parts.store.plan(plan_id)
     if found is None:
         raise NotFoundError(
             f"there is no plan {plan_id!r}.",
             field="plan_id",
-            hint="GET /v1/plans lists all.",
+            hint="GET /v1/plans lists all plans.",
         )
     return StoredResult(*found)
 
@@ -98,10 +98,10 @@ def stored_result(
 async def named_job(
     job_id: str, parts: Annotated[Services, Depends(services)]
 ) -> JobRow:
-    """The job that the path names.
+    """The job with the id in the path.
 
     Raises:
-        NotFoundError: there is none.
+        NotFoundError: there is no such resource.
     """
     return parts.jobs.get(job_id)
 
@@ -111,28 +111,25 @@ def wait_of(
     parts: Annotated[Services, Depends(services)],
     prefer: Annotated[str | None, Header()] = None,
 ) -> Wait:
-    """How long the client wants to wait (RFC 7240: ``Prefer: wait=10`` or ``respond-async``), within the limit.
+    """How long the request waits: ``Prefer: wait=10`` or ``respond-async`` (RFC 7240).
 
-    A preference that cannot be understood is left out, as section 2 asks for; ``Preference-Applied`` tells.
+    Preferences that cannot be parsed are ignored, as section 2 requires; the response
+    has those that were applied in ``Preference-Applied``.
     """
-    given = preferences(", ".join(request.headers.getlist("prefer")))
-    seconds = _seconds(given.get("wait", ""))
-    asynchronous = "respond-async" in given
+    found = preferences(", ".join(request.headers.getlist("prefer")))
+    seconds = _seconds(found.get("wait", ""))
+    asynchronous = "respond-async" in found
+    if seconds is None and asynchronous:
+        return Wait(0.0, "respond-async")
     if seconds is None:
-        return (
-            Wait(0.0, "respond-async")
-            if asynchronous
-            else Wait(parts.settings.default_wait_seconds, "")
-        )
+        return Wait(parts.settings.default_wait_seconds, "")
     seconds = min(seconds, parts.settings.max_wait_seconds)
-    return Wait(
-        seconds,
-        f"respond-async, wait={seconds:g}" if asynchronous else f"wait={seconds:g}",
-    )
+    applied = f"wait={seconds:g}"
+    return Wait(seconds, f"respond-async, {applied}" if asynchronous else applied)
 
 
 def preferences(header: str) -> dict[str, str]:
-    """Preferences of a ``Prefer`` header and their values, the first of each name (RFC 7240, section 2)."""
+    """Names and values of a ``Prefer`` header; the first of each name counts (RFC 7240)."""
     found: dict[str, str] = {}
     for item in parse_http_list(header):
         name, _, value = item.partition(";")[0].partition("=")
@@ -149,15 +146,15 @@ def _seconds(text: str) -> float | None:
 
 
 def client(request: Request) -> str:
-    """Who asks: the name of the key, else the address."""
+    """Name of the client: of its API key, else its address."""
     return client_of(request.scope)
 
 
 def last_event_id(last_event_id: Annotated[str | None, Header()] = None) -> int:
-    """Number of the last event that the client has seen; 0: none.
+    """Number of the last event that the client received; 0: none.
 
     Raises:
-        DocumentError: the header is no number.
+        DocumentError: the header is not a number.
     """
     if last_event_id is None:
         return 0
@@ -167,9 +164,9 @@ def last_event_id(last_event_id: Annotated[str | None, Header()] = None) -> int:
         and len(last_event_id) < 19
     ):
         raise DocumentError(
-            f"{last_event_id!r} is no event id.",
+            f"{last_event_id!r} is not an event id.",
             field="Last-Event-ID",
-            hint="send the id of an event, or leave it out.",
+            hint="send the id of an event, or no such header.",
         )
     return int(last_event_id)
 

@@ -1,20 +1,22 @@
-"""Errors that only the service knows; like those of `planner.errors`, each names what is wrong and how to fix it.
+"""Errors of the service, in addition to those of `planner.errors`.
 
 PlannerError
-├── UnauthorizedError         401  no API key, or none that the service knows
-├── ForbiddenError            403  the key's scope does not allow it
-├── ForeignSiteError          403  a page of another site sent it
+├── UnauthorizedError         401  no API key, or an unknown one
+├── ForbiddenError            403  the scope of the API key does not allow the request
+├── ForeignSiteError          403  a page of another site sent the request
 ├── NotFoundError             404  no such resource
-├── JobCancelledError         409  somebody cancelled the solve that this request waited for
-├── BodyTooLargeError         413  the request body passes the limit
-├── PreconditionError         412  it is not the state that If-Match names
+├── MethodError               405  the resource does not support the method
+├── JobCancelledError         409  a client cancelled the job that this request waits for
+├── PreconditionError         412  the resource does not match If-Match
+├── BodyTooLargeError         413  the request body exceeds the limit
 ├── MediaTypeError            415  the body is not JSON
-├── HostError                 421  the request's Host is none of this service's names
-├── LimitError                422  the request is valid, but larger than this service solves
-├── QueueFullError            429  too many solves are waiting
-├── TooManyJobsError          429  this client has enough of them
-├── SolverError               500  the solver process crashed, died or overran its time
-└── NotReadyError             503  the service cannot take work
+├── HostError                 421  the Host header is not a name of this service
+├── LimitError                422  the request exceeds a limit of this service
+├── QueueFullError            429  too many jobs are waiting
+├── TooManyJobsError          429  this client has too many jobs
+├── SolverError               500  the solver process crashed, died or timed out
+├── InternalError             500  a bug in this program
+└── NotReadyError             503  the service does not accept work
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ Limits = Mapping[str, float]
 
 
 class ServiceError(PlannerError):
-    """Base of the service's own errors."""
+    """Base of the errors of the service."""
 
     status = 500
 
@@ -52,23 +54,23 @@ class ServiceError(PlannerError):
 
 
 class UnauthorizedError(ServiceError):
-    """No API key, or none that the service knows."""
+    """The request has no API key, or an unknown one."""
 
     status = 401
     code = "unauthorized"
-    title = "An API key is needed"
+    title = "An API key is required"
 
 
 class ForbiddenError(ServiceError):
-    """The key's scope does not allow it."""
+    """The scope of the API key does not allow the request."""
 
     status = 403
     code = "forbidden"
-    title = "The API key does not allow this"
+    title = "The API key does not allow this request"
 
 
 class ForeignSiteError(ServiceError):
-    """A page of another site sent the request, through the browser of somebody who may plan here."""
+    """A page of another site sent the request through a browser."""
 
     status = 403
     code = "foreign-site"
@@ -76,7 +78,7 @@ class ForeignSiteError(ServiceError):
 
 
 class NotFoundError(ServiceError):
-    """No such resource."""
+    """There is no such resource."""
 
     status = 404
     code = "not-found"
@@ -84,15 +86,15 @@ class NotFoundError(ServiceError):
 
 
 class MethodError(ServiceError):
-    """The resource does not take this method."""
+    """The resource does not support this method."""
 
     status = 405
     code = "method-not-allowed"
-    title = "The resource does not take this method"
+    title = "The resource does not support this method"
 
 
 class JobCancelledError(ServiceError):
-    """Somebody cancelled the solve that this request waited for."""
+    """A client cancelled the job that this request waits for."""
 
     status = 409
     code = "job-cancelled"
@@ -100,7 +102,7 @@ class JobCancelledError(ServiceError):
 
 
 class BodyTooLargeError(ServiceError):
-    """The request body passes the limit."""
+    """The request body exceeds the limit."""
 
     status = 413
     code = "body-too-large"
@@ -108,11 +110,11 @@ class BodyTooLargeError(ServiceError):
 
 
 class PreconditionError(ServiceError):
-    """What is there is not what the client's ``If-Match`` names."""
+    """The resource does not match the ``If-Match`` header."""
 
     status = 412
     code = "precondition-failed"
-    title = "The resource is not in the state asked for"
+    title = "The resource does not match If-Match"
 
 
 class MediaTypeError(ServiceError):
@@ -124,39 +126,39 @@ class MediaTypeError(ServiceError):
 
 
 class HostError(ServiceError):
-    """The request's ``Host`` is none of this service's names: a page of another site may have pointed its own here."""
+    """The ``Host`` header is not a name of this service, as in a DNS rebinding attack."""
 
     status = 421
     code = "unknown-host"
-    title = "The service does not go by this name"
+    title = "The host name is not a name of this service"
 
 
 class LimitError(ServiceError):
-    """The request is valid, but larger than this service solves."""
+    """The request is valid, but exceeds a limit of this service."""
 
     status = 422
     code = "limit-exceeded"
-    title = "The request passes a limit of this service"
+    title = "The request exceeds a limit of this service"
 
 
 class QueueFullError(ServiceError):
-    """Too many solves are waiting."""
+    """Too many jobs are waiting."""
 
     status = 429
     code = "queue-full"
-    title = "Too many solves are waiting"
+    title = "Too many jobs are waiting"
 
 
 class TooManyJobsError(ServiceError):
-    """This client's solves that run or wait are as many as one client may have."""
+    """This client has as many queued and running jobs as one client may have."""
 
     status = 429
     code = "too-many-jobs"
-    title = "You have too many solves under way"
+    title = "You have too many jobs"
 
 
 class SolverError(ServiceError):
-    """The solver process crashed, died or overran its time."""
+    """The solver process crashed, died or timed out."""
 
     status = 500
     code = "solver-failed"
@@ -164,7 +166,7 @@ class SolverError(ServiceError):
 
 
 class InternalError(ServiceError):
-    """A mistake of this program."""
+    """A bug in this program."""
 
     status = 500
     code = "internal-error"
@@ -172,7 +174,7 @@ class InternalError(ServiceError):
 
 
 class NotReadyError(ServiceError):
-    """The service cannot take work."""
+    """The service does not accept work."""
 
     status = 503
     code = "not-ready"
@@ -180,7 +182,7 @@ class NotReadyError(ServiceError):
 
 
 def status_of(error: PlannerError) -> int:
-    """HTTP status of an error: the service's own say theirs; a failed run is 500; all others the client can fix."""
+    """HTTP status of an error: its own if it has one, 500 for a failed run, else 422."""
     if isinstance(error, ServiceError):
         return error.status
     return 500 if isinstance(error, RunError) else 422

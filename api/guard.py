@@ -1,11 +1,12 @@
-"""Who may do what: API keys and their scopes, and nothing for pages of other sites.
+"""Access control: API keys with scopes, and no requests from pages of other sites.
 
-All is decided here for every path, before a body is read: a new route is closed until this table opens it.
+Every request is checked here before its body is read, so that a new route is never open
+by mistake.
 
-    open to all       GET /healthz, /readyz, /problems/...
-    read              every other GET
-    plan              every other method: ask, predict, report, cancel
-    admin             DELETE of what is stored
+    no key    GET /healthz, /readyz, /problems/...
+    read      every other GET
+    plan      every other method: plan, predict, report, cancel
+    admin     DELETE of stored plans
 """
 
 from __future__ import annotations
@@ -39,13 +40,14 @@ OPEN_FOLDER = "/problems/"
 SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 STORED = "/v1/plans/"
 CHALLENGES = ("Bearer", "Basic")
-"""Bearer for programs; Basic because browsers ask for it by themselves: any user name, the key as password."""
+"""Bearer for programs; Basic for browsers, with any user name and the key as password."""
 
 
 class Guard:
-    """Answers 401 without a valid key, 403 for one of too small a scope; without any keys all may do everything.
+    """Middleware that answers 401, 403 or 421 to requests that are not allowed.
 
-    421 for a name that is not the service's. Who asks is noted in the connection, for `client_of`.
+    Without any keys in the settings, every request is allowed. The name of the client is
+    stored in the connection for `client_of`.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class Guard:
         if method not in SAFE and is_foreign(headers):
             raise ForeignSiteError(
                 "the request comes from a page of another site.",
-                hint="open the service's own page, and send it there.",
+                hint="send it from a page of this service.",
             )
         needed = needed_scope(method, path)
         if needed is None:
@@ -89,9 +91,10 @@ class Guard:
         key = self._key_of(headers)
         if not key.allows(needed):
             raise ForbiddenError(
-                f"{method} {path} needs the scope {needed}, the key {key.name!r} has {key.scope}.",
+                f"{method} {path} requires the scope {needed}, "
+                f"but the key {key.name!r} has the scope {key.scope}.",
                 field="Authorization",
-                hint=f"use a key of scope {needed}.",
+                hint=f"use a key with the scope {needed}.",
             )
         scope["client_name"] = f"key {key.name}"
         if method not in SAFE:
@@ -106,9 +109,9 @@ class Guard:
     def _check_host(self, host: str) -> None:
         if not is_own(host, self._names):
             raise HostError(
-                f"{host!r} is no name of this service.",
+                f"{host!r} is not a name of this service.",
                 field="Host",
-                hint="ask for it by its address or as localhost, or add the name to allowed_hosts of the service.",
+                hint="use its address or localhost, or add the name to allowed_hosts.",
             )
 
     def _key_of(self, headers: Headers) -> Key:
@@ -120,13 +123,17 @@ class Guard:
                 if secret
                 else "the request has no API key.",
                 field="Authorization",
-                hint="send Authorization: Bearer KEY; the planner's own commands take KEY from PLANNER_API_KEY.",
+                hint="send Authorization: Bearer KEY; "
+                "planner commands read KEY from PLANNER_API_KEY.",
             )
         return key
 
 
 def client_of(scope: Connection) -> str:
-    """Who asks: the name of the key, else the address; behind a proxy on this machine, that of ``X-Forwarded-For``."""
+    """Name of the client: of its API key, else its address.
+
+    Behind a proxy on this machine the address is that of ``X-Forwarded-For``.
+    """
     if "client_name" in scope:
         return str(scope["client_name"])
     client = scope.get("client")
@@ -134,7 +141,7 @@ def client_of(scope: Connection) -> str:
 
 
 def _private(send: Send) -> Send:
-    """Lets only the client itself keep an answer: shared caches would hand it out without a key (RFC 9111, 3.5)."""
+    """Allow only private caches: a shared one would answer without a key (RFC 9111, 3.5)."""
 
     async def send_private(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -149,14 +156,17 @@ def _private(send: Send) -> Send:
 
 
 def needed_scope(method: str, path: str) -> Scope | None:
-    """Scope that a request needs; None: it is open to all."""
+    """Scope that a request requires; None: no key."""
     if method in SAFE:
         return None if path in OPEN or path.startswith(OPEN_FOLDER) else "read"
     return "admin" if method == "DELETE" and path.startswith(STORED) else "plan"
 
 
 def presented(authorization: str) -> str:
-    """The key in an ``Authorization`` header, Bearer (RFC 6750) or Basic (RFC 7617); empty where there is none."""
+    """The key in an ``Authorization`` header: Bearer (RFC 6750) or Basic (RFC 7617).
+
+    Empty if there is none.
+    """
     scheme, _, rest = authorization.partition(" ")
     if scheme.lower() == "bearer":
         return rest.strip()
@@ -169,9 +179,10 @@ def presented(authorization: str) -> str:
 
 
 def is_foreign(headers: Headers) -> bool:
-    """Did a page of another site send it? Browsers tell by ``Sec-Fetch-Site`` or ``Origin``; programs send neither.
+    """Whether a page of another site sent the request.
 
-    Behind a proxy that changes ``Host``, the proxy's ``X-Forwarded-Host`` counts too; no page can set that.
+    Browsers send ``Sec-Fetch-Site`` or ``Origin``; programs send neither. Behind a proxy
+    that changes ``Host``, the proxy's ``X-Forwarded-Host`` counts too: pages cannot set it.
     """
     site = headers.get("sec-fetch-site")
     if site is not None:

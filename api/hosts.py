@@ -1,13 +1,15 @@
-"""Names that the service goes by, so that no page of another site reads it through a name of its own.
+"""Host names of the service: protection against DNS rebinding.
 
-Whoever has a site can point its name at any address, at 127.0.0.1 too (DNS rebinding): the browser of somebody on this
-machine then takes the service for that site, and lets the site's pages ask and read. Only the ``Host`` header tells; it
-has a name then, never an address. So these are the service's own:
+The owner of a site can let its name resolve to any address, including 127.0.0.1. A
+browser on this machine then treats the service as that site, and pages of the site can
+send requests and read the answers. The ``Host`` header of such requests has the name of
+the site. Therefore the service accepts these hosts only:
 
-    addresses, `localhost` and `*.localhost`    always
-    names of the setting `allowed_hosts`        `*.example.org` for all below, `*` for any
-    any name                                    where that is empty, and there are keys, which a page has not, or other
-                                                machines may reach the port anyway
+    addresses, `localhost`, `*.localhost`    always
+    the names in the setting `allowed_hosts` `*.example.org` for subdomains, `*` for any
+    any name                                 if `allowed_hosts` is empty and the service
+                                             has API keys or is reachable from other
+                                             machines anyway
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ ANY = ("*",)
 
 
 def is_loopback(host: str) -> bool:
-    """Only this machine reaches the address."""
+    """Whether only this machine can reach the address."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -29,22 +31,27 @@ def is_loopback(host: str) -> bool:
 
 
 def names_of(allowed_hosts: str, *, host: str, has_keys: bool) -> tuple[str, ...]:
-    """Patterns of the service's names: those of the setting, comma-separated, or the default for where it listens."""
-    given = tuple(
-        name.strip().lower() for name in allowed_hosts.split(",") if name.strip()
-    )
-    if given:
-        return (*LOCAL, *given)
+    """Patterns of accepted host names.
+
+    Args:
+        allowed_hosts: the setting, comma-separated; empty: the default.
+        host: address that the service listens on.
+        has_keys: whether the service requires API keys.
+    """
+    names = [name.strip().lower() for name in allowed_hosts.split(",")]
+    allowed = tuple(name for name in names if name)
+    if allowed:
+        return (*LOCAL, *allowed)
     return LOCAL if is_loopback(host) and not has_keys else ANY
 
 
 def is_own(header: str, names: tuple[str, ...]) -> bool:
-    """Is this ``Host`` header one of the service's? A request without the header comes from no browser."""
+    """Whether a ``Host`` header is accepted; browsers always send one, so none is too."""
     if not header or "*" in names:
         return True
     try:
         name = urlsplit(f"//{header}").hostname or ""
-    except ValueError:  # brackets that hold no address
+    except ValueError:  # brackets without an address
         return False
     name = name.removesuffix(".")
     return _is_address(name) or any(fnmatchcase(name, pattern) for pattern in names)

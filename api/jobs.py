@@ -1,9 +1,11 @@
-"""Jobs: every solve that was asked for, from its request to its stored result.
+"""Jobs: searches for plans, from the request to the stored result.
 
-    submit -> queued -> running -> succeeded | infeasible | failed        (or cancelled, from queued and running)
+    submit -> queued -> running -> succeeded | infeasible | failed
+                 or cancelled, from queued and running
 
-Two requests with the same plan id share one job. The database holds the truth; this class holds what lives only as long
-as the process: tasks, tickets of the solver processes, and clients that wait for news.
+Requests with the same plan id share one job. The database has the state of every job;
+`Jobs` has what ends with the process: tasks, tickets of solver processes, and clients
+that wait for events.
 """
 
 from __future__ import annotations
@@ -32,11 +34,11 @@ from planner.spec import Infeasible, Plan, PlanRequest, canonical_json
 logger = logging.getLogger("planner.api")
 
 MAX_ATTEMPTS = 3
-"""A job that the service died under this often is not tried again."""
+"""A job fails after the service has died during this many attempts."""
 
 
 class Jobs:
-    """The service's jobs. All async methods belong to one event loop."""
+    """The jobs of the service. All async methods belong to one event loop."""
 
     def __init__(
         self,
@@ -55,12 +57,12 @@ class Jobs:
         self._stopping = False
 
     async def start(self) -> None:
-        """Take up the jobs that the last service left."""
+        """Continue the jobs that the previous process left."""
         for job in await asyncio.to_thread(self._store.unfinished_jobs):
             if job.attempts >= MAX_ATTEMPTS:
                 error = SolverError(
                     f"the service died {job.attempts} times during this job.",
-                    hint="report it.",
+                    hint="report this error.",
                 )
                 self._store.finish(job.id, "failed", _problem_json(error))
                 continue
@@ -69,7 +71,7 @@ class Jobs:
             logger.info("job %s: queued again", job.id)
 
     async def stop(self) -> None:
-        """Stop all solvers; unfinished jobs stay queued for the next service, and waiting clients are let go."""
+        """Stop all solvers and answer waiting clients; unfinished jobs stay queued."""
         self._stopping = True
         await self._solvers.stop()
         await asyncio.gather(*self._tasks)
@@ -77,14 +79,14 @@ class Jobs:
     async def submit(
         self, request: PlanRequest, profile_id: str, client: str
     ) -> JobRow:
-        """The active job of this request's plan, or a new one, which counts for the client.
+        """The active job of the plan, or a new job, which counts for the client.
 
         Raises:
-            QueueFullError: too many solves are waiting.
-            TooManyJobsError: the client has enough of them.
+            QueueFullError: too many jobs are waiting.
+            TooManyJobsError: the client has too many jobs.
         """
         plan_id = request.id
-        async with self._submitting:  # else two equal requests could both find no job
+        async with self._submitting:  # otherwise equal requests could make two jobs
             active = await asyncio.to_thread(self._store.active_job, plan_id)
             if active is not None and active.id in self._tickets:
                 return active
@@ -94,9 +96,7 @@ class Jobs:
             )
             ticket = self._solvers.admit(client)
             try:
-                if (
-                    active is not None
-                ):  # nobody works at it: its end could not be stored
+                if active is not None:  # its result could not be stored: run it again
                     await asyncio.to_thread(self._store.requeue, job_id)
                 else:
                     add = partial(
@@ -125,12 +125,12 @@ class Jobs:
             raise NotFoundError(
                 f"there is no job {job_id!r}.",
                 field="job_id",
-                hint="POST /v1/plans makes one.",
+                hint="request a plan with POST /v1/plans.",
             )
         return job
 
     async def cancel(self, job_id: str) -> None:
-        """Stop a job; harmless when it has ended."""
+        """Cancel a job; does nothing if the job has finished."""
         self.get(job_id)
         if await asyncio.to_thread(self._store.finish, job_id, "cancelled"):
             self._metrics.solves.add(status="cancelled")
@@ -138,10 +138,10 @@ class Jobs:
         ticket = self._tickets.get(job_id)
         if ticket is not None:
             self._solvers.cancel(ticket)
-        self._tell(job_id)
+        self._wake(job_id)
 
     async def finished(self, job_id: str, seconds: float) -> JobRow:
-        """The job once it has ended, or as it is after `seconds`."""
+        """The job when it has finished, or its state after `seconds`."""
         try:
             async with asyncio.timeout(seconds):
                 news = self._news.get(job_id)
@@ -157,11 +157,10 @@ class Jobs:
         return self.get(job_id)
 
     async def events(self, job_id: str, *, after: int) -> AsyncIterator[EventRow]:
-        """Events past number `after`, as they happen; ends with the job, or with the service."""
+        """Events after number `after`, as they happen, until the job or the service ends."""
         while True:
-            news = self._news.get(
-                job_id
-            )  # asked for before the rows are read, so that nothing falls between
+            # Read before the rows, so that no event is missed between the two.
+            news = self._news.get(job_id)
             job = self.get(job_id)
             for event in self._store.events(job_id, after=after):
                 after = event.number
@@ -178,14 +177,15 @@ class Jobs:
         task.add_done_callback(self._tasks.discard)
 
     async def _run(self, job: JobRow, ticket: Ticket) -> None:
-        """One job, from its turn to its end. Whatever happens, the job does not stay `running`."""
+        """Run one job to its end, whatever happens."""
         try:
             await self._solve(job, ticket)
-        except sqlite3.Error as error:  # the row stays as it is: the next who asks, or the next start, takes it up
-            logger.error("job %s: its end could not be stored: %s", job.id, error)
+        except sqlite3.Error as error:
+            # The row stays unfinished: the next request or start runs the job again.
+            logger.error("job %s: its result could not be stored: %s", job.id, error)
         finally:
             del self._tickets[job.id]
-            self._tell(job.id)
+            self._wake(job.id)
             del self._news[job.id]
 
     async def _solve(self, job: JobRow, ticket: Ticket) -> None:
@@ -208,37 +208,35 @@ class Jobs:
             await asyncio.to_thread(
                 self._fail,
                 job,
-                InternalError("an unexpected error.", hint="report it."),
+                InternalError("an unexpected error.", hint="report this error."),
             )
 
     def _begin(
         self, job: JobRow, request: PlanRequest, loop: asyncio.AbstractEventLoop
     ) -> PlanTask | None:
-        """In a thread, when the job's turn has come."""
+        """Start a job, in a thread of the solvers; None if the job was cancelled."""
         profile = self._profiles.get(job.profile_id)
         if not self._store.start_job(job.id):
             return None
-        loop.call_soon_threadsafe(self._tell, job.id)
+        loop.call_soon_threadsafe(self._wake, job.id)
         logger.info("job %s: started", job.id)
-        if request.model is None:  # the row holds the request without its profile
+        if request.model is None:  # the stored request has no profile
             request = request.model_copy(update={"profile": profile})
         return PlanTask(request, profile)
 
     def _note(
         self, job: JobRow, loop: asyncio.AbstractEventLoop, report: Reported
     ) -> None:
-        """In a thread, at every report of the solver."""
+        """Store the progress of a job, in a thread of the solvers."""
         self._store.progress(
             job.id,
             "incumbent" if report.improved else "progress",
             json.dumps(asdict(report)),
         )
-        loop.call_soon_threadsafe(self._tell, job.id)
+        loop.call_soon_threadsafe(self._wake, job.id)
 
     def _end(self, job: JobRow, request: PlanRequest, answer: Answer | None) -> None:
-        if (
-            answer is None
-        ):  # cancelled, which the row says already; or the service stops, and the next one goes on
+        if answer is None:  # cancelled, or the service is stopping
             if self._stopping:
                 self._store.requeue(job.id, uncounted=True)
             return
@@ -246,7 +244,7 @@ class Jobs:
             isinstance(answer, Plan) and answer.id != job.plan_id
         ):
             raise TypeError(
-                f"the search answered plan {job.plan_id} with {getattr(answer, 'id', answer)!r}"
+                f"job of plan {job.plan_id} returned {getattr(answer, 'id', answer)!r}"
             )
         row = _plan_row(job, request, self._profiles.get(job.profile_id).model, answer)
         if self._store.finish_with_result(
@@ -261,8 +259,8 @@ class Jobs:
             self._metrics.failures.add(code=error.code)
             logger.warning("job %s: failed: %s", job.id, error)
 
-    def _tell(self, job_id: str) -> None:
-        """Wake everybody who waits for news of a job."""
+    def _wake(self, job_id: str) -> None:
+        """Wake all clients that wait for events of a job."""
         news = self._news.get(job_id)
         if news is not None:
             self._news[job_id] = asyncio.Event()
@@ -270,7 +268,7 @@ class Jobs:
 
 
 def view_of(job: JobRow, root: str = "") -> JobView:
-    """What clients see of a job; `root` is the prefix of a reverse proxy."""
+    """The document of a job; `root` is the prefix of a reverse proxy."""
     progress = json.loads(job.progress) if job.progress else {}
     counts = {
         name: progress[name] for name in JobProgress.model_fields if name in progress
@@ -300,7 +298,7 @@ def _plan_row(
     job: JobRow, request: PlanRequest, model: str, answer: Plan | Infeasible
 ) -> PlanRow:
     return PlanRow(
-        number=0,  # the database's
+        number=0,  # assigned by the database
         id=job.plan_id,
         profile_id=job.profile_id,
         status="succeeded" if isinstance(answer, Plan) else "infeasible",

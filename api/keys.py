@@ -1,11 +1,12 @@
-"""API keys: who may read, plan, and delete.
+"""API keys: who may read, plan and delete.
 
-A key is 256 random bits. The service knows only its SHA-256: there is nothing to guess, so a slow hash as for passwords
-would buy nothing. A line of the key file, or of the setting `keys`, is ``NAME SCOPE SHA256``:
+A key is 256 random bits. The service stores only its SHA-256; random keys cannot be
+guessed, so they need no slow password hash. A line of the key file, or of the setting
+`keys`, is ``NAME SCOPE SHA256``:
 
-    ci plan 5f0c...      # comments and empty lines are left out
+    ci plan 5f0c...      # comments and empty lines are ignored
 
-The scopes are nested: `plan` may all that `read` may, `admin` all that `plan` may.
+The scopes are nested: `plan` includes `read`, and `admin` includes `plan`.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from planner.errors import DocumentError, Problem
 
 Scope = Literal["read", "plan", "admin"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
-"""From the least to the most."""
+"""In increasing order."""
 PREFIX = "planner_"
-"""Of every key, so that scanners for leaked secrets can tell one."""
+"""Prefix of every key, so that scanners for leaked secrets recognize keys."""
 NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 DIGEST = re.compile(r"[0-9a-f]{64}")
 HINT = "write NAME SCOPE SHA256, as `planner serve --make-key SCOPE` prints it."
@@ -32,32 +33,32 @@ HINT = "write NAME SCOPE SHA256, as `planner serve --make-key SCOPE` prints it."
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What the service knows of a key."""
+    """What the service stores of a key."""
 
     name: str
-    """Of its holder, for the log."""
+    """Name of its owner, for the log."""
     scope: Scope
     digest: str
     """SHA-256 of the key, lower-case hex."""
 
     def allows(self, scope: Scope) -> bool:
-        """Does the key's scope contain this one?"""
+        """Whether the key's scope includes this one."""
         return SCOPES.index(self.scope) >= SCOPES.index(scope)
 
     def line(self) -> str:
-        """As `parse` reads it."""
+        """The line that `parse` reads."""
         return f"{self.name} {self.scope} {self.digest}"
 
 
 def make_key(scope: Scope, name: str) -> tuple[str, Key]:
-    """A new key: the secret, which is stored nowhere, and what the service is to know of it.
+    """A new key: the secret, which is stored nowhere, and what the service stores.
 
     Raises:
-        DocumentError: the name cannot stand in a line.
+        DocumentError: the name has characters that a line of the file cannot have.
     """
     if not NAME.fullmatch(name):
         raise DocumentError(
-            f"{name!r} is no name of a key.",
+            f"{name!r} cannot be the name of a key.",
             field="--key-name",
             hint="use up to 64 letters, digits and . _ @ -",
         )
@@ -71,14 +72,14 @@ def digest_of(secret: str) -> str:
 
 
 def find(keys: tuple[Key, ...], secret: str) -> Key | None:
-    """The key that a client has; takes as long for a wrong one as for a right one."""
+    """The stored key of a client's secret, in a time that does not depend on the secret."""
     digest = digest_of(secret)
     found = [key for key in keys if hmac.compare_digest(key.digest, digest)]
     return found[0] if found else None
 
 
 def read_keys(path: Path) -> tuple[Key, ...]:
-    """Keys of a file.
+    """The keys in a file.
 
     Raises:
         DocumentError: the file cannot be read, has a wrong line, or has no key.
@@ -98,12 +99,12 @@ def read_keys(path: Path) -> tuple[Key, ...]:
 
 
 def keys_of(file: str, lines: str) -> tuple[Key, ...]:
-    """Keys of the settings `keys_file` and `keys`, which may be empty."""
+    """The keys of the settings `keys_file` and `keys`, either of which may be empty."""
     return (*(read_keys(Path(file)) if file else ()), *parse(lines, where="keys"))
 
 
 def parse(text: str, *, where: str) -> tuple[Key, ...]:
-    """Keys of a text, one per line.
+    """The keys in a text, one per line.
 
     Raises:
         DocumentError: one problem per wrong line, by its number.
@@ -114,12 +115,12 @@ def parse(text: str, *, where: str) -> tuple[Key, ...]:
         if not words:
             continue
         wrong = _mistake(words)
-        if wrong:  # never the line itself: somebody may have put the secret there
+        if wrong:  # never report the line itself: it may contain the secret
             problems.append(Problem(f"{where}: line {number}", wrong, HINT))
         else:
             keys.append(_key(*words))
     problems += [
-        Problem(where, f"has two keys named {name!r}.", "give each a name.")
+        Problem(where, f"has two keys named {name!r}.", "give each key its own name.")
         for name in _doubled(keys)
     ]
     if problems:
@@ -132,9 +133,9 @@ def _mistake(words: list[str]) -> str:
         return f"has {len(words)} words instead of 3."
     name, scope, digest = words
     if not NAME.fullmatch(name):
-        return "does not begin with the name of a key."
+        return "does not start with the name of a key."
     if scope not in SCOPES:
-        return f"has no scope of {', '.join(SCOPES)} as its second word."
+        return f"has none of the scopes {', '.join(SCOPES)} as its second word."
     return (
         ""
         if DIGEST.fullmatch(digest)

@@ -1,4 +1,4 @@
-"""Counters of the service, in Prometheus' text format (version 0.0.4)."""
+"""Metrics of the service, in Prometheus' text format (version 0.0.4)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SOLVE_SECONDS_BUCKETS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 
 class Counter:
-    """A number that only grows, one per set of labels."""
+    """A counter, with one value per set of labels."""
 
     def __init__(self, name: str, description: str) -> None:
         self.name, self.description = name, description
@@ -18,13 +18,13 @@ class Counter:
         self._lock = threading.Lock()
 
     def add(self, amount: int = 1, /, **labels: str) -> None:
-        """Count so many more."""
+        """Add `amount` to the counter."""
         key = tuple(sorted(labels.items()))
         with self._lock:
             self._values[key] = self._values.get(key, 0) + amount
 
     def lines(self) -> Iterator[str]:
-        """Rows of the text format."""
+        """Lines of the text format."""
         yield from _header(self.name, self.description, "counter")
         with self._lock:
             values = dict(self._values)
@@ -33,7 +33,7 @@ class Counter:
 
 
 class Histogram:
-    """How often a number of seconds was at most each bucket's bound."""
+    """A histogram of durations in seconds."""
 
     def __init__(self, name: str, description: str, bounds: tuple[float, ...]) -> None:
         self.name, self.description, self._bounds = name, description, bounds
@@ -42,7 +42,7 @@ class Histogram:
         self._lock = threading.Lock()
 
     def observe(self, seconds: float) -> None:
-        """Count one value."""
+        """Add one value."""
         index = next(
             (i for i, bound in enumerate(self._bounds) if seconds <= bound),
             len(self._bounds),
@@ -58,7 +58,7 @@ class Histogram:
         return self._sum / count if count else 0.0
 
     def lines(self) -> Iterator[str]:
-        """Rows of the text format: cumulative buckets, sum and count."""
+        """Lines of the text format: cumulative buckets, sum and count."""
         yield from _header(self.name, self.description, "histogram")
         with self._lock:
             counts, total = list(self._counts), self._sum
@@ -71,37 +71,39 @@ class Histogram:
 
 
 class Metrics:
-    """Everything that the service counts."""
+    """The metrics of the service."""
 
     def __init__(self) -> None:
-        self.plan_requests = Counter("planner_plan_requests_total", "Plans asked for.")
-        self.cache_hits = Counter(
-            "planner_cache_hits_total", "Plans answered without solving."
+        self.plan_requests = Counter(
+            "planner_plan_requests_total", "Requests for plans."
         )
-        self.solves = Counter("planner_solves_total", "Ended solves by outcome.")
+        self.cache_hits = Counter(
+            "planner_cache_hits_total", "Requests answered from stored plans."
+        )
+        self.solves = Counter("planner_solves_total", "Finished jobs by status.")
         self.problems = Counter(
             "planner_problems_total", "Problem documents sent, by code."
         )
         self.failures = Counter(
-            "planner_failures_total", "Failed solves and predictions by problem code."
+            "planner_failures_total", "Failed jobs and predictions by problem code."
         )
         self.swept = Counter(
-            "planner_swept_rows_total", "Rows deleted because of their age, by table."
+            "planner_swept_rows_total", "Rows deleted for their age, by table."
         )
         self.solve_seconds = Histogram(
             "planner_solve_seconds",
-            "Seconds of a solver process at work.",
+            "Run time of a solver process in seconds.",
             SOLVE_SECONDS_BUCKETS,
         )
 
     def text(self, *, queue_length: int, running: int) -> str:
-        """The whole page; the two gauges are read when it is asked for."""
+        """All metrics in the text format."""
         rows = [
             *_gauge(
-                "planner_queue_length", "Solves waiting for a process.", queue_length
+                "planner_queue_length", "Jobs that wait for a process.", queue_length
             )
         ]
-        rows += _gauge("planner_running_solves", "Solver processes at work.", running)
+        rows += _gauge("planner_running_solves", "Running solver processes.", running)
         for metric in self._counters():
             rows += metric.lines()
         rows += self.solve_seconds.lines()
@@ -131,7 +133,6 @@ def _header(name: str, description: str, kind: str) -> Iterator[str]:
 def _braces(labels: tuple[tuple[str, str], ...]) -> str:
     if not labels:
         return ""
-    escaped = (
-        f'{name}="{value}"' for name, value in labels
-    )  # codes and statuses: our own words, nothing to escape
-    return "{" + ",".join(escaped) + "}"
+    # Codes and statuses are identifiers of this program: nothing to escape.
+    pairs = (f'{name}="{value}"' for name, value in labels)
+    return "{" + ",".join(pairs) + "}"

@@ -1,4 +1,4 @@
-"""Layers around every request: an id and a last catch for errors, a limit on the body's size, and HEAD."""
+"""Middleware: request ids, unexpected errors, the size of bodies, and HEAD."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ DEFAULTS = {
     "X-Content-Type-Options": "nosniff",
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'",
 }
-"""Headers of answers that say nothing else: not kept without asking, and no script runs in what a client has sent."""
+"""Headers that a response has unless it sets its own: no caching, and no scripts."""
 PLAUSIBLE_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 class RequestContext:
-    """Give every request an id (the caller's ``X-Request-ID`` if it is plain), and turn what nobody caught into a 500.
+    """Give every request an id, and answer 500 to unexpected exceptions.
 
-    The id stands in the response, in problem documents and in the log, so that a user's report finds its traceback.
-    Locations in headers get the prefix of the reverse proxy, where there is one.
+    The id is the caller's ``X-Request-ID`` if that is plain text. Response, problem
+    document and log have the id, so that a report leads to its traceback. Locations in
+    headers get the prefix of a reverse proxy.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -64,21 +65,19 @@ class RequestContext:
             logger.exception(
                 "request %s: %s %s failed", request_id, scope["method"], scope["path"]
             )
-            if (
-                started
-            ):  # half a response is out: only closing the connection tells the client
+            if started:  # too late for another response: the connection is closed
                 raise
             error = InternalError(
-                f"an unexpected error; the service's log has it under {request_id}.",
-                hint="try again; if it stays, report it with this request_id.",
+                f"an unexpected error; see {request_id} in the service's log.",
+                hint="try again; if it fails again, report it with this request_id.",
             )
             await problem_response(Request(scope), error)(scope, receive, send_with_id)
 
 
 class BodyLimit:
-    """Refuse larger bodies with 413: at once when the length is declared, else as soon as they pass the limit.
+    """Answer 413 to bodies above the limit, by their declared or their received length.
 
-    Compressed ones are refused with 415: how large they are shows only when they are unpacked.
+    Compressed bodies get 415, because their size is not known before decompression.
     """
 
     def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
@@ -136,9 +135,7 @@ class Head:
         answered = asyncio.Event()
 
         async def receive_nothing() -> Message:
-            await (
-                answered.wait()
-            )  # then there is nobody to go on for: streams of events end
+            await answered.wait()  # then event streams end
             return {"type": "http.disconnect"}
 
         async def send_head(message: Message) -> None:
@@ -154,7 +151,7 @@ def _compressed(coding: str) -> MediaTypeError:
     return MediaTypeError(
         f"the body is compressed: {coding!r}.",
         field="Content-Encoding",
-        hint="send it as it is.",
+        hint="send it without compression.",
         headers={"Accept-Encoding": "identity"},
     )
 

@@ -1,4 +1,4 @@
-"""Deletes what has become too old, where the settings say so: at the start, and every hour."""
+"""Deletes old plans, profiles and jobs, at the start and every hour."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ logger = logging.getLogger("planner.api")
 SECONDS_BETWEEN_SWEEPS = 3600.0
 
 
-async def keep_swept(store: Store, settings: Settings, metrics: Metrics) -> None:
-    """Sweep until the task is cancelled; at once over when everything is kept for ever."""
+async def sweep_regularly(store: Store, settings: Settings, metrics: Metrics) -> None:
+    """Sweep until the task is cancelled; return at once if nothing is ever deleted."""
     while settings.keep_plans_days or settings.keep_jobs_days:
         try:
             await asyncio.to_thread(sweep, store, settings, metrics)
-        except sqlite3.Error:  # a full disk, say: the service goes on, /readyz tells, and the next sweep tries again
+        except sqlite3.Error:
+            # For example a full disk: /readyz reports it, and the next sweep tries again.
             logger.exception("the sweep failed")
         await asyncio.sleep(SECONDS_BETWEEN_SWEEPS)
 
 
 def sweep(store: Store, settings: Settings, metrics: Metrics) -> None:
-    """Once."""
+    """Delete what is older than the settings allow."""
     swept = store.sweep(
         plans_before=_limit(settings.keep_plans_days),
         jobs_before=_limit(settings.keep_jobs_days),
@@ -36,7 +37,7 @@ def sweep(store: Store, settings: Settings, metrics: Metrics) -> None:
         metrics.swept.add(rows, table=table)
     if any(asdict(swept).values()):
         logger.info(
-            "too old: %d plans, %d profiles and %d jobs deleted",
+            "deleted %d old plans, %d profiles and %d jobs",
             swept.plans,
             swept.profiles,
             swept.jobs,

@@ -1,4 +1,4 @@
-"""Runs the service until it is told to stop; then ends streams and solvers, and leaves the queue to the next start."""
+"""Runs the service until SIGINT or SIGTERM; queued jobs continue at the next start."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from planner.api.store import Store
 from planner.errors import DocumentError
 
 SHUTDOWN_SECONDS = 10
-"""Requests under way may take so long to end."""
+"""Running requests have this long to finish."""
 
 
 class PlannerServer(uvicorn.Server):
-    """uvicorn, which waits for open connections before it tells the application to stop; ours must be told first.
+    """A uvicorn server that stops the jobs before it waits for open connections.
 
-    Else event streams and clients that wait for a plan would hold up every stop.
+    Otherwise event streams and clients that wait for a plan would delay every stop.
     """
 
     def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
@@ -38,7 +38,7 @@ class PlannerServer(uvicorn.Server):
 
 
 def server_of(settings: Settings, app: FastAPI | None = None) -> PlannerServer:
-    """A server that is not running yet."""
+    """A server that has not been started."""
     app = app or create_app(settings)
     config = uvicorn.Config(
         app,
@@ -55,13 +55,13 @@ def serve(settings: Settings) -> None:
     """Serve until SIGINT or SIGTERM.
 
     Raises:
-        DocumentError: the database cannot be used, or others could reach the service and there are no keys.
+        DocumentError: the database cannot be used, or other machines can reach the
+            service and there are no API keys.
         RunError: another service uses the database.
     """
     check_reach(settings)
-    Store(
-        settings.database
-    ).close()  # here, because uvicorn would log a failed start as a traceback
+    # Opened here first, because uvicorn would log a failure as a traceback.
+    Store(settings.database).close()
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -69,10 +69,11 @@ def serve(settings: Settings) -> None:
 
 
 def check_reach(settings: Settings) -> None:
-    """Refuse to listen for other machines without API keys, unless that is wanted.
+    """Refuse to listen for other machines without API keys, unless the settings allow it.
 
     Raises:
-        DocumentError: nobody said that it is, or the keys cannot be read.
+        DocumentError: there are no keys and `without_keys` is not set, or the keys cannot
+            be read.
     """
     if (
         settings.without_keys
@@ -81,8 +82,8 @@ def check_reach(settings: Settings) -> None:
     ):
         return
     raise DocumentError(
-        f"{settings.host!r} can be reached by other machines, and there are no API keys.",
+        f"other machines can reach {settings.host!r}, and there are no API keys.",
         field="host",
-        hint="make a key with `planner serve --make-key plan` and set keys_file; or set without_keys, and let whoever "
-        "reaches the port plan, cancel and delete.",
+        hint="make a key with `planner serve --make-key plan` and set keys_file; "
+        "or set without_keys to let everyone plan, cancel and delete.",
     )

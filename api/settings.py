@@ -21,7 +21,10 @@ GIBIBYTE = 1 << 30
 
 
 class Settings(BaseModel):
-    """How the service runs. Every field is also an environment variable: ``PLANNER_PORT``, ``PLANNER_DATABASE`` ..."""
+    """Settings of the service.
+
+    Every field is also an environment variable: ``PLANNER_PORT``, ``PLANNER_DATABASE``.
+    """
 
     model_config = ConfigDict(
         extra="forbid",
@@ -36,47 +39,47 @@ class Settings(BaseModel):
     port: int = Field(default=8000, ge=0, le=65535)
     """0: any free port."""
     root_path: str = Field(default="", pattern=r"^(/[\w.~-]+)*$")
-    """Prefix under which a reverse proxy serves the service, and which it strips, such as ``/planner``."""
+    """Path prefix that a reverse proxy adds and strips, such as ``/planner``."""
     keys_file: str = ""
-    """File of API keys, one ``NAME SCOPE SHA256`` per line; empty: none. See `planner serve --make-key`."""
+    """File of API keys, one ``NAME SCOPE SHA256`` per line (`planner serve --make-key`)."""
     keys: str = ""
-    """Further API keys, as the lines of such a file; for secrets that come as environment variables."""
+    """More API keys, as lines of such a file; for secrets in environment variables."""
     without_keys: bool = False
-    """Listen on other interfaces than loopback though there are no keys: whoever reaches the port may do everything."""
+    """Allow access from other machines without API keys."""
     allowed_hosts: str = ""
-    """Names that the service goes by besides addresses and `localhost`, comma-separated; ``*.example.org``: all below.
-    Empty: none on loopback without keys, else any."""
+    """Host names of the service besides addresses and `localhost`, comma-separated;
+    ``*.example.org`` for subdomains. Empty: none on loopback without keys, else any."""
     database: Path = Path("planner.db")
-    """SQLite file of plans, profiles and jobs; made when absent."""
+    """SQLite file of plans, profiles and jobs; created if missing."""
     keep_plans_days: float = Field(default=0.0, ge=0)
-    """Plans, and profiles that no plan needs, are deleted when they are older; those with measured runs never.
-    0: kept for ever."""
+    """Age in days at which plans without measured runs, and unused profiles, are deleted;
+    0: never."""
     keep_jobs_days: float = Field(default=0.0, ge=0)
-    """Jobs are deleted when they ended so long ago. 0: kept for ever."""
+    """Days after which finished jobs are deleted; 0: never."""
     max_body_bytes: int = Field(default=32 * MEBIBYTE, ge=1024)
-    """Largest request body."""
+    """Largest request body, in bytes."""
     max_layers: int = Field(default=10_000, ge=1)
-    """Most layers of a profile."""
+    """Largest number of layers of a profile."""
     max_devices: int = Field(default=131_072, ge=1)
-    """Most devices of a cluster."""
+    """Largest number of devices of a cluster."""
     max_solver_seconds: float = Field(default=600.0, gt=0)
-    """Highest `options.time_limit_seconds` that a request may ask for; predictions end by then too."""
+    """Largest `options.time_limit_seconds` of a request, in seconds; limits predictions too."""
     solver_grace_seconds: float = Field(default=30.0, ge=0)
-    """A solver that overruns its time limit by more is killed."""
+    """Seconds after its time limit at which a solver is killed."""
     max_solver_bytes: int = Field(default=8 * GIBIBYTE, ge=GIBIBYTE)
-    """Address space of one solver process; one that needs more fails alone, and the machine goes on."""
+    """Largest address space of one solver process, in bytes."""
     concurrency: int = Field(default_factory=available_cores, ge=1)
-    """Solver processes at the same time."""
+    """Number of solver processes that run at the same time."""
     spare_solvers: int = Field(default=1, ge=0)
-    """Idle solver processes kept ready, so that a request need not wait for their imports."""
+    """Number of idle solver processes, which have done their slow imports."""
     queue_length: int = Field(default=32, ge=0)
-    """Solves that may wait for a process; more are answered 429."""
+    """Number of jobs that may wait for a process; further requests get 429."""
     max_jobs_per_client: int = Field(default=16, ge=0)
-    """Solves of one key, or without keys of one address, that may run or wait; more are answered 429. 0: any number."""
+    """Jobs that one key, or one address without keys, may have; 0: any number."""
     default_wait_seconds: float = Field(default=5.0, ge=0)
-    """How long POST /v1/plans waits for the plan when the client does not say (``Prefer: wait=N``)."""
+    """Seconds that POST /v1/plans waits for the plan without ``Prefer: wait=N``."""
     max_wait_seconds: float = Field(default=60.0, ge=0)
-    """Longest wait that a client may ask for."""
+    """Longest wait that a client may request, in seconds."""
 
 
 def load_settings(
@@ -85,7 +88,12 @@ def load_settings(
     config: str | Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Settings:
-    """Settings from all sources; `overrides` (the command line; None values are absent) win.
+    """Settings from all sources.
+
+    Args:
+        overrides: from the command line; they have priority, and None is not set.
+        config: path of a TOML file.
+        environment: None: that of this process.
 
     Raises:
         DocumentError: a value is wrong, a file cannot be read, or a name is unknown; the field names its source.
@@ -123,13 +131,13 @@ def _from_file(path: Path) -> dict[str, tuple[Any, str]]:
         ) from None
     except ValueError as error:
         raise DocumentError(
-            f"is not valid TOML: {error}.", field=str(path), hint="hint the file."
+            f"is not valid TOML: {error}.", field=str(path), hint="correct the file."
         ) from None
     return {name: (value, f"{path}: {name}") for name, value in values.items()}
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
-    """Only the names of settings: others that start so belong to the command line or to Kubernetes."""
+    """Variables of settings; others with the prefix belong to commands or Kubernetes."""
     found = {}
     for name in Settings.model_fields:
         variable = ENVIRONMENT_PREFIX + name.upper()
@@ -142,5 +150,8 @@ def _with_source(problem: Problem, merged: Mapping[str, tuple[Any, str]]) -> Pro
     value, source = merged.get(problem.field, (None, ""))
     hint = problem.hint
     if isinstance(value, str) and value.startswith("tcp://"):
-        hint = "Kubernetes sets this variable for a Service named planner; set enableServiceLinks: false, or rename it."
+        hint = (
+            "Kubernetes sets this variable for a Service named planner; "
+            "set enableServiceLinks: false, or rename the Service."
+        )
     return replace(problem, field=source or problem.field, hint=hint)

@@ -1,14 +1,14 @@
-"""One solve in a process of its own, because only a process can be stopped for certain.
+"""Runs one search in a process of its own, because only a process can always be stopped.
 
-CP-SAT may overrun its time limit, and nothing may be raised inside its callbacks; killing the process always works, and
-a crash takes one job with it, not the service. A process is spawned (not forked: the service has threads), imports the
-search, answers one task, and ends.
+CP-SAT may exceed its time limit, and its callbacks must not raise. Killing the process
+always works, and a crash ends one job instead of the service. A process is spawned (not
+forked, because the service has threads), imports the search, answers one task, and exits.
 
     parent                        child (`_serve_one`)
       Process.start()      ->       import the search
       send(task)           ->       work(task, report)
       messages()           <-       Ready, Reported ... Reported, then Answered | Refused | Crashed
-      kill()                        (or the pipe ends: the process died)
+      kill()                        (or end of file: the process died)
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from planner.errors import PlannerError
 from planner.spec import Cluster, Job, ModelProfile, Plan, PlanRequest, PredictionLayout
 
 SECONDS_BETWEEN_REPORTS = 0.25
-"""A better plan is reported at once, other progress no more often than this."""
+"""Better plans are reported at once, other progress at this interval."""
 START_SECONDS = 60.0
-"""A process that has not imported the search by then will not."""
+"""A process must have imported the search by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class PlanTask:
 
 @dataclass(frozen=True, slots=True)
 class PredictTask:
-    """Price one layout."""
+    """Predict one layout."""
 
     profile: ModelProfile
     cluster: Cluster
@@ -62,12 +62,12 @@ Task = PlanTask | PredictTask
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The process has its imports, and starts on its task."""
+    """The process has imported the search and starts its task."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """Progress of the search; None stands for a number that is not known yet."""
+    """Progress of the search; None for a number that is not known yet."""
 
     layouts_considered: int
     layouts_done: int
@@ -76,7 +76,7 @@ class Reported:
     gap: float | None
     elapsed_seconds: float
     improved: bool
-    """The incumbent is new."""
+    """Whether the incumbent is new."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +88,14 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The planner cannot answer, for a reason that the client can fix."""
+    """The planner refused the task, for a reason that the client can fix."""
 
     error: PlannerError
 
 
 @dataclass(frozen=True, slots=True)
 class Crashed:
-    """A mistake of the planner itself: the traceback, for the log."""
+    """A bug in the planner, with the traceback for the log."""
 
     traceback: str
 
@@ -104,18 +104,18 @@ Message = Ready | Reported | Answered | Refused | Crashed
 
 
 class Work(Protocol):
-    """What a solver process does; must be importable by the child (spawned processes get it by name)."""
+    """What a solver process runs; spawned processes import it by name."""
 
     def prepare(self) -> None:
-        """Import what is slow to import."""
+        """Do slow imports."""
 
     def __call__(self, task: Task, report: Callable[[Any], None]) -> Answer:
-        """Do one task; `report` takes each `planner.search.Progress`."""
+        """Do one task; `report` is called with every `planner.search.Progress`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """The real work: `planner.search`, and no plan without the independent check of `planner.validate`."""
+    """Search with `planner.search`, and check every plan with `planner.validate`."""
 
     def prepare(self) -> None:
         """Import the search, and OR-Tools with it."""
@@ -144,46 +144,47 @@ def _check(plan: Plan, profile: ModelProfile) -> None:
     found = check(plan, profile)
     if not found.ok:
         raise SolverError(
-            f"the plan did not pass the check, which shares no code with the search: {'; '.join(found.problems)}.",
-            hint="report it, with the request.",
+            f"the plan failed the independent check: {'; '.join(found.problems)}.",
+            hint="report this error with the request.",
         )
 
 
 class SolverProcess:
-    """The parent's side of one solver process. `kill` may be called from any thread."""
+    """One solver process, as its parent sees it. `kill` may be called from any thread."""
 
     def __init__(self, work: Work, memory_bytes: int) -> None:
         context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        arguments = (theirs, work, memory_bytes)
+        self._connection, child_end = context.Pipe()
+        arguments = (child_end, work, memory_bytes)
         self._process = context.Process(
             target=_serve_one, args=arguments, daemon=True, name="planner-solver"
         )
         self._process.start()
-        theirs.close()
+        child_end.close()
 
     @property
     def alive(self) -> bool:
-        """The process can take its task."""
+        """Whether the process can receive its task."""
         return self._process.is_alive()
 
     @property
     def exit_code(self) -> int | None:
-        """None while the process runs; negative: the signal that ended it."""
+        """Exit code; None while the process runs, negative for a signal."""
         return self._process.exitcode
 
     def send(self, task: Task) -> None:
-        """Hand over the task. A process that died meanwhile shows as an end of `messages`."""
+        """Send the task. If the process has died, `messages` ends at once."""
         try:
             self._connection.send(task)
         except OSError:
             self.kill()
 
     def messages(self, seconds: float) -> Iterator[Message]:
-        """What the process says, until it ends.
+        """The messages of the process until it exits.
 
         Raises:
-            TimeoutError: the process still runs `seconds` after it was ready, or does not get ready.
+            TimeoutError: the process does not become ready, or still runs `seconds` after
+                it was ready.
         """
         deadline = time.monotonic() + START_SECONDS
         while True:
@@ -201,11 +202,11 @@ class SolverProcess:
             yield message
 
     def kill(self) -> None:
-        """End the process now."""
+        """Kill the process."""
         self._process.kill()
 
     def close(self) -> None:
-        """End the process and free what belongs to it."""
+        """Kill the process and free its resources."""
         self._process.kill()
         self._process.join()
         self._process.close()
@@ -213,18 +214,17 @@ class SolverProcess:
 
 
 def _serve_one(connection: Connection, work: Work, memory_bytes: int) -> None:
-    """What the child runs."""
+    """The main function of the child process."""
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches all processes of a terminal; the service decides
+    # Ctrl-C reaches all processes of a terminal; only the service handles it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         work.prepare()
         connection.send(Ready())
         connection.send(_answer(work, connection.recv(), connection))
     except (EOFError, BrokenPipeError):
-        return  # the service ended before there was a task, or does not want the answer any more
+        return  # the service ended, or does not need the answer any more
     except Exception:
         connection.send(Crashed(traceback.format_exc()))
 
@@ -237,14 +237,14 @@ def _answer(work: Work, task: Task, connection: Connection) -> Answered | Refuse
     except MemoryError:
         return Refused(
             SolverError(
-                "the solver needs more memory than it may use.",
-                hint="constrain the job further, or raise max_solver_bytes of the service.",
+                "the solver exceeded its memory limit.",
+                hint="add constraints, or raise max_solver_bytes of the service.",
             )
         )
 
 
 class _Reporter:
-    """Sends progress to the parent, not too often."""
+    """Sends progress to the parent at a limited rate."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -252,16 +252,12 @@ class _Reporter:
         self._next = 0.0
 
     def __call__(self, progress: Any) -> None:
-        moment, improved = (
-            time.monotonic(),
-            progress.incumbent_seconds != self._incumbent,
-        )
+        moment = time.monotonic()
+        improved = progress.incumbent_seconds != self._incumbent
         if not improved and moment < self._next:
             return
-        self._incumbent, self._next = (
-            progress.incumbent_seconds,
-            moment + SECONDS_BETWEEN_REPORTS,
-        )
+        self._incumbent = progress.incumbent_seconds
+        self._next = moment + SECONDS_BETWEEN_REPORTS
         self._connection.send(
             Reported(
                 layouts_considered=progress.layouts_considered,

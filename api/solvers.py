@@ -1,4 +1,4 @@
-"""The solver processes of the service: at most `concurrency` at work, at most `queue_length` tasks waiting."""
+"""The queue of solver processes: at most `concurrency` run and `queue_length` wait."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ProgressHandler = Callable[[Reported], None]
 
 
 class Ticket:
-    """A task's way to its end: cancel it before or while it runs, from any thread."""
+    """Handle of an admitted task, which cancels the task from any thread."""
 
     def __init__(self, client: str = "") -> None:
         self.client = client
@@ -44,24 +44,24 @@ class Ticket:
         self._process: SolverProcess | None = None
         self.cancelled = False
         self.running = False
-        """Its turn has come."""
+        """Whether the task has started."""
 
     def cancel(self) -> None:
-        """Stop the task; harmless when it has ended."""
+        """Stop the task; does nothing if the task has ended."""
         with self._lock:
             self.cancelled = True
             if self._process is not None:
                 self._process.kill()
 
     def attach(self, process: SolverProcess) -> None:
-        """The task runs in `process` from now on."""
+        """Note the process that runs the task."""
         with self._lock:
             self._process = process
             if self.cancelled:
                 process.kill()
 
     def detach(self) -> None:
-        """The process is not the task's any more."""
+        """Forget the process of the task."""
         with self._lock:
             self._process = None
 
@@ -83,32 +83,36 @@ class Solvers:
 
     @property
     def waiting(self) -> int:
-        """Admitted tasks whose turn has not come."""
+        """Number of admitted tasks that have not started."""
         return len(self._admitted) - self.running
 
     @property
-    def has_room(self) -> bool:
-        """Another task may wait, or start at once."""
+    def has_capacity(self) -> bool:
+        """Whether another task may be admitted."""
         return (
             len(self._admitted)
             < self._settings.concurrency + self._settings.queue_length
         )
 
     def admit(self, client: str, *, beyond_limit: bool = False) -> Ticket:
-        """Let a client's task into the queue; it must be `run` then. Without a name it counts for nobody.
+        """Add a task to the queue; the caller must then `run` the task.
+
+        Args:
+            client: whose share the task counts for; empty: nobody's.
+            beyond_limit: admit the task even if the queue is full.
 
         Raises:
-            QueueFullError: no more tasks may wait.
-            TooManyJobsError: the client has as many as one may have.
+            QueueFullError: the queue is full.
+            TooManyJobsError: the client has too many tasks.
             NotReadyError: the service is stopping.
         """
         if self._stopping:
             raise NotReadyError(
                 "the service is stopping.",
-                hint="ask again in a moment.",
+                hint="try again in a moment.",
                 retry_after_seconds=1,
             )
-        if not beyond_limit and not self.has_room:
+        if not beyond_limit and not self.has_capacity:
             raise self._full()
         if client:
             self._check_share(client)
@@ -117,7 +121,7 @@ class Solvers:
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Stop a task; one whose turn has not come makes room for another at once. Harmless when it has ended."""
+        """Stop a task. A task that has not started leaves the queue at once."""
         ticket.cancel()
         if not ticket.running:
             self._admitted.discard(ticket)
@@ -130,14 +134,20 @@ class Solvers:
         seconds: float,
         on_progress: ProgressHandler,
     ) -> Answer | None:
-        """Do an admitted task when its turn comes, within `seconds` of work; None when it was cancelled.
+        """Run an admitted task as soon as a process is free.
 
-        `make_task` is called in a thread when the turn has come, and may give up by returning None; `on_progress` is
-        called in that thread too.
+        Args:
+            ticket: of the task.
+            make_task: is called in a thread when the task starts; None cancels the task.
+            seconds: time limit, without the time in the queue.
+            on_progress: is called in the same thread.
+
+        Returns:
+            The answer; None if the task was cancelled.
 
         Raises:
             PlannerError: the planner refused the task.
-            SolverError: the process crashed, died or overran `seconds`.
+            SolverError: the process crashed, died or timed out.
         """
         try:
             async with self._slots:
@@ -156,7 +166,7 @@ class Solvers:
             self._admitted.discard(ticket)
 
     def warm_up(self) -> None:
-        """Have processes ready, so that the next tasks need not wait for their imports."""
+        """Start the idle processes that the settings ask for."""
         with self._lock:
             while (
                 len(self._spares) < self._settings.spare_solvers and not self._stopping
@@ -166,7 +176,7 @@ class Solvers:
                 )
 
     async def stop(self) -> None:
-        """Kill every process and wait for its thread; waiting tasks give up."""
+        """Kill every process and wait for its thread; cancel waiting tasks."""
         with self._lock:
             self._stopping = True
             spares, self._spares = self._spares, []
@@ -181,8 +191,8 @@ class Solvers:
         own = sum(ticket.client == client for ticket in self._admitted)
         if most and own >= most:
             raise TooManyJobsError(
-                f"{client} has {own} solves that run or wait.",
-                hint="wait until one has ended, or cancel one: DELETE /v1/jobs/{id}.",
+                f"{client} has {own} queued or running jobs.",
+                hint="wait until one has finished, or cancel one: DELETE /v1/jobs/{id}.",
                 limits={"max_jobs_per_client": most},
                 retry_after_seconds=self._mean_seconds(),
             )
@@ -192,7 +202,7 @@ class Solvers:
 
     def _full(self) -> QueueFullError:
         return QueueFullError(
-            f"{self.running} solves run and {self.waiting} wait.",
+            f"{self.running} jobs are running and {self.waiting} are waiting.",
             hint="try again later, or raise queue_length or concurrency of the service.",
             limits={
                 "queue_length": self._settings.queue_length,
@@ -252,7 +262,7 @@ class Solvers:
                         logger.error("solver crashed:\n%s", trace)
                         raise _crashed()
         except TimeoutError:
-            raise _overran(seconds) from None
+            raise _timed_out(seconds) from None
         if ticket.cancelled:
             return None
         raise _died(process.exit_code)
@@ -260,21 +270,21 @@ class Solvers:
 
 def _crashed() -> PlannerError:
     return SolverError(
-        "the solver met an unexpected error; the service's log has it.",
-        hint="report it.",
+        "an unexpected error in the solver; the service's log has the traceback.",
+        hint="report this error.",
     )
 
 
-def _overran(seconds: float) -> PlannerError:
+def _timed_out(seconds: float) -> PlannerError:
     return SolverError(
-        f"the solver did not end within {seconds:g} seconds and was stopped.",
+        f"the solver did not finish within {seconds:g} s and was stopped.",
         field="options.time_limit_seconds",
-        hint="constrain the job further, or ask for a smaller cluster or profile.",
+        hint="add constraints, or send a smaller cluster or profile.",
     )
 
 
 def _died(exit_code: int | None) -> PlannerError:
     return SolverError(
-        f"the solver process ended with code {exit_code} and no answer (out of memory?).",
-        hint="constrain the job further, or give the service more memory.",
+        f"the solver process exited with code {exit_code}, perhaps out of memory.",
+        hint="add constraints, or give the service more memory.",
     )

@@ -1,9 +1,11 @@
-"""Profiles, plans, jobs, their events and measured runs in one SQLite file (WAL; ``VACUUM INTO`` makes a backup).
+"""Profiles, plans, jobs, events and measured runs in one SQLite file.
 
-One service owns the file, and holds a lock beside it while it runs; so a job that is still `running` when the service
-starts belongs to a dead process, and is queued again (at least once: solves are pure).
+The file is in WAL mode; ``VACUUM INTO`` makes a backup. A service locks the file while it
+runs. A job that is `running` when the service starts therefore belongs to a dead process
+and is queued again.
 
-All changes of a job's status are compare-and-set: whoever ends a job first (solver, client, shutdown) wins.
+The status of a job changes by compare-and-set: the first of solver, client and shutdown
+to finish a job decides its status.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from planner.errors import DocumentError, RunError
 
 SCHEMA_VERSION = 1
 LARGEST_INTEGER = 2**63 - 1
-"""Of SQLite."""
+"""Largest integer of SQLite."""
 SCHEMA = """
 CREATE TABLE schema_version (version INTEGER NOT NULL);
 CREATE TABLE profiles (
@@ -64,13 +66,14 @@ class PlanRow:
     devices: int
     step_seconds: float | None
     final: bool
-    """False: no plan was found in time, but there may be one; the next request solves again."""
+    """False: the search ended without proof that no layout fits, and is repeated."""
     created_at: str
 
 
 @dataclass(frozen=True, slots=True)
 class JobRow:
-    """A solve. `request` is the `PlanRequest` without its profile, as JSON; `progress` and `problem` are JSON."""
+    """A job. `request` is the `PlanRequest` without its profile, as JSON; `progress` and
+    `problem` are JSON too."""
 
     id: str
     plan_id: str
@@ -86,13 +89,13 @@ class JobRow:
 
     @property
     def finished(self) -> bool:
-        """No more events will come."""
+        """Whether the job has its last event."""
         return self.status in FINISHED
 
 
 @dataclass(frozen=True, slots=True)
 class EventRow:
-    """Something that happened to a job; `data` is JSON."""
+    """An event of a job; `data` is JSON."""
 
     number: int
     name: str
@@ -111,7 +114,7 @@ class MeasurementRow:
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """How many rows were too old."""
+    """Numbers of deleted rows."""
 
     plans: int
     profiles: int
@@ -125,7 +128,7 @@ Row = TypeVar("Row", PlanRow, JobRow, EventRow, MeasurementRow)
 
 
 class Store:
-    """The database. Thread-safe: one connection, one lock; every method is one short transaction."""
+    """The database. Thread-safe: one connection, one lock, one transaction per method."""
 
     def __init__(self, path: Path) -> None:
         self._lock = threading.RLock()
@@ -144,26 +147,26 @@ class Store:
             raise _unusable(path, error) from None
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close and unlock the file."""
         with self._lock:
             self._connection.close()
             self._owner.close()
 
     def check_writable(self) -> None:
-        """Raise `sqlite3.Error` unless a transaction can be written."""
+        """Raise `sqlite3.Error` if the database cannot be written."""
         with self._transaction():
             self._run("UPDATE schema_version SET version = version")
 
     # Profiles
 
     def add_profile(self, profile_id: str, document: str) -> bool:
-        """Store a profile; False when it is already there."""
+        """Store a profile; False if it is stored already."""
         sql = "INSERT INTO profiles VALUES (?, ?, ?) ON CONFLICT DO NOTHING"
         with self._transaction():
             return self._run(sql, profile_id, document, now()).rowcount > 0
 
     def touch_profile(self, profile_id: str) -> bool:
-        """Is the profile there? Then it is as young as a new one, lest it be deleted before its job is there."""
+        """Whether the profile is stored; renews its age, so that no sweep deletes it now."""
         with self._transaction():
             return (
                 self._run(
@@ -202,7 +205,7 @@ class Store:
     def add_job(
         self, job_id: str, *, plan_id: str, profile_id: str, request: str
     ) -> None:
-        """Queue a solve; the caller has seen that no other job of this plan is active."""
+        """Queue a job. The caller has checked that the plan has no active job."""
         sql = "INSERT INTO jobs (id, plan_id, profile_id, request, status, created_at) VALUES (?, ?, ?, ?, 'queued', ?)"
         with self._transaction():
             self._run(sql, job_id, plan_id, profile_id, request, now())
@@ -223,7 +226,7 @@ class Store:
         return rows[0] if rows else None
 
     def start_job(self, job_id: str) -> bool:
-        """queued -> running; False when it is not queued any more."""
+        """queued -> running; False if the job is not queued."""
         sql = "UPDATE jobs SET status = 'running', attempts = attempts + 1, started_at = ? "
         with self._transaction():
             started = (
@@ -237,14 +240,14 @@ class Store:
             return started
 
     def progress(self, job_id: str, event: str, progress: str) -> None:
-        """Note how far a running job is."""
+        """Store the progress of a running job."""
         sql = "UPDATE jobs SET progress = ? WHERE id = ? AND status = 'running'"
         with self._transaction():
             if self._run(sql, progress, job_id).rowcount:
                 self._add_event(job_id, event, progress)
 
     def finish_with_result(self, job: JobRow, plan: PlanRow, document: str) -> bool:
-        """running -> succeeded or infeasible, and store the result; False when the job has ended otherwise."""
+        """running -> succeeded or infeasible, with the result; False if the job has ended."""
         with self._transaction():
             if not self._finish(job.id, plan.status, None):
                 return False
@@ -266,12 +269,17 @@ class Store:
         status: Literal["failed", "cancelled"],
         problem: str | None = None,
     ) -> bool:
-        """queued or running -> failed or cancelled; False when it has ended already."""
+        """queued or running -> failed or cancelled; False if the job has ended."""
         with self._transaction():
             return self._finish(job_id, status, problem)
 
     def requeue(self, job_id: str, *, uncounted: bool = False) -> None:
-        """running -> queued: its solver ended with the service; uncounted: in good order, so it is no attempt."""
+        """running -> queued, because the service stopped.
+
+        Args:
+            job_id: of the job.
+            uncounted: do not count the attempt, because the stop was orderly.
+        """
         sql = (
             "UPDATE jobs SET status = 'queued', started_at = NULL, progress = NULL, attempts = attempts - ? "
             "WHERE id = ? AND status = 'running'"
@@ -281,14 +289,14 @@ class Store:
                 self._add_event(job_id, "queued", "{}")
 
     def unfinished_jobs(self) -> list[JobRow]:
-        """Jobs to take up again at the start, oldest first."""
+        """Queued and running jobs, oldest first."""
         return self._rows(
             JobRow,
             "FROM jobs WHERE status IN ('queued', 'running') ORDER BY created_at, rowid",
         )
 
     def events(self, job_id: str, *, after: int) -> list[EventRow]:
-        """Events of a job past number `after`."""
+        """Events of a job after number `after`."""
         return self._rows(
             EventRow,
             "FROM events WHERE job_id = ? AND number > ? ORDER BY number",
@@ -326,7 +334,7 @@ class Store:
         )
 
     def measured_plans(self) -> Iterator[tuple[int, str, str]]:
-        """Number of every measured run, its plan's document and its own, oldest first."""
+        """Number, plan document and run document of every measured run, oldest first."""
         columns = "SELECT measurements.id, plans.document, measurements.document FROM measurements"
         yield from self._run(
             f"{columns} JOIN plans ON plans.id = measurements.plan_id ORDER BY measurements.id"
@@ -335,14 +343,19 @@ class Store:
     # Deletion
 
     def delete_plan(self, plan_id: str) -> bool:
-        """Delete a plan with its measured runs and ended jobs; False when there is none."""
+        """Delete a plan with its measured runs and finished jobs; False if there is none."""
         with self._transaction():
             self._run("DELETE FROM measurements WHERE plan_id = ?", plan_id)
             return self._delete_plans("id = ?", plan_id) > 0
 
     def sweep(self, *, plans_before: str | None, jobs_before: str | None) -> Swept:
-        """Delete what is older than these moments (None: nothing is): plans that have no measured run, profiles that
-        neither a plan nor an active job needs, and jobs that had ended by then."""
+        """Delete old rows.
+
+        Args:
+            plans_before: time before which plans without measured runs, and profiles
+                without plans and active jobs, are deleted; None: never.
+            jobs_before: time before which finished jobs are deleted; None: never.
+        """
         plans = profiles = jobs = 0
         with self._transaction():
             if plans_before is not None:
@@ -360,10 +373,10 @@ class Store:
                 jobs = self._delete_jobs("finished_at < ?", jobs_before)
         return Swept(plans, profiles, jobs)
 
-    # Within
+    # Private
 
     def _delete_plans(self, condition: str, value: str) -> int:
-        """With their ended jobs; an active one will store the plan anew."""
+        """Delete plans with their finished jobs; an active job stores its plan again."""
         self._delete_jobs(
             f"finished_at IS NOT NULL AND plan_id IN (SELECT id FROM plans WHERE {condition})",
             value,
@@ -371,7 +384,7 @@ class Store:
         return self._run(f"DELETE FROM plans WHERE {condition}", value).rowcount
 
     def _delete_jobs(self, condition: str, value: str) -> int:
-        """With their events."""
+        """Delete jobs with their events."""
         self._run(
             f"DELETE FROM events WHERE job_id IN (SELECT id FROM jobs WHERE {condition})",
             value,
@@ -392,9 +405,9 @@ class Store:
         if version != SCHEMA_VERSION:
             self.close()
             raise DocumentError(
-                f"has schema version {version}, this planner writes {SCHEMA_VERSION}.",
+                f"has schema version {version}, but this planner needs {SCHEMA_VERSION}.",
                 field=str(path),
-                hint="start the planner that wrote it, or give another path.",
+                hint="use the planner that wrote the file, or give another path.",
             )
 
     def _finish(self, job_id: str, status: str, problem: str | None) -> bool:
@@ -433,20 +446,19 @@ class Store:
                 yield
                 self._run("COMMIT")
             except BaseException:
-                if (
-                    self._connection.in_transaction
-                ):  # on a full disk SQLite has rolled back by itself
+                # On a full disk SQLite has rolled back already.
+                if self._connection.in_transaction:
                     self._run("ROLLBACK")
                 raise
 
 
 def now() -> str:
-    """This moment, RFC 3339, UTC."""
+    """The current time, RFC 3339, UTC."""
     return days_ago(0)
 
 
 def days_ago(days: float) -> str:
-    """A moment in the past, written like `now`: texts are ordered as their moments are."""
+    """A time in the past in the format of `now`, which sorts by time."""
     moment = datetime.now(UTC) - timedelta(days=days)
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
@@ -460,7 +472,7 @@ def _unusable(path: Path, error: sqlite3.Error) -> DocumentError:
 
 
 def _own(path: Path) -> Any:
-    """Lock ``<path>.lock`` until it is closed; the system lets it go when the process dies, however it dies."""
+    """Lock ``<path>.lock``; the system unlocks it when the process ends."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.with_name(path.name + ".lock").open("w")

@@ -1,4 +1,4 @@
-"""The predicted timeline of a plan: its schedule, simulated with the durations that the cost model gives its stages."""
+"""The predicted timeline of a plan: its schedule, simulated with predicted durations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def predicted_timeline(plan: Plan, profile: ModelProfile) -> Timeline:
-    """One training step of the plan, rank by rank."""
+    """One predicted training step of the plan, by pipeline rank."""
     from planner.cost import stage_durations, stage_schedule, stage_tails
     from planner.schedule import simulate
     from planner.schedule.timeline import EventKind, from_simulation

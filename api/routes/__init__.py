@@ -1,1 +1,1 @@
-"""Endpoints, one noun per file."""
+"""The endpoints of the service, one resource per file."""

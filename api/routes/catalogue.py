@@ -1,4 +1,4 @@
-"""Catalogues: models, devices, and the schemas of all documents."""
+"""Catalogues of models and devices, and the schemas of all documents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ router = APIRouter(prefix="/v1", tags=["catalogue"])
 
 
 class ModelView(Document):
-    """A model that plans can be asked for by name."""
+    """A catalogue model."""
 
     name: str
     family: str
@@ -33,7 +33,7 @@ class ModelList(Document):
 
 
 class DeviceView(Document):
-    """A device that clusters can name, and the node that it usually stands in."""
+    """A catalogue device and its usual node."""
 
     id: str
     vendor: str
@@ -53,13 +53,13 @@ class DeviceList(Document):
 
 @router.get("/models")
 def list_models() -> ModelList:
-    """Models that plans can be asked for by name."""
+    """List the catalogue models, smallest first."""
     return ModelList(models=tuple(map(_model_view, names())))
 
 
 @router.get("/devices")
 def list_devices() -> DeviceList:
-    """Devices that clusters can name."""
+    """List the catalogue devices."""
     return DeviceList(
         devices=tuple(_device_view(device) for device in catalogue().values())
     )
@@ -67,7 +67,7 @@ def list_devices() -> DeviceList:
 
 @router.get("/schemas/{name}")
 def get_schema(name: str) -> dict[str, Any]:
-    """JSON Schema of a document."""
+    """Return the JSON Schema of a document."""
     kind = SCHEMAS.get(name)
     if kind is None:
         raise NotFoundError(

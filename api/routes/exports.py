@@ -1,4 +1,4 @@
-"""Exports: a plan written for another runtime or launcher."""
+"""Exports: a plan in the format of another framework or launcher."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from planner.spec import Document
 router = APIRouter(tags=["exports"])
 
 WARNINGS = "Export-Warnings"
-"""Header with what the target does otherwise than the plan says."""
+"""Header with the differences between the target and the plan."""
 _DOWNLOAD: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The plan in the target's own format.",
@@ -35,8 +35,9 @@ _DOWNLOAD: dict[int | str, dict[str, Any]] = {
                 "schema": {"type": "string"},
             },
             WARNINGS: {
-                "description": "What the target does otherwise than the plan says: a list (RFC 9651) of strings, one "
-                "per sentence; a sentence with other characters than ASCII is a display string. Absent: nothing.",
+                "description": "Differences between the target and the plan: a list of "
+                "strings (RFC 9651), one per sentence; with characters outside ASCII, "
+                "display strings. Absent if there are none.",
                 "schema": {"type": "string"},
             },
         },
@@ -46,15 +47,15 @@ _DOWNLOAD: dict[int | str, dict[str, Any]] = {
 
 
 class ExportTarget(Document):
-    """What plans can be written for."""
+    """A framework or launcher that plans can be exported for."""
 
     name: str
-    """Last segment of the export's path."""
+    """Last segment of the path of the export."""
     title: str
     version: str
-    """Of the runtime, against whose source or documentation the names in the text were checked."""
+    """Version of the framework that the names in the text were checked against."""
     suffix: str
-    """Of the file, with its dot."""
+    """Suffix of the file, with its dot."""
     media_type: str
 
 
@@ -66,7 +67,7 @@ class ExportTargets(Document):
 
 @router.get("/v1/exports")
 def list_exports() -> ExportTargets:
-    """Runtimes and launchers that plans can be written for."""
+    """List the frameworks and launchers that plans can be exported for."""
     return ExportTargets(exports=tuple(map(_listed, TARGETS.values())))
 
 
@@ -74,7 +75,7 @@ def list_exports() -> ExportTargets:
     "/v1/plans/{plan_id}/exports/{target}", response_class=Response, responses=_DOWNLOAD
 )
 def get_export(target: str, request: Request, result: ResultDependency) -> Response:
-    """The plan, written for a target, as a file to store; 422 where the target cannot do what the plan says."""
+    """Return a plan in the format of a target; 422 if the target cannot run the plan."""
     known = _target(target)
     plan = result.plan()
     export = known.write(plan)
@@ -90,8 +91,11 @@ def get_export(target: str, request: Request, result: ResultDependency) -> Respo
 
 
 def structured(text: str) -> str:
-    """``say "no"`` -> ``"say \\"no\\""``, a string of a structured field; other characters than ASCII make it a display
-    string: ``größer`` -> ``%"gr%c3%b6%c3%9fer"`` (RFC 9651, sections 4.1.6 and 4.1.11)."""
+    """A string of a structured field (RFC 9651, sections 4.1.6 and 4.1.11).
+
+    ``say "no"`` -> ``"say \\"no\\""``; with characters outside ASCII a display string:
+    ``größer`` -> ``%"gr%c3%b6%c3%9fer"``.
+    """
     if text.isascii() and text.isprintable():
         escaped = text.replace("\\", "\\\\").replace('"', '\\"')
         return f'"{escaped}"'
@@ -100,7 +104,7 @@ def structured(text: str) -> str:
 
 
 def _lower_hex(quoted: str) -> str:
-    """Percent signs with lower-case digits, which are the only ones that display strings know."""
+    """Percent-encoding with lower-case digits, as display strings require."""
     head, *parts = quoted.split("%")
     return head + "".join(f"%{part[:2].lower()}{part[2:]}" for part in parts)
 

@@ -1,4 +1,4 @@
-"""Is the service up, can it take work, and what has it done?"""
+"""Health, readiness and metrics."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ router = APIRouter(tags=["health"])
 
 @router.get("/healthz")
 async def get_health() -> Health:
-    """The process answers."""
+    """Return 200 if the service is alive."""
     return Health(version=__version__)
 
 
 @router.get("/readyz")
 def get_readiness(parts: ServicesDependency) -> Readiness:
-    """The database can be written, the search can be loaded (and is, from now on), the queue has room; else 503."""
+    """Return 200 if the database, the search and the queue are available, else 503."""
     _check_store(parts)
     _check_search()
     waiting = parts.solvers.waiting
-    if not parts.solvers.has_room:
+    if not parts.solvers.has_capacity:
         raise NotReadyError(
-            f"{waiting} solves are waiting.",
-            hint="try again later, or another replica.",
+            f"{waiting} jobs are waiting.",
+            hint="try again later, or use another replica.",
             limits={"queue_length": parts.settings.queue_length},
             retry_after_seconds=1,
         )
@@ -44,7 +44,7 @@ def get_readiness(parts: ServicesDependency) -> Readiness:
     responses={200: {"content": {"text/plain": {}}}},
 )
 def get_metrics(parts: ServicesDependency) -> Response:
-    """Counters in Prometheus' text format."""
+    """Return the metrics in Prometheus' text format."""
     text = parts.metrics.text(
         queue_length=parts.solvers.waiting, running=parts.solvers.running
     )
@@ -57,7 +57,7 @@ def _check_store(parts: Services) -> None:
     except sqlite3.Error as error:
         raise NotReadyError(
             f"the database cannot be written: {error}.",
-            hint="look after its disk.",
+            hint="check its disk.",
             retry_after_seconds=10,
         ) from None
 

@@ -1,4 +1,4 @@
-"""Jobs: solves under way."""
+"""Jobs: progress, events, and cancellation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RECONNECT_MILLISECONDS = 1000
 
 @router.get("/{job_id}")
 async def get_job(job: JobDependency, root: RootDependency) -> JobView:
-    """How far a solve is: its status, its best plan so far, and the bound that no plan beats."""
+    """Return the status of a job, the best step time so far, and the lower bound."""
     return view_of(job, root)
 
 
@@ -32,9 +32,10 @@ async def get_job(job: JobDependency, root: RootDependency) -> JobView:
 async def get_job_events(
     job: JobDependency, parts: ServicesDependency, last_event_id: LastEventDependency
 ) -> AsyncIterator[ServerSentEvent]:
-    """The job's events, from the first or past ``Last-Event-ID``: queued, started, incumbent, progress, done.
+    """Stream the events of a job: queued, started, incumbent, progress, done.
 
-    The stream ends after `done`.
+    The stream begins after ``Last-Event-ID``, or with the first event, and ends after
+    `done`.
     """
     async for event in parts.jobs.events(job.id, after=last_event_id):
         yield ServerSentEvent(
@@ -47,5 +48,5 @@ async def get_job_events(
 
 @router.delete("/{job_id}", status_code=204, response_class=Response)
 async def cancel_job(job: JobDependency, parts: ServicesDependency) -> None:
-    """Stop a solve and its process; harmless when it has ended. All clients that share the job lose it."""
+    """Cancel a job, for all clients that share it; does nothing if the job has finished."""
     await parts.jobs.cancel(job.id)

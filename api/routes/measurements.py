@@ -1,4 +1,4 @@
-"""What all runs came to, as calibration takes it."""
+"""Measured runs of all plans, for calibration."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ router = APIRouter(prefix="/v1", tags=["measurements"])
     responses={200: {"content": {"text/csv": {}}}},
 )
 def get_measurements_csv(parts: ServicesDependency) -> Response:
-    """Every stored run of a catalogue transformer, one row each, for `planner calibrate --measurements`."""
+    """Return every measured run of a catalogue transformer, for `planner calibrate`."""
     return Response(rows_text(parts.store.measured_plans()), media_type="text/csv")

@@ -309,7 +309,7 @@ def test_a_full_queue_is_reported_above_the_form(
         answer = live.client.post("/plan", data=FORM | {"devices": "16xa100-sxm4-80gb"})
         assert int(answer.headers["retry-after"]) >= 1
         page = read_page(answer, status=429)
-        assert "1 solves run" in page.all("main")[0].text
+        assert "1 jobs are running" in page.all("main")[0].text
         assert typed(page)["devices"] == "16xa100-sxm4-80gb"
 
 

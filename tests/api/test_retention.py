@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from planner.api.metrics import Metrics
-from planner.api.retention import keep_swept
+from planner.api.retention import sweep_regularly
 from planner.api.settings import Settings
 from planner.api.store import Store
 from tests.api.documents import job, plan_body
@@ -69,7 +69,7 @@ def test_a_failed_sweep_is_tried_again(
     store = Store(settings.database)
 
     async def some_sweeps() -> None:
-        task = asyncio.create_task(keep_swept(store, settings, Metrics()))
+        task = asyncio.create_task(sweep_regularly(store, settings, Metrics()))
         while len(calls) < 3:
             await asyncio.sleep(0.001)
         task.cancel()
