@@ -142,7 +142,8 @@ def command_section(verb: str) -> str:
     groups: dict[str, list[list[object]]] = {}
     for parameter in command.get_params(context):
         record = parameter.get_help_record(context)
-        if record is None or parameter.name in ("help", "help_all"):
+        is_help = {"--help", "--help-all"} & set(parameter.opts)
+        if record is None or is_help or isinstance(parameter, click.Argument):
             continue
         group = getattr(parameter, "group", "Options")
         groups.setdefault(group, []).append([f"`{record[0]}`", record[1]])
@@ -480,6 +481,14 @@ PLAN_PICTURE = (
 """Commands that draw docs/images/plan.svg; PLAN and FILE stand for paths."""
 
 
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Print nothing."""
+    nowhere = io.StringIO()
+    with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        yield
+
+
 def plan_picture() -> str:
     """Return the picture of a plan's predicted step.
 
@@ -491,7 +500,7 @@ def plan_picture() -> str:
         paths["FILE"] += ".svg"
         for command in PLAN_PICTURE:
             words = [paths.get(word, word) for word in command.split()]
-            with contextlib.redirect_stdout(io.StringIO()):
+            with quiet():
                 code = main(words)
             if code != 0:
                 raise RuntimeError(f"planner {shlex.join(words)} exits with {code}")

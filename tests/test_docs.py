@@ -188,7 +188,12 @@ def test_every_picture_is_shown() -> None:
 
 
 def simple_command(line: str) -> list[str]:
-    """Return the words of a command up to a pipe or a redirection."""
+    """Return the words of a command up to a pipe or a redirection.
+
+    Of other programs than `planner` and `cat`, return the name only.
+    """
+    if not line.startswith(("planner ", "cat ")):
+        return line.split()[:1]
     words = shlex.shlex(line, posix=True, punctuation_chars=True)
     words.whitespace_split = True
     return list(takewhile(lambda word: not set(word) <= set("|&;<>"), words))
@@ -202,12 +207,17 @@ class Shown:
     lines: list[str]
 
 
+def joined(block: str) -> str:
+    """Return a block with each command on one line."""
+    return block.replace("\\\n", " ")
+
+
 def shown_by(page: Path) -> list[list[Shown]]:
     """Return the commands of a page by console block."""
     return [
         [
             Shown(simple_command(part.splitlines()[0]), part.splitlines()[1:])
-            for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]
+            for part in re.split(r"^\$ ", joined(block), flags=re.MULTILINE)[1:]
         ]
         for block in blocks(page, "console")
     ]
