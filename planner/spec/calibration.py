@@ -161,7 +161,7 @@ def constants_for(
     timed = [one for (name, _), one in table.items() if name == ANY and one.matmul_edge]
     if not (architecture and timed):
         return DEFAULT
-    names = KERNELS
+    names: tuple[str, ...] = KERNELS
     if not has_intra_node:
         names += INTRA_NODE
     if not has_inter_node:

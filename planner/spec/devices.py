@@ -1,12 +1,14 @@
-"""The device catalogue: data sheets of accelerators, and the links of the nodes they are usually sold in.
+"""The device catalogue: data sheets of accelerators, and links of their usual nodes.
 
-Figures are dense FLOPs and decimal bytes from the vendors' data sheets, each with its source; `achievable_fraction` is
-the best measured large bf16 matrix product over the peak (ml-engineering's MAMF table). fp32 is the rate of matrix
-products without tf32: of the CUDA cores on NVIDIA's devices, of the matrix cores on AMD's.
+Figures are dense FLOPs and decimal bytes from the vendors' data sheets, each with its
+source. `achievable_fraction` is the best measured large bf16 matrix product / peak
+(MAMF table of ml-engineering). fp32 is the rate of matrix products without tf32: of the
+CUDA cores on NVIDIA devices, of the matrix cores on AMD devices.
 
-`memory_bytes` is what `torch.cuda.get_device_properties(0).total_memory` reports, as a public log shows it; the smallest
-value commonly seen where drivers differ. The CUDA context, communicators and the allocator take their part of it:
-`reserved_bytes` of the cost model.
+`memory_bytes` is what `torch.cuda.get_device_properties(0).total_memory` reports in a
+public log; if drivers differ, the smallest value commonly seen. It includes the CUDA
+context, communicators and the allocator's overhead, which are `reserved_bytes` of the
+cost model.
 """
 
 from __future__ import annotations
@@ -30,11 +32,12 @@ from planner.spec.cluster import (
 )
 
 INTER_NODE_LATENCY_SECONDS = 1.2e-5
-"""One hop of a collective between nodes over InfiniBand, order of magnitude."""
+"""Latency of one hop of a collective between nodes over InfiniBand, roughly."""
 DEFAULT_ACHIEVABLE_FRACTION = 0.75
 """For devices without a published measurement."""
 HOST_ACHIEVABLE_FRACTION = 0.8
-"""Of the host link's data sheet that copies to and from pinned memory reach: 25 of 31.5 GB/s over PCIe 4 x 16."""
+"""Fraction of the host link's data sheet that copies of pinned memory reach: 25 of 31.5
+GB/s over PCIe 4 x 16."""
 ASSUMED = "assumed: no published measurement"
 
 SOURCES = {
@@ -46,12 +49,12 @@ SOURCES = {
     "host_bandwidth_bytes_per_second": "host_source",
     "network_bandwidth_bytes_per_second": "network_source",
 }
-"""Field of the data sheet to the column that says where it stands."""
+"""Column with the source of each field of the data sheet."""
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogueDevice:
-    """A device and the node it usually stands in."""
+    """A device and its usual node."""
 
     spec: DeviceSpec
     vendor: str
@@ -65,16 +68,16 @@ class CatalogueDevice:
 
 @cache
 def catalogue() -> dict[str, CatalogueDevice]:
-    """All catalogue devices by id."""
+    """Return all devices of the catalogue by id."""
     text = files("planner.spec").joinpath("devices.csv").read_text(encoding="utf-8")
     return {row["id"]: _device(row) for row in csv.DictReader(text.splitlines())}
 
 
 def find_device(device: str | DeviceSpec, *, field: str = "device") -> DeviceSpec:
-    """The data sheet of a catalogue id; an inline device stands for itself.
+    """Return the data sheet of a catalogue id; an inline device is returned unchanged.
 
     Raises:
-        UnknownNameError: no catalogue entry has this id; lists the nearest.
+        UnknownNameError: no catalogue entry has this id; the hint has the nearest.
     """
     if isinstance(device, DeviceSpec):
         return device
@@ -82,55 +85,57 @@ def find_device(device: str | DeviceSpec, *, field: str = "device") -> DeviceSpe
 
 
 def find_entry(identifier: str, *, field: str = "device") -> CatalogueDevice:
-    """The catalogue entry of an id.
+    """Return the catalogue entry of an id.
 
     Raises:
-        UnknownNameError: there is none; lists the nearest.
+        UnknownNameError: there is none; the hint has the nearest ids.
     """
     found = catalogue().get(identifier)
     if found is None:
         near = nearest_devices(identifier)
-        names = (
-            f"Did you mean {', '.join(near)}?"
-            if near
-            else f"Use one of {', '.join(catalogue())}."
-        )
+        hint = f"did you mean {', '.join(near)}? See `planner devices`."
+        if not near:
+            known = ", ".join(catalogue())
+            hint = f"use one of {known}, or an inline device with id and memory_bytes."
         raise UnknownNameError(
-            f"no device {identifier!r} in the catalogue.",
-            field=field,
-            hint=f"give an id of `planner devices`, or an inline device with id and memory_bytes. {names}",
+            f"no device {identifier!r} in the catalogue.", field=field, hint=hint
         )
     return found
 
 
 def nearest_devices(identifier: str, most: int = 5) -> tuple[str, ...]:
-    """Catalogue ids that the user may have meant: all words stand in id or name; then those that are spelt alike."""
+    """Return ids with all words of the identifier, then ids of similar spelling."""
     words = [word for word in re.split(r"[^a-z0-9]+", identifier.lower()) if word]
-    holding = [
+    matching = [
         key
         for key, each in catalogue().items()
-        if _holds(f"{key} {each.spec.name.lower()}", words)
+        if _has_words(f"{key} {each.spec.name.lower()}", words)
     ]
-    alike = difflib.get_close_matches(
+    similar = difflib.get_close_matches(
         identifier.lower(), catalogue(), n=most, cutoff=0.45
     )
-    return tuple(dict.fromkeys([*holding, *alike]))[:most]
+    return tuple(dict.fromkeys([*matching, *similar]))[:most]
 
 
-def _holds(text: str, words: list[str]) -> bool:
+def _has_words(text: str, words: list[str]) -> bool:
     return bool(words) and all(word in text for word in words)
 
 
 def links_of(
     group: NodeGroup, *, field: str = "node_groups[0]", is_alone: bool = True
 ) -> tuple[Link, Link | None]:
-    """Links inside and between the domains of a group: the user's, else the device's.
+    """Return the links inside and between the domains of a group.
 
-    A domain is a node, except where scale-up links join several nodes: `domain_of`. One domain needs no second link,
-    unless the cluster has other node groups, which are reached by it.
+    They are those of the group, or else of its device. A domain is a node, or several
+    nodes with common scale-up links: see `domain_of`.
+
+    Args:
+        group: the node group.
+        field: its path, for errors.
+        is_alone: the cluster has no other group; one domain then needs no second link.
 
     Raises:
-        DocumentError: neither the group nor the device tells a link that the group needs.
+        DocumentError: neither the group nor the device has a link that the group needs.
     """
     device = _known(group.device)
     intra = group.intra_node or (
@@ -156,7 +161,7 @@ def _known(device: str | DeviceSpec) -> DeviceSpec | None:
 
 
 def link_within(device: DeviceSpec, devices: int) -> Link | None:
-    """How so many devices of one node reach each other: by scale-up links if these join them all, else by the host."""
+    """Return the link inside a node: scale-up if it joins all devices, or host."""
     if device.scale_up is not None and devices <= device.scale_up.domain_devices:
         return _link(
             device.scale_up.bandwidth_bytes_per_second, device.scale_up.latency_seconds
@@ -165,10 +170,12 @@ def link_within(device: DeviceSpec, devices: int) -> Link | None:
 
 
 def domain_of(group: NodeGroup) -> int:
-    """Devices of the group that reach each other by `intra_node`: a node's, or those of all nodes of a scale-up domain.
+    """Return the number of devices that `intra_node` connects.
 
-    NVIDIA GB200 NVL72: 18 nodes of 4. A node with fewer devices than its kind usually has (4 of 8) is still a domain by
-    itself, and so is every node where the group tells a link between its nodes and one domain could hold them all.
+    They are the devices of a node, or of all nodes of a scale-up domain: 18 nodes of 4
+    in an NVIDIA GB200 NVL72. A node with fewer devices than usual (4 of 8) is a domain.
+    So is every node if the group has an inter_node link and one domain could contain
+    all its nodes.
     """
     device, one = _known(group.device), group.devices_per_node
     if device is None or device.scale_up is None:
@@ -183,7 +190,7 @@ def domain_of(group: NodeGroup) -> int:
 def _link_between_domains(
     device: DeviceSpec, group: NodeGroup, *, is_alone: bool
 ) -> Link | None:
-    """The network; None where one domain holds the whole cluster."""
+    """The network; None if one domain contains the whole cluster."""
     if is_alone and group.nodes * group.devices_per_node <= domain_of(group):
         return None
     return _link(device.network_bandwidth_bytes_per_second, INTER_NODE_LATENCY_SECONDS)
@@ -201,12 +208,13 @@ def _missing_link(field: str) -> DocumentError:
     return DocumentError(
         "the device's data sheet has no such link.",
         field=field,
-        hint="give latency_seconds and bandwidth_bytes_per_second, or measure them with `planner links`.",
+        hint="give latency_seconds and bandwidth_bytes_per_second, "
+        "or measure them with `planner links`.",
     )
 
 
 def device_price_per_hour(group: NodeGroup) -> float | None:
-    """What one device of the group costs: the group's price, else the device's own; None when the user gave neither."""
+    """Return the price of one device, of the group or the device; None: unknown."""
     if group.price_per_hour is not None:
         return group.price_per_hour
     device = _known(group.device)

@@ -1,4 +1,4 @@
-"""The plan: layout, stage map, placement, prediction and proof. A promise of step time and of memory on every rank."""
+"""The plan: layout, stage map, placement, prediction and proof of optimality."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Stage(Document):
     pipeline_rank: int = Field(ge=0)
     layers: tuple[PlannedLayer, ...] = Field(min_length=1)
     ranks: tuple[int, ...] = Field(min_length=1)
-    """Global ranks that hold a copy or shard of the stage."""
+    """Global ranks with a copy or shard of the stage."""
 
 
 class RankPlacement(Document):
-    """Where a global rank stands: its device, and its coordinate on every axis of the device mesh."""
+    """The device of a global rank, and its coordinates in the device mesh."""
 
     rank: int = Field(ge=0)
     node: int = Field(ge=0)
@@ -47,26 +47,28 @@ class RankPlacement(Document):
 
 
 class Breakdown(Document):
-    """Where the step's seconds go, as the mean over the pipeline ranks; the parts add up to step_seconds.
+    """Parts of the step time, as means over the pipeline ranks.
 
-    The parts of every rank add up to the step, the bubble being what no other part takes.
-    Where data-parallel replicas differ, the ranks are those of the replica that ends last.
+    The parts add up to step_seconds: the bubble is the rest. If data-parallel replicas
+    differ, the ranks are those of the replica that finishes last.
     """
 
     compute_seconds: float
     recompute_seconds: float
     tensor_parallel_seconds: float
     pipeline_seconds: float
-    """Exposed transfers between stages: what they add to the end of a rank's last action."""
+    """Exposed transfers between stages: what they add to the step."""
     data_parallel_seconds: float
-    """Exposed gradient reduction, shared parameters included."""
+    """Exposed gradient reduction, including shared parameters."""
     optimizer_seconds: float
     bubble_seconds: float
-    """Mean idle time of a rank in a step, without transfers: it waits for other ranks in the schedule, or at the step's
-    end for the slowest. bubble_seconds / step_seconds is the mean bubble to report; `Prediction.bubble_fraction` is that
-    of the schedule's actions alone."""
+    """Mean idle time of a rank if transfers took no time: it waits for other ranks in
+    the schedule, or for the slowest rank at the end of the step. bubble_seconds /
+    step_seconds is the mean bubble of the step; `Prediction.bubble_fraction` is that of
+    the schedule alone."""
     offload_seconds: float = 0.0
-    """Activations on their way to the host and back; those of optimizer states count as the optimizer's."""
+    """Copies of activations to the host and back; copies of optimizer states are in
+    optimizer_seconds."""
 
     @property
     def total_seconds(self) -> float:
@@ -75,7 +77,7 @@ class Breakdown(Document):
 
 
 class RankMemory(Document):
-    """Predicted memory of every device of one pipeline rank, at its peak."""
+    """Predicted peak memory of a device of one pipeline rank."""
 
     pipeline_rank: int = Field(ge=0)
     parameters_bytes: int
@@ -89,20 +91,20 @@ class RankMemory(Document):
     peak_bytes: int
     """Sum of the above."""
     capacity_bytes: int
-    """What the job may use of the device: its memory less the headroom."""
+    """Memory that the job may use: that of the device without the headroom."""
     host_bytes: int = 0
-    """What one device keeps in its node's memory: offloaded activations and optimizer states."""
+    """Host memory per device: offloaded activations and optimizer states."""
     host_capacity_bytes: int | None = None
-    """This device's part of its node's memory; None: not known."""
+    """This device's share of host memory; None: unknown."""
 
     @property
     def fits(self) -> bool:
-        """In the device's memory and in the host's."""
+        """Whether the rank fits in device and host memory."""
         return self.fits_host and self.peak_bytes <= self.capacity_bytes
 
     @property
     def fits_host(self) -> bool:
-        """As far as the host's memory is known."""
+        """Whether the rank fits in host memory; True if that is unknown."""
         return (
             self.host_capacity_bytes is None
             or self.host_bytes <= self.host_capacity_bytes
@@ -114,39 +116,43 @@ class Prediction(Document):
 
     step_seconds: float = Field(gt=0)
     tokens_per_second: float
-    """Of the whole cluster; samples per second for models without a sequence."""
+    """Throughput of the cluster; samples per second for models without a sequence."""
     mfu: float | None
-    """Model FLOPs / (step_seconds x devices x peak); None when the device's peak is not known."""
+    """Model FLOPs / (step_seconds x devices x peak); None: the device's peak is
+    unknown."""
     bubble_fraction: float
-    """Idle share of the pipeline schedule: 1 - busy / (ranks x makespan), makespan being the time from the first action
-    to the end of the last. Without transfers, and if the reduction and the optimizer take equally long on all ranks,
-    bubble_fraction x makespan = breakdown.bubble_seconds. Otherwise bubble_fraction also counts the wait for transfers,
-    which are breakdown.pipeline_seconds, and does not count the wait at the step's end."""
+    """Idle fraction of the pipeline schedule: 1 - busy / (ranks x makespan), where
+    makespan is the time from the first action to the end of the last. It includes waits
+    for transfers, which are breakdown.pipeline_seconds, and excludes waits at the end
+    of the step. Without either, bubble_fraction x makespan =
+    breakdown.bubble_seconds."""
     breakdown: Breakdown
     memory: tuple[RankMemory, ...]
 
 
 class SearchReport(Document):
-    """How the optimum was found and proven."""
+    """What the search did, and what it proved."""
 
     layouts_considered: int
     layouts_pruned: int
-    """Not solved, because their lower bound is no better than the plan, or they cannot fit."""
+    """Not solved: their lower bound is no better than the plan, or they cannot fit."""
     layouts_solved: int
-    """To the end. What is neither pruned nor solved was left open when the search was stopped."""
+    """Solved to the end. Layouts that are neither pruned nor solved were open when the
+    search stopped."""
     seconds: float
     lower_bound_seconds: float
-    """No plan of the space is faster under the cost model."""
+    """No plan in the search space is faster under the cost model."""
     gap: float
     """(step_seconds - lower_bound_seconds) / step_seconds."""
     optimal: bool
-    """Proven: the gap is within rounding (1e-6)."""
+    """Whether the plan is proven optimal: the gap is within rounding (1e-6)."""
     clusters_considered: int = Field(default=1, ge=1)
-    """Parts of the cluster whose layouts were counted: more than one under the objectives cost and devices."""
+    """Sub-clusters whose layouts were counted; more than one for the objectives cost
+    and devices."""
 
 
 class Alternative(Document):
-    """The next best plan of another layout."""
+    """A slower plan with another layout."""
 
     layout: Layout
     micro_batches: int
@@ -155,13 +161,13 @@ class Alternative(Document):
     slowdown: float
     """step_seconds / the plan's step_seconds - 1."""
     peak_bytes: int
-    """Of the fullest device."""
+    """Peak memory of the fullest device."""
     reason: str
-    """Where it loses, in words and numbers."""
+    """What makes it slower, as text."""
 
 
 class ParetoPoint(Document):
-    """The proven fastest plan of so many devices with so much memory, which no other point beats in everything."""
+    """The fastest plan for a number of devices and memory, on the Pareto front."""
 
     devices: int = Field(ge=1)
     layout: Layout
@@ -169,41 +175,44 @@ class ParetoPoint(Document):
     layers_per_stage: tuple[int, ...]
     step_seconds: float = Field(gt=0)
     peak_bytes: int
-    """Of the fullest device."""
+    """Peak memory of the fullest device."""
     cost_per_token: float | None = None
-    """As of the plan."""
+    """See `Plan.cost_per_token`."""
 
 
 class Relaxation(Document):
-    """What the plan would gain if one of its limits were another."""
+    """The gain from changing one limit or constraint."""
 
     constraint: str
-    """``memory``, ``host_memory``, ``memory_headroom``, ``devices``, ``global_batch_size``, ``constraints.FIELD`` of
-    the job, or all of its ``constraints``."""
+    """``memory``, ``host_memory``, ``memory_headroom``, ``devices``,
+    ``global_batch_size``, ``constraints.FIELD`` of the job, or all its
+    ``constraints``."""
     change: str
-    """In words, such as "4 GiB more per device"."""
+    """The change as text, such as "4 GiB more per device"."""
     layout: Layout
-    """Of the best plan found."""
+    """Layout of the best plan found."""
     step_seconds: float = Field(gt=0)
     gain: float | None
-    """1 - seconds per sample with the change / those of the plan; None: without the change nothing fits."""
+    """1 - seconds per sample with the change / those of the plan; None: nothing fits
+    without the change."""
     optimal: bool
-    """Proven to be the best with the change; else it was found with a fixed amount of work, and there may be better."""
+    """Whether the plan is proven optimal with the change; if not, a better one may
+    exist."""
     devices: int | None = Field(default=None, ge=1)
-    """Of the whole cluster with the change, where the change is of its devices; None: another change."""
+    """Devices of the cluster with the change; None: the change is another one."""
 
 
 class Overtaking(Document):
-    """At what change an alternative is as fast as the plan."""
+    """The change of a quantity at which an alternative is as fast as the plan."""
 
     alternative: int = Field(ge=0)
-    """Its place in `Plan.alternatives`."""
+    """Index in `Plan.alternatives`."""
     change: float
-    """Of the quantity, relative: -0.23 is 23 % less."""
+    """Relative change of the quantity: -0.23 is 23 % less."""
 
 
 class Sensitivity(Document):
-    """What an error of one measured or stated quantity means for the choice of the plan."""
+    """The effect of an error in one quantity on the choice of the plan."""
 
     quantity: Literal[
         "compute_seconds",
@@ -213,37 +222,39 @@ class Sensitivity(Document):
         "host_bandwidth",
     ]
     uncertainty: float = Field(ge=0)
-    """Relative error to expect."""
+    """Expected relative error of the quantity."""
     reason: str
-    """Where that comes from."""
+    """Source of the uncertainty."""
     overtakes: tuple[Overtaking, ...] = ()
-    """Alternatives that win within a factor of four, those first that need the least change."""
+    """Alternatives that win within a factor of four, in order of the change."""
     holds: bool
-    """None of them wins within the uncertainty."""
+    """Whether the plan stays the best within the uncertainty."""
 
 
 class Options(Document):
-    """How to search."""
+    """Options of the search."""
 
     top: int = Field(default=3, ge=0, le=100)
-    """Alternatives to return."""
+    """Number of alternatives to return."""
     time_limit_seconds: float = Field(default=60.0, gt=0, le=86400)
     pareto: bool = False
-    """Also the fastest plans of fewer devices and of less memory per device."""
+    """Also return the fastest plans for fewer devices and for less memory per
+    device."""
     explain: Literal["brief", "full"] = "brief"
-    """``full`` also searches again with limits relaxed: more memory, without a constraint, another batch."""
+    """``full`` also searches with relaxed limits: more memory, no constraint, another
+    batch."""
 
 
 class PlanRequest(Document):
-    """Everything that determines a plan."""
+    """The request that determines a plan."""
 
     schema_version: Literal[1] = 1
     model: str | None = None
-    """Catalogue name, when the profile was derived from it."""
+    """Catalogue name, if the profile is that of a catalogue model."""
     profile_id: str
     """sha256 of the profile."""
     profile: ModelProfile | None = None
-    """The profile itself, unless `model` names a catalogue entry that gives the same one."""
+    """The profile, unless it is that of the catalogue model `model`."""
     cluster: Cluster
     job: Job
     options: Options = Options()
@@ -251,7 +262,7 @@ class PlanRequest(Document):
 
     @property
     def id(self) -> str:
-        """sha256 of the canonical request: the plan's id."""
+        """Id of the plan: sha256 of the canonical request."""
         document = self.model_dump(mode="json", by_alias=True, exclude={"profile"})
         for part, fields in _LATER.items():
             for name, default in fields.items():
@@ -267,80 +278,78 @@ _LATER: dict[str, dict[str, Any]] = {
     "job": {"deadline_seconds": None, "runtime": "planner"},
     "options": {"pareto": False, "explain": "brief"},
 }
-"""Fields that requests did not always have: at their defaults they do not count, so that the ids of old plans hold."""
+"""Newer fields with their defaults, which do not enter the id, so that ids of old plans
+stay valid."""
 
 
 class Plan(Document):
-    """What the planner returns and the executor applies."""
+    """The plan that the planner returns and the executor applies."""
 
     schema_version: Literal[1] = 1
     id: str
     layout: Layout
     micro_batches: int = Field(ge=1)
-    """Per data-parallel rank and step."""
+    """Micro-batches per data-parallel rank and step."""
     stages: tuple[Stage, ...] = Field(min_length=1)
     placement: tuple[RankPlacement, ...] = Field(min_length=1)
     prediction: Prediction
     search: SearchReport
     alternatives: tuple[Alternative, ...] = ()
     explanation: tuple[str, ...] = ()
-    """Why this plan, in sentences."""
+    """Reasons for the plan, as sentences."""
     cost_per_token: float | None = None
-    """Price of a token (of a sample, for models without a sequence) on the plan's devices, in the user's currency;
-    None: the cluster tells no prices."""
+    """Price of a token (of a sample, for models without a sequence) on the plan's
+    devices, in the user's currency; None: the cluster has no prices."""
     pareto: tuple[ParetoPoint, ...] = ()
-    """By devices, most first; only where `Options.pareto` asked for them."""
+    """In decreasing order of devices; only with `Options.pareto`."""
     relaxations: tuple[Relaxation, ...] = ()
-    """Only those that gain; only where `Options.explain` is ``full``."""
+    """Relaxations with a gain; only if `Options.explain` is ``full``."""
     sensitivity: tuple[Sensitivity, ...] = ()
     actions: tuple[tuple[str, ...], ...] = ()
-    """The schedule's actions per pipeline rank, e.g. ``2F0``."""
+    """Actions of the schedule per pipeline rank, e.g. ``2F0``."""
     request: PlanRequest
 
     @property
     def cluster(self) -> Cluster:
-        """What the plan uses of the request's cluster."""
+        """The part of the request's cluster that the plan uses."""
         return self.request.cluster.part(Counter(row.node for row in self.placement))
 
     @property
     def replicas_differ(self) -> bool:
-        """Some data-parallel rank runs more micro-batches than another one, or has a stage on another node group."""
-        groups = (
-            index
-            for index, group in enumerate(self.request.cluster.node_groups)
-            for _ in range(group.nodes)
-        )
-        of_node = dict(enumerate(groups))
+        """Whether data-parallel ranks differ in micro-batches, or in node groups."""
+        if self.layout.has_uneven_shares:
+            return True
+        group_of_node: list[int] = []
+        for index, group in enumerate(self.request.cluster.node_groups):
+            group_of_node += [index] * group.nodes
+        groups = dict(enumerate(group_of_node))
         places: dict[int, set[tuple[int, int | None]]] = {}
         for row in self.placement:
-            places.setdefault(row.data, set()).add(
-                (row.pipeline, of_node.get(row.node))
-            )
-        return (
-            self.layout.has_uneven_shares
-            or len(set(map(frozenset, places.values()))) > 1
-        )
+            place = (row.pipeline, groups.get(row.node))
+            places.setdefault(row.data, set()).add(place)
+        distinct = {frozenset(each) for each in places.values()}
+        return len(distinct) > 1
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, as written to plan.json."""
+        """Return plain data, as in plan.json."""
         return self.model_dump(mode="json", by_alias=True)
 
 
 class Miss(Document):
-    """A layout that nearly fits, and by how much it misses."""
+    """A layout that nearly fits in memory."""
 
     layout: Layout
     pipeline_rank: int
     needed_bytes: int
-    """Least memory of this rank over all partitions and recompute choices."""
+    """Minimum memory of this rank over all partitions and recompute choices."""
     capacity_bytes: int
     missing_bytes: int
     memory: Literal["device", "host"] = "device"
-    """Whose bytes these are: of the one that misses by more."""
+    """The memory that these bytes are of: the one that lacks more."""
 
 
 class Infeasible(Document):
-    """No plan fits: the reasons, and the nearest misses."""
+    """The answer if no layout is feasible: reasons, and the nearest layouts."""
 
     status: Literal["infeasible"] = "infeasible"
     reasons: tuple[str, ...]
@@ -351,15 +360,15 @@ class Infeasible(Document):
 
 
 class Forecast(Document):
-    """Answer of `planner predict`: time and memory of one given layout."""
+    """The answer of `planner predict`: time and memory of one layout."""
 
     layout: Layout
     micro_batches: int = Field(ge=1)
     stages: tuple[Stage, ...]
     prediction: Prediction
     actions: tuple[tuple[str, ...], ...] = ()
-    """Of an order that was synthesized; the others follow from the layout."""
+    """Actions of a synthesized schedule; other schedules follow from the layout."""
     fits: bool
-    """Every rank stays within its capacity."""
+    """Whether every rank is within its capacity."""
     reasons: tuple[str, ...] = ()
-    """Why it does not fit."""
+    """Reasons why it does not fit."""

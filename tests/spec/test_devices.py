@@ -228,7 +228,7 @@ def test_own_devices_bring_their_links() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wish", "found"),
+    ("name", "found"),
     [
         ("h100", "h100-sxm5-80gb"),
         ("H100 SXM", "h100-sxm5-80gb"),
@@ -239,22 +239,26 @@ def test_own_devices_bring_their_links() -> None:
         ("b20-sxm-180gb", "b200-sxm-180gb"),
     ],
 )
-def test_unknown_devices_are_answered_with_the_nearest(wish: str, found: str) -> None:
+def test_unknown_devices_get_the_nearest(name: str, found: str) -> None:
     """A part of the name or a misspelling leads to the device."""
-    assert nearest_devices(wish)[0] == found
-    with pytest.raises(UnknownNameError, match=rf"Did you mean {found}"):
-        find_device(wish)
+    assert nearest_devices(name)[0] == found
+    with pytest.raises(UnknownNameError) as caught:
+        find_device(name, field="--devices")
+    [problem] = caught.value.problems
+    assert problem.field == "--devices"
+    assert repr(name) in problem.message
+    assert found in problem.hint
 
 
-@pytest.mark.parametrize("wish", ["", "tpu-v5p", "--"])
-def test_devices_far_from_all_are_answered_with_the_whole_list(wish: str) -> None:
-    """Nothing is guessed; the list and the way to an own device are given."""
-    assert nearest_devices(wish) == ()
-    with pytest.raises(
-        UnknownNameError,
-        match=r"inline device with id and memory_bytes\. Use one of v100",
-    ):
-        find_device(wish)
+@pytest.mark.parametrize("name", ["", "tpu-v5p", "--"])
+def test_devices_far_from_all_get_the_whole_list(name: str) -> None:
+    """Nothing is guessed; the hint has all ids and the fields of an inline device."""
+    assert nearest_devices(name) == ()
+    with pytest.raises(UnknownNameError) as caught:
+        find_device(name)
+    hint = caught.value.problems[0].hint
+    assert [each for each in catalogue() if each not in hint] == []
+    assert "memory_bytes" in hint
 
 
 def test_the_price_of_the_group_comes_first() -> None:
