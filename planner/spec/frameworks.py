@@ -142,8 +142,8 @@ class Framework:
     """Stages are balanced by FLOPs, including the output layer, not by number of
     blocks."""
     counts_ends: bool = False
-    """Stages have equal numbers of blocks, where embedding and output layer count as one
-    each; the first stages have one more."""
+    """Stages have equal numbers of blocks, where embedding and output layer count as
+    one each; the first stages have one more."""
     deals_layers: bool = False
     """Stages have equal numbers of layers, where the embedding, the last norm and the
     output layer count as one each."""

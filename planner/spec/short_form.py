@@ -153,7 +153,7 @@ def job_of(
         optimizer: see `Job.optimizer`.
         runtime: see `Job.runtime`.
         fix: constraints by long or short name of the layout field.
-        field: stands before the field in error messages.
+        field: precedes the field in error messages.
 
     Raises:
         DocumentError: one problem per wrong value.
