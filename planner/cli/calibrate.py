@@ -1,8 +1,7 @@
-"""`planner calibrate`: fits the cost model's constants to measured runs."""
+"""`planner calibrate`: fit the cost model's constants to measured runs."""
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,171 +9,130 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.cli.arguments import add_json
-from planner.cli.console import (
-    STDOUT,
-    Progress,
-    bold,
-    check_output,
-    data,
-    table,
-    words,
-    write,
-)
+from planner.cli.console import Progress, bold, check_output, note, publish, table
 from planner.cli.failures import DONE
+from planner.cli.options import option, output_option, verb
 from planner.client import SCHEMES, exchange
 from planner.spec.calibration import ANY, DEFAULT, Calibration, Constants, dump
 from planner.spec.frameworks import find_framework
-from planner.spec.units import gibibytes, percent, seconds, significant
+from planner.spec.units import percent, scaled, seconds, significant
 
 if TYPE_CHECKING:
-    from planner.fidelity.metrics import Errors, Outcome
+    from planner.fidelity.metrics import Outcome
+
+ERRORS_HEADER = (
+    "runs of",
+    "error of",
+    "runs",
+    "median before",
+    "mean before",
+    "median after",
+    "mean after",
+)
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Options of the verb."""
-    parser.add_argument(
-        "--measurements",
-        metavar="PATH|URL",
-        required=True,
-        help="CSV file with one measured run per row, a folder of them, or the service that runs reported to",
-    )
-    parser.add_argument(
-        "--framework", metavar="NAME", help="fit this framework only (default: all)"
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        help="write the constants as JSON to FILE, for `planner predict --calibration` ('-': stdout)",
-    )
-    add_json(parser, "print the constants as JSON, which -o writes")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Fit, and print errors before and after."""
+@verb(
+    "calibrate",
+    renamed={"--measurements": "--runs"},
+    json_help="Print the constants as JSON",
+)
+@option(
+    "--runs",
+    "source",
+    metavar="PATH|URL",
+    required=True,
+    help="CSV file with one measured run per row, a folder of them, or a planner service",
+)
+@option("--framework", metavar="NAME", help="Fit one framework only [default: all]")
+@output_option("Write the constants to FILE, for predict --calibration")
+def command(
+    source: str, framework: str | None, output: str | None, as_json: bool
+) -> int:
+    """Fit constants to measured runs; print the errors before and after, and the constants."""
     from planner.fidelity.calibrate import calibrate, measured, require_scipy
     from planner.fidelity.outcomes import constants_from, outcomes
     from planner.fidelity.remarks import read_remarks
     from planner.fidelity.rows import read_runs
 
-    check_output(arguments.output)
-    if arguments.framework is not None:
-        find_framework(arguments.framework, field="--framework")
+    check_output(output)
+    if framework is not None:
+        framework = find_framework(framework, field="--framework").name
     require_scipy()
-    with _measurements(arguments.measurements) as path:
+    with _runs_file(source) as path:
         remarks = read_remarks(path)
         runs = read_runs(path).runs
     with Progress("fitting") as progress:
         progress.update(0, 1, f"reading {len(runs)} runs")
         usable = measured(runs, remarks)
-        found = calibrate(
-            usable,
-            source=path.name,
-            framework=arguments.framework,
-            progress=progress.update,
+        calibrations = calibrate(
+            usable, source=path.name, framework=framework, progress=progress.update
         )
-    for each, why in usable.failures:
-        words(f"left out: {each.family} {each.source_id}: {why}")
-    mine = [each for each in runs if arguments.framework in (None, each.framework.name)]
-    before, after = (
-        outcomes(mine, remarks),
-        outcomes(mine, remarks, constants_from(found)),
-    )
-    _publish(found, arguments, before, after)
+    for run, reason in usable.failures:
+        note(f"left out {run.family} {run.source_id}: {reason}")
+    if framework is not None:
+        runs = tuple(run for run in runs if run.framework.name == framework)
+    before = outcomes(runs, remarks)
+    after = outcomes(runs, remarks, constants_from(calibrations))
+    text = f"{errors_text(before, after)}\n\n{constants_text(calibrations)}"
+    publish(dump(calibrations).rstrip("\n"), text, output, as_json=as_json)
     return DONE
 
 
 @contextmanager
-def _measurements(given: str) -> Iterator[Path]:
-    """The file or folder; what a service has stored is fetched into a file."""
-    if not given.startswith(SCHEMES):
-        yield Path(given)
+def _runs_file(source: str) -> Iterator[Path]:
+    """A file or folder of runs; those of a service are downloaded into a file."""
+    if not source.startswith(SCHEMES):
+        yield Path(source)
         return
-    _, _, text = exchange(f"{given.rstrip('/')}/v1/measurements.csv")
+    response = exchange(f"{source.rstrip('/')}/v1/measurements.csv")
     with tempfile.TemporaryDirectory(prefix="planner-calibrate-") as folder:
         path = Path(folder) / "measurements.csv"
-        path.write_text(text, encoding="utf-8")
+        path.write_text(response.body, encoding="utf-8")
         yield path
 
 
-def _publish(
-    found: tuple[Calibration, ...],
-    arguments: argparse.Namespace,
-    before: Sequence[Outcome],
-    after: Sequence[Outcome],
-) -> None:
-    written, as_data = (
-        dump(found).rstrip("\n"),
-        arguments.json or arguments.output == STDOUT,
-    )
-    text = f"{errors_text(before, after)}\n\n{constants_text(found)}"
-    if arguments.output not in (None, STDOUT):
-        write(arguments.output, written)
-    data(written if as_data else text)
-    if as_data:
-        words(text)
-
-
 def errors_text(before: Sequence[Outcome], after: Sequence[Outcome]) -> str:
-    """Median and mean errors of every framework and architecture, before and after the fit."""
+    """Median and mean relative errors by framework and architecture."""
     from planner.fidelity.metrics import errors_of
-    from planner.fidelity.outcomes import pair_of
+    from planner.fidelity.outcomes import Pair, pair_of
+
+    def errors(outcomes: Sequence[Outcome], pair: Pair, quantity: str) -> list[float]:
+        of_pair = [one for one in outcomes if pair_of(one.run) == pair]
+        return [getattr(one, f"{quantity}_error") for one in of_pair]
 
     rows = []
     for pair in sorted({pair_of(one.run) for one in before}):
-        for what in ("time", "memory"):
-            then, now = (
-                errors_of(
-                    getattr(one, f"{what}_error")
-                    for one in each
-                    if pair_of(one.run) == pair
-                )
-                for each in (before, after)
-            )
-            if then and now:
-                rows.append(
-                    (
-                        f"{pair[0]} on {pair[1]}",
-                        what,
-                        str(then.rows),
-                        *_cells(then),
-                        *_cells(now),
-                    )
-                )
-    header = (
-        "runs of",
-        "what",
-        "rows",
-        "median before",
-        "MAPE",
-        "median after",
-        "MAPE",
-    )
-    return table(header, rows, left=(0, 1))
+        framework, architecture = pair
+        for quantity in ("time", "memory"):
+            old = errors_of(errors(before, pair, quantity))
+            new = errors_of(errors(after, pair, quantity))
+            if old is None or new is None:
+                continue
+            figures = (old.median, old.mean, new.median, new.mean)
+            name = f"{framework} on {architecture}"
+            rows.append((name, quantity, str(old.rows), *map(percent, figures)))
+    return table(ERRORS_HEADER, rows, left=(0, 1))
 
 
-def _cells(errors: Errors) -> tuple[str, str]:
-    return percent(errors.median), percent(errors.mean)
+def constants_text(calibrations: Sequence[Calibration]) -> str:
+    """The fitted constants of every calibration, with the runs that they are fitted to."""
+    sections = []
+    for one in calibrations:
+        name = "all other frameworks" if one.framework == ANY else one.framework
+        rows = []
+        for field in fields(Constants):
+            value = getattr(one.constants, field.name)
+            if value != getattr(DEFAULT, field.name):
+                rows.append((field.name, _with_unit(field.name, value)))
+        heading = f"{bold(name)} on {one.architecture}: {one.rows} rows ({one.source})"
+        sections.append(f"{heading}\n{table(('constant', 'value'), rows)}")
+    return "\n\n".join(sections)
 
 
-def constants_text(found: Sequence[Calibration]) -> str:
-    """The fitted constants, and the rows behind them."""
-    return "\n\n".join(_one_text(one) for one in found)
-
-
-def _one_text(one: Calibration) -> str:
-    whose = "all other frameworks" if one.framework == ANY else one.framework
-    rows = [
-        (name, _written(name, value))
-        for name in (field.name for field in fields(Constants))
-        if (value := getattr(one.constants, name)) != getattr(DEFAULT, name)
-    ]
-    head = f"{bold(whose)} on {one.architecture}: {one.rows} rows ({one.source})"
-    return f"{head}\n{table(('constant', 'value'), rows)}"
-
-
-def _written(name: str, value: float) -> str:
+def _with_unit(name: str, value: float) -> str:
+    """A constant in the unit that its name ends with."""
     if name.endswith("_seconds"):
         return seconds(value)
-    return gibibytes(value) if name.endswith("_bytes") else significant(value)
+    if name.endswith("_bytes"):
+        return scaled(value, "B")
+    return significant(value)

@@ -1,210 +1,184 @@
-"""`planner links`: measures every collective between the ranks of this machine, or of a torchrun job."""
+"""`planner links`: measure latency and bandwidth between ranks."""
 
 from __future__ import annotations
 
-import argparse
 import os
 
-from planner.cli.arguments import (
-    add_json,
-    add_option,
-    add_output,
-    positive_int,
-    positive_ints,
-    positive_seconds,
-)
 from planner.cli.console import (
     STDOUT,
     Progress,
     bold,
     check_output,
-    data,
+    publish,
     table,
     to_json,
-    words,
-    write,
 )
 from planner.cli.failures import DONE
+from planner.cli.options import (
+    POSITIVE_INT,
+    POSITIVE_INTS,
+    SECONDS,
+    OneOf,
+    option,
+    output_option,
+    refuse,
+    verb,
+)
 from planner.profiler.cores import available_cores
 from planner.spec import Link, Links
 from planner.spec.units import percent, scaled, seconds
 
 LEAST_RANKS = 2
+STARTING_SECONDS = 300.0
+"""Time for the ranks to start and find each other on a busy machine."""
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Options of the verb."""
-    add_output(
-        parser,
-        "write the measured link, or with several nodes both links of a node group, to FILE",
-    )
-    add_option(
-        parser,
-        "--ranks",
-        positive_int,
-        metavar="N",
-        help="local ranks (default: one per GPU, without GPUs per core)",
-    )
-    add_option(
-        parser,
-        "--ranks-per-node",
-        positive_int,
-        metavar="N",
-        help="ranks that stand close together, such as a scale-up domain (default: those of a torchrun node)",
-    )
-    sizes = parser.add_mutually_exclusive_group()
-    add_option(
-        sizes,
-        "--sizes",
-        positive_ints,
-        metavar="B,B,...",
-        help="bytes to send (default: 1 KiB up, by factors of four)",
-    )
-    add_option(
-        sizes,
-        "--max-bytes",
-        positive_int,
-        metavar="B",
-        help="largest size (default: 64 MiB, on GPUs 1 GiB)",
-    )
-    add_option(
-        parser,
-        "--repeats",
-        positive_int,
-        default=5,
-        metavar="N",
-        help="samples the median is taken over",
-    )
-    add_option(
-        parser,
-        "--time-budget",
-        positive_seconds,
-        default=300.0,
-        metavar="SECONDS",
-        help="sizes that would take longer are left out, the largest first",
-    )
-    parser.add_argument(
-        "--backend",
-        choices=("gloo", "nccl"),
-        help="default: nccl with a GPU per rank, else gloo",
-    )
-    parser.epilog = "to measure between nodes, start it there with torchrun: torchrun ... -m planner.cli.main links -o F"
-    add_json(parser, "print the link, or both, as JSON on stdout")
+@verb("links", json_help="Print the measured links on stdout")
+@output_option("Write the measured links to FILE instead of stdout")
+@option(
+    "--ranks",
+    type=POSITIVE_INT,
+    help="Local ranks [default: one per GPU; without GPUs one per core]",
+)
+@option(
+    "--ranks-per-node",
+    type=POSITIVE_INT,
+    help="Ranks of one node or scale-up domain [default: torchrun's]",
+)
+@option(
+    "--sizes",
+    type=POSITIVE_INTS,
+    help="Message sizes in bytes [default: 1 KiB up, by factors of 4]",
+)
+@option(
+    "--max-bytes",
+    type=POSITIVE_INT,
+    help="Largest message [default: 64 MiB; GPUs: 1 GiB]",
+)
+@option("--repeats", type=POSITIVE_INT, default=5, help="Samples per median")
+@option(
+    "--time-budget",
+    type=SECONDS,
+    default=300.0,
+    help="Leave out the largest messages beyond this time",
+)
+@option(
+    "--backend",
+    metavar="B",
+    type=OneOf("backend", ("gloo", "nccl")),
+    help="gloo or nccl [default: nccl with one GPU per rank, else gloo]",
+)
+def command(
+    output: str | None,
+    ranks: int | None,
+    ranks_per_node: int | None,
+    sizes: tuple[int, ...] | None,
+    max_bytes: int | None,
+    repeats: int,
+    time_budget: float,
+    backend: str | None,
+    as_json: bool,
+) -> int:
+    """Measure latency and bandwidth of every collective between the ranks of this machine.
 
+    Between nodes, start it on each with torchrun: torchrun ... -m planner.cli.main links
+    -o FILE. Without -o the links go to stdout.
+    """
+    from planner.profiler.links import LinkOptions, launch_links
 
-def run(arguments: argparse.Namespace) -> int:
-    """Measure; under torchrun rank 0 alone prints and writes."""
-    check_output(arguments.output)
-    with Progress("links") as progress:
-        links = _measure(arguments, progress)
+    check_output(output)
+    if sizes is not None:
+        message = "cannot be combined with --sizes."
+        refuse({"--max-bytes": max_bytes}, message, "leave out OPTION or --sizes.")
+    options = LinkOptions(
+        backend=backend,
+        sizes=sizes,
+        max_bytes=max_bytes,
+        repeats=repeats,
+        time_budget_seconds=time_budget,
+        ranks_per_node=ranks_per_node,
+    )
+    with Progress("measuring") as progress:
+        links = launch_links(
+            ranks or default_ranks(),
+            options,
+            timeout_seconds=2 * time_budget + STARTING_SECONDS,
+            progress=progress.update,
+        )
     if os.environ.get("RANK", "0") == "0":
-        _publish(links, arguments)
+        text = links_text(links)
+        publish(to_json(document(links)), text, output or STDOUT, as_json=as_json)
     return DONE
 
 
-def _measure(arguments: argparse.Namespace, progress: Progress) -> Links:
-    from planner.profiler.links import LinkOptions, launch_links
-
-    options = LinkOptions(
-        backend=arguments.backend,
-        sizes=arguments.sizes,
-        max_bytes=arguments.max_bytes,
-        repeats=arguments.repeats,
-        time_budget_seconds=arguments.time_budget,
-        ranks_per_node=arguments.ranks_per_node,
-    )
-    timeout = 2 * arguments.time_budget + STARTING_SECONDS
-    return launch_links(
-        arguments.ranks or default_ranks(),
-        options,
-        timeout_seconds=timeout,
-        progress=progress.update,
-    )
-
-
-STARTING_SECONDS = 300.0
-"""For the ranks to start and join each other on a busy machine."""
-
-
 def default_ranks() -> int:
-    """One per GPU where there are several, else one per core; a link has at least two ends."""
+    """One rank per GPU if there are several, else one per core; at least two."""
     import torch
 
     gpus = torch.cuda.device_count()
-    return gpus if gpus >= LEAST_RANKS else max(LEAST_RANKS, available_cores())
+    if gpus >= LEAST_RANKS:
+        return gpus
+    return max(LEAST_RANKS, available_cores())
 
 
 def document(links: Links) -> Link | Links:
-    """What is written: the link of one node, as a cluster takes it; both links where there are several nodes."""
-    return (
-        links
-        if links.inter_node is not None or links.intra_node is None
-        else links.intra_node
-    )
-
-
-def _publish(links: Links, arguments: argparse.Namespace) -> None:
-    written = to_json(document(links))
-    as_json = arguments.json or arguments.output in (None, STDOUT)
-    if arguments.output not in (None, STDOUT):
-        write(arguments.output, written)
-    data(written if as_json else links_text(links))
-    if as_json:
-        words("\n".join(_summary(name, link) for name, link in _levels(links)))
+    """The link of one node, or both links of several nodes, as a cluster takes them."""
+    if links.inter_node is None and links.intra_node is not None:
+        return links.intra_node
+    return links
 
 
 def links_text(links: Links) -> str:
-    """For each level the fitted line, the fits by operation, and the rows that they were fitted to."""
-    return "\n\n".join(
-        f"{_summary(name, link)}\n\n{_fits(link)}\n\n{_rows(link)}"
-        for name, link in _levels(links)
-    )
-
-
-def _levels(links: Links) -> list[tuple[str, Link]]:
-    named = (("inside a node", links.intra_node), ("between nodes", links.inter_node))
-    return [(name, link) for name, link in named if link is not None]
+    """The fitted line, the fits by operation and the measurements of every link."""
+    named = (("Within a node", links.intra_node), ("Between nodes", links.inter_node))
+    sections = []
+    for name, link in named:
+        if link is not None:
+            parts = (_summary(name, link), _fits(link), _measurements(link))
+            sections.append("\n\n".join(parts))
+    return "\n\n".join(sections)
 
 
 def _summary(name: str, link: Link) -> str:
-    rate = scaled(link.bandwidth_bytes_per_second, "B/s")
-    text = f"{bold(f'link {name}')}: latency {seconds(link.latency_seconds)}, bandwidth {rate} of one rank"
+    bandwidth = scaled(link.bandwidth_bytes_per_second, "B/s")
+    latency = seconds(link.latency_seconds)
+    text = f"{bold(name)}: latency {latency}, bandwidth {bandwidth} per rank"
     if link.relative_residual is not None:
-        text += f", typically {percent(link.relative_residual)} off"
+        text += f", typical error {percent(link.relative_residual)}"
     if link.overlap_slowdown is not None:
-        text += f"; compute beside it takes {link.overlap_slowdown:.2f} x as long"
+        text += (
+            f"\ncompute during a collective takes {link.overlap_slowdown:.2f} x as long"
+        )
     if link.pipeline_slowdown is not None:
-        text += f"; a pipeline on the shared cores takes {link.pipeline_slowdown:.2f} x as long"
+        slowdown = f"{link.pipeline_slowdown:.2f} x as long"
+        text += f"\na pipeline on shared cores takes {slowdown}"
     return text
 
 
 def _fits(link: Link) -> str:
-    rows = [
-        (
-            _spoken(fit.operation),
+    rows = []
+    for fit in link.fits:
+        row = (
+            fit.operation.replace("_", "-"),
             seconds(fit.latency_seconds),
             scaled(fit.bandwidth_bytes_per_second, "B/s"),
             percent(fit.relative_residual),
         )
-        for fit in link.fits
-    ]
-    return table(("operation", "latency", "bandwidth", "typically off"), rows)
+        rows.append(row)
+    return table(("operation", "latency", "bandwidth", "typical error"), rows)
 
 
-def _rows(link: Link) -> str:
-    rows = [
-        (
-            _spoken(row.operation),
-            str(row.ranks),
-            str(row.nodes),
-            scaled(row.bytes, "B"),
-            seconds(row.seconds),
-            "-" if row.relative_spread is None else percent(row.relative_spread),
+def _measurements(link: Link) -> str:
+    rows = []
+    for each in link.measurements:
+        spread = each.relative_spread
+        row = (
+            each.operation.replace("_", "-"),
+            str(each.ranks),
+            str(each.nodes),
+            scaled(each.bytes, "B"),
+            seconds(each.seconds),
+            "-" if spread is None else percent(spread),
         )
-        for row in link.measurements
-    ]
+        rows.append(row)
     return table(("operation", "ranks", "nodes", "size", "time", "spread"), rows)
-
-
-def _spoken(operation: str) -> str:
-    return operation.replace("_", "-")

@@ -1,82 +1,72 @@
-"""`planner models`: the catalogue of models that can be planned for without torch and without a download."""
+"""`planner models`: list the models of the catalogue."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterable
-from itertools import groupby
+from itertools import islice
 from typing import TYPE_CHECKING
 
-from planner.cli.arguments import add_json
 from planner.cli.console import bold, data, table, to_json
+from planner.cli.failures import DONE
+from planner.cli.options import option, verb
 from planner.spec.units import scaled
 
 if TYPE_CHECKING:
     from planner.profiler.catalogue import CatalogueEntry
 
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Options of the verb."""
-    parser.add_argument(
-        "--family", metavar="FAMILY", help="only models of this family, e.g. llama"
-    )
-    add_json(parser)
+HEADER = ("name", "parameters", "active", "layers", "sequence", "source")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Print every model: by family, both from small to large; with --json one list from small to large."""
+@verb("models")
+@option("--family", metavar="FAMILY", help="Only models of this family, e.g. llama")
+def command(family: str | None, as_json: bool) -> int:
+    """List the models that can be planned for without torch and without a download."""
     from planner.profiler.catalogue import entry, find_family, names
 
     entries = [entry(name) for name in names()]
-    if arguments.family is not None:
-        entries = [
-            each for each in entries if each.family in find_family(arguments.family)
-        ]
-    if arguments.json:
+    if family is not None:
+        wanted = find_family(family)
+        entries = [each for each in entries if each.family in wanted]
+    if as_json:
+        left_out = {"config", "network"}
         data(
             to_json(
-                [
-                    each.model_dump(mode="json", exclude={"config", "network"})
-                    for each in entries
-                ]
+                [each.model_dump(mode="json", exclude=left_out) for each in entries]
             )
         )
     else:
-        data(_table(entries))
-    return 0
+        data(_text(entries))
+    return DONE
 
 
-def _table(entries: Iterable[CatalogueEntry]) -> str:
-    families = {
-        each.family: position for position, each in reversed(list(enumerate(entries)))
-    }
-    ordered = sorted(entries, key=lambda each: families[each.family])
-    header = ("name", "parameters", "per token", "layers", "longest sequence", "source")
-    lines = table(header, [_row(each) for each in ordered], left=(0, 5)).splitlines()
-    text, rows = lines[:1], iter(lines[1:])
-    for family, members in groupby(ordered, key=lambda each: each.family):
-        text += ["", bold(family), *(next(rows) for _ in members)]
-    return "\n".join(text)
+def _text(entries: list[CatalogueEntry]) -> str:
+    """One table with a heading per family.
+
+    `active` are the parameters used per token, `sequence` the longest sequence in tokens.
+    """
+    families: dict[str, list[CatalogueEntry]] = {}
+    for each in entries:
+        families.setdefault(each.family, []).append(each)
+    rows = [_row(each) for members in families.values() for each in members]
+    drawn = iter(table(HEADER, rows, left=(0, 5)).splitlines())
+    lines = [next(drawn)]
+    for family, members in families.items():
+        lines += ["", bold(family), *islice(drawn, len(members))]
+    return "\n".join(lines)
 
 
 def _row(entry: CatalogueEntry) -> tuple[str, ...]:
+    active = entry.active_parameters
+    paper = entry.citation.partition(",")[0]
     return (
         entry.name,
         _billions(entry.parameters),
-        _billions(entry.active_parameters) if entry.active_parameters else "",
+        _billions(active) if active else "",
         str(entry.layers),
         str(entry.longest_sequence or "-"),
-        _source(entry),
+        entry.repository or paper,
     )
 
 
 def _billions(parameters: int) -> str:
-    """``405853388800`` -> ``406 B``, as the names of models say it."""
+    """``405853388800`` -> ``406 B``, as models are named."""
     return scaled(parameters).replace("G", "B")
-
-
-def _source(entry: CatalogueEntry) -> str:
-    """The paper by authors and year, and where the configuration is published."""
-    return "; ".join(
-        part for part in (entry.citation.partition(",")[0], entry.repository) if part
-    )

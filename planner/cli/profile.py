@@ -1,278 +1,320 @@
-"""`planner profile`: what every layer of a model costs, measured here or counted for a catalogue device."""
+"""`planner profile`: count or measure what every layer of a model costs."""
 
 from __future__ import annotations
 
-import argparse
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-from planner.cli.arguments import (
-    add_json,
-    add_option,
-    add_output,
-    module_names,
-    positive_int,
-    positive_ints,
-    positive_seconds,
-    refuse,
-)
-from planner.cli.console import (
-    STDOUT,
-    Progress,
-    check_output,
-    data,
-    to_json,
-    words,
-    write,
-)
+import click
+
+from planner.cli.console import STDOUT, Progress, check_output, note, publish, to_json
 from planner.cli.failures import DONE
-from planner.cli.inputs import MICRO_BATCH_SIZES
-from planner.cli.profile_text import noise, profile_text
-from planner.errors import DocumentError, SpecError
-from planner.spec import ModelProfile
-from planner.spec.devices import find_device
+from planner.cli.options import (
+    POSITIVE_INT,
+    POSITIVE_INTS,
+    SECONDS,
+    OneOf,
+    nearest,
+    option,
+    output_option,
+    refuse,
+    verb,
+)
+from planner.cli.profile_text import noise_warning, profile_text
+from planner.errors import DocumentError, SpecError, UnknownNameError
+from planner.profiler.resolve import MICRO_BATCH_SIZES, check_model_name
+from planner.spec import DeviceSpec, ModelProfile
+from planner.spec.devices import catalogue, find_device
 from planner.spec.profile import DataType
 
 if TYPE_CHECKING:
     from planner.profiler.models import ModelSource
 
 ANALYTIC = "analytic:"
+DEVICES = ("auto", "cpu", "cuda")
 MEASURED_MICRO_BATCH_SIZES = (1, 2, 4)
 LONGEST_DEFAULT = 4096
-"""Tokens. A model that takes more is profiled at this length unless told: nobody wants 131072 by surprise."""
-MEASURING_ONLY = ("concurrency", "time_budget", "journal")
-COUNTING_ONLY = ("expert_parallel", "context_parallel")
+"""Longest default sequence, in tokens; models of 131,072 would take very long."""
+COUNTING, MEASURING = "With --device analytic:ID", "When measuring"
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Options of the verb."""
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="catalogue name, config.json, or package.module:callable",
-    )
-    add_output(parser, "write profile.json to FILE; absent: to stdout")
-    parser.add_argument(
-        "--device",
-        default="auto",
-        help="auto (default): cuda where there is one, else cpu; cpu or cuda: measure; "
-        "analytic:ID: count, and price for a device of `planner devices`",
-    )
-    longest = f"the model's longest, at most {LONGEST_DEFAULT}"
-    add_option(
-        parser,
-        "--sequence-length",
-        positive_ints,
-        metavar="N[,N...]",
-        help=f"tokens per sample, one or several lengths (default: {longest})",
-    )
-    add_option(
-        parser,
-        "--micro-batch-sizes",
-        positive_ints,
-        metavar="B,B,...",
-        help=f"samples per micro-batch (default: {_listed(MEASURED_MICRO_BATCH_SIZES)}; "
-        f"analytic {_listed(MICRO_BATCH_SIZES)})",
-    )
-    add_option(
-        parser,
-        "--tensor-parallel",
-        positive_ints,
-        metavar="T,T,...",
-        help="tensor-parallel degrees (default: 1; analytic: all that the model allows)",
-    )
-    add_option(
-        parser,
-        "--context-parallel",
-        positive_ints,
-        metavar="C,C,...",
-        help="context-parallel degrees of causal language models (default: 1; analytic only)",
-    )
-    add_option(
-        parser,
-        "--expert-parallel",
-        positive_ints,
-        metavar="E,E,...",
-        help="expert-parallel degrees, with analytic:ID (default: 1, 2, 4 and 8, of those that divide the experts)",
-    )
-    parser.add_argument(
-        "--dtype", choices=get_args(DataType), help="default: fp32 on cpu, else bf16"
-    )
-    parser.add_argument(
-        "--precision",
-        choices=["fp8"],
-        help="fp8: for jobs in it; linear layers multiply in fp8, all else in bf16 (default: all in --dtype)",
-    )
-    add_option(
-        parser,
-        "--cut",
-        module_names,
-        metavar="NAME[,NAME...]",
-        help="modules before which a layer starts, '*' for one component (encoder.layer.*); default: found",
-    )
-    _configure_measuring(parser)
-    add_json(parser, "print the profile as JSON on stdout")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileOptions:
+    """The options of the command; None: not given."""
+
+    model: str
+    device: str = "auto"
+    sequence_lengths: tuple[int, ...] | None = None
+    micro_batch_sizes: tuple[int, ...] | None = None
+    tensor_parallel: tuple[int, ...] | None = None
+    dtype: DataType | None = None
+    precision: Literal["fp8"] | None = None
+    cut: tuple[str, ...] | None = None
+    context_parallel: tuple[int, ...] | None = None
+    expert_parallel: tuple[int, ...] | None = None
+    concurrency: int | None = None
+    time_budget: float | None = None
+    journal: str | None = None
 
 
-def _configure_measuring(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("when measuring")
-    add_option(
-        group,
-        "--concurrency",
-        positive_int,
-        metavar="N",
-        help="ranks that will share this machine's cores (default: 1)",
-    )
-    add_option(
-        group,
-        "--time-budget",
-        positive_seconds,
-        metavar="SECONDS",
-        help="for the timed runs (default: 25)",
-    )
-    add_option(
-        group,
-        "--journal",
-        Path,
-        metavar="FILE",
-        help="keep what was measured, so that interrupted work goes on",
-    )
+class ModuleNames(click.ParamType[Any]):
+    """``encoder.layer.*,head`` -> qualified names of modules."""
+
+    name = "NAME,..."
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, ...]:
+        """The names of a text."""
+        names = tuple(name.strip() for name in value.split(","))
+        for name in names:
+            if not all(name.split(".")):
+                message = f"{value!r} has an empty name"
+                self.fail(f"{message}; give names such as encoder.layer.*", param, ctx)
+        return names
 
 
-def _listed(numbers: tuple[int, ...]) -> str:
-    return ",".join(map(str, numbers))
+@verb("profile", json_help="Print the profile on stdout")
+@click.argument("model", metavar="MODEL")
+@output_option("Write profile.json to FILE instead of stdout")
+@option(
+    "--device",
+    metavar="D",
+    default="auto",
+    help="cpu or cuda: measure here; analytic:ID: count, and price for a catalogue device",
+)
+@option(
+    "--sequence-length",
+    "sequence_lengths",
+    type=POSITIVE_INTS,
+    help=f"Tokens per sample [default: the model's longest, at most {LONGEST_DEFAULT}]",
+)
+@option(
+    "--micro-batch-sizes",
+    type=POSITIVE_INTS,
+    help="Samples per micro-batch [default: 1,2,4; analytic: 1,2,4,8,16,32]",
+)
+@option(
+    "--tensor-parallel",
+    type=POSITIVE_INTS,
+    help="Tensor-parallel degrees [default: 1; analytic: all of the model]",
+)
+@option(
+    "--dtype",
+    metavar="TYPE",
+    type=OneOf("type", get_args(DataType)),
+    help="fp32, bf16 or fp16 [default: bf16; fp32 on cpu]",
+)
+@option(
+    "--precision",
+    metavar="fp8",
+    type=OneOf("precision", ("fp8",)),
+    help="Multiply linear layers in fp8, all else in bf16",
+)
+@option(
+    "--cut",
+    type=ModuleNames(),
+    advanced=True,
+    help="Modules that start a layer; '*' is one component [default: found]",
+)
+@option(
+    "--context-parallel",
+    type=POSITIVE_INTS,
+    advanced=True,
+    group=COUNTING,
+    help="Context-parallel degrees [default: 1]",
+)
+@option(
+    "--expert-parallel",
+    type=POSITIVE_INTS,
+    advanced=True,
+    group=COUNTING,
+    help="Expert-parallel degrees [default: divisors of the experts up to 8]",
+)
+@option(
+    "--concurrency",
+    type=POSITIVE_INT,
+    advanced=True,
+    group=MEASURING,
+    help="Ranks that will share this machine's cores [default: 1]",
+)
+@option(
+    "--time-budget",
+    type=SECONDS,
+    advanced=True,
+    group=MEASURING,
+    help="Limit of the timed runs [default: 25]",
+)
+@option(
+    "--journal",
+    metavar="FILE",
+    advanced=True,
+    group=MEASURING,
+    help="Save measurements, and continue from them after an interruption",
+)
+def command(output: str | None, as_json: bool, **arguments: Any) -> int:
+    """Count or measure what every layer of MODEL costs.
 
-
-def run(arguments: argparse.Namespace) -> int:
-    """Profile, then write the document and print a summary."""
-    check_output(arguments.output)
-    profile = (
-        _analytic(arguments)
-        if arguments.device.startswith(ANALYTIC)
-        else _measured(arguments)
-    )
-    if arguments.output not in (None, STDOUT):
-        write(arguments.output, to_json(profile))
-    as_json = arguments.json or arguments.output in (None, STDOUT)
-    data(to_json(profile) if as_json else profile_text(profile))
-    if "cut" in profile.environment:
-        words(
-            f"{profile.model} is {profile.environment['cut']}; it can be split over data and tensors only"
-        )
-    if "fp8" in profile.environment:
-        words(profile.environment["fp8"])
-    for sentence in noise(profile):
-        words(sentence)
+    MODEL is a catalogue name (planner models), a Hugging Face config.json, or
+    package.module:callable. Without -o the profile goes to stdout.
+    """
+    check_output(output)
+    profile = _profile(ProfileOptions(**arguments))
+    publish(to_json(profile), profile_text(profile), output or STDOUT, as_json=as_json)
+    _warn(profile)
     return DONE
 
 
-def _analytic(arguments: argparse.Namespace) -> ModelProfile:
-    """Counted on shapes alone, then priced by the device's roofline."""
+def profile_model(
+    model: str,
+    *,
+    device: str = "auto",
+    sequence_lengths: tuple[int, ...] | None = None,
+    micro_batch_sizes: tuple[int, ...] | None = None,
+    tensor_parallel: tuple[int, ...] | None = None,
+    dtype: str | None = None,
+) -> ModelProfile:
+    """Count or measure a model, with the defaults of the command for what is None.
+
+    Raises:
+        SpecError: the model, device or an argument is wrong.
+    """
+    known = get_args(DataType)
+    if dtype is not None and dtype not in known:
+        raise UnknownNameError(
+            f"unknown type {dtype!r}.",
+            field="dtype",
+            hint=nearest(dtype, known, f"use one of {', '.join(known)}."),
+        )
+    options = ProfileOptions(
+        model=model,
+        device=device,
+        sequence_lengths=sequence_lengths,
+        micro_batch_sizes=micro_batch_sizes,
+        tensor_parallel=tensor_parallel,
+        dtype=cast(DataType | None, dtype),
+    )
+    return _profile(options)
+
+
+def _profile(options: ProfileOptions) -> ModelProfile:
+    check_model_name(options.model, "MODEL")
+    _check_device(options.device)
+    if not options.device.startswith(ANALYTIC):
+        return _measure(options)
+    device = find_device(options.device.removeprefix(ANALYTIC), field="--device")
+    return _count(options, device)
+
+
+def _check_device(name: str) -> None:
+    """Refuse an unknown device before torch is loaded."""
+    if name.startswith(ANALYTIC) or name.partition(":")[0] in DEVICES:
+        return
+    known = [*DEVICES, *(f"{ANALYTIC}{identifier}" for identifier in catalogue())]
+    raise UnknownNameError(
+        f"unknown device {name!r}.",
+        field="--device",
+        hint=nearest(name, known, "use cpu, cuda or analytic:ID of `planner devices`."),
+    )
+
+
+def _count(options: ProfileOptions, device: DeviceSpec) -> ModelProfile:
+    """Counts of every layer, priced by the device's roofline."""
     from planner.cost import price
 
-    device = find_device(arguments.device.removeprefix(ANALYTIC), field="--device")
-    refuse(
-        arguments,
-        MEASURING_ONLY,
-        "has a meaning only when measuring.",
-        "leave OPTION out.",
-    )
-    return price(
-        _counted(arguments).model_copy(update={"precision": arguments.precision}),
-        device,
-    )
+    measuring = {
+        "--concurrency": options.concurrency,
+        "--time-budget": options.time_budget,
+        "--journal": options.journal,
+    }
+    refuse(measuring, "needs a measured device.", "leave out OPTION.")
+    counted = _count_catalogue_model(options) or _count_model(options)
+    return price(counted.model_copy(update={"precision": options.precision}), device)
 
 
-def _counted(arguments: argparse.Namespace) -> ModelProfile:
+def _count_catalogue_model(options: ProfileOptions) -> ModelProfile | None:
+    """The stored counts of a catalogue model; None if it has to be counted."""
     from planner.profiler.catalogue import entry, names
+    from planner.profiler.counted import counted_profile
     from planner.profiler.lengths import at_lengths
 
-    sizes = arguments.micro_batch_sizes or MICRO_BATCH_SIZES
-    dtype = _dtype(arguments, "bf16")
-    context = arguments.context_parallel or (1,)
-    if arguments.model in names() and not arguments.cut and context == (1,):
-        from planner.profiler.counted import counted_profile
+    if options.model not in names() or options.cut:
+        return None
+    if options.context_parallel not in (None, (1,)):
+        return None
+    longest = entry(options.model).longest_sequence
 
-        lengths = sequence_lengths(
-            arguments.sequence_length, entry(arguments.model).longest_sequence
+    def count(length: int) -> ModelProfile:
+        return counted_profile(
+            options.model,
+            sequence_length=length,
+            dtype=_data_type(options, "bf16"),
+            micro_batch_sizes=options.micro_batch_sizes or MICRO_BATCH_SIZES,
+            tensor_parallel_degrees=options.tensor_parallel,
+            expert_parallel_degrees=options.expert_parallel,
         )
-        return at_lengths(
-            lambda length: counted_profile(
-                arguments.model,
-                sequence_length=length,
-                dtype=dtype,
-                micro_batch_sizes=sizes,
-                tensor_parallel_degrees=arguments.tensor_parallel,
-                expert_parallel_degrees=arguments.expert_parallel,
-            ),
-            lengths,
-        )
+
+    return at_lengths(count, sequence_lengths(options.sequence_lengths, longest))
+
+
+def _count_model(options: ProfileOptions) -> ModelProfile:
     from planner.profiler.count import profile
+    from planner.profiler.lengths import at_lengths
     from planner.profiler.models import load_model
 
-    source = load_model(arguments.model).cut_at(arguments.cut or ())
+    source = load_model(options.model).cut_at(options.cut or ())
+    tensor = options.tensor_parallel or source.tensor_parallel_degrees()
+    expert = options.expert_parallel or source.expert_parallel_degrees()
     with Progress("counting") as progress:
-        return at_lengths(
-            lambda length: profile(
+
+        def count(length: int) -> ModelProfile:
+            return profile(
                 source,
                 sequence_length=length,
-                micro_batch_sizes=sizes,
-                tensor_parallel_degrees=arguments.tensor_parallel
-                or source.tensor_parallel_degrees(),
+                micro_batch_sizes=options.micro_batch_sizes or MICRO_BATCH_SIZES,
+                tensor_parallel_degrees=tensor,
                 sequence_parallel=True,
-                expert_parallel_degrees=arguments.expert_parallel
-                or source.expert_parallel_degrees(),
-                context_parallel_degrees=context,
-                dtype=dtype,
+                expert_parallel_degrees=expert,
+                context_parallel_degrees=options.context_parallel or (1,),
+                dtype=_data_type(options, "bf16"),
                 progress=progress.update,
-            ),
-            _lengths_for(source, arguments.sequence_length),
-        )
+            )
+
+        return at_lengths(count, _lengths_of(source, options.sequence_lengths))
 
 
-def _measured(arguments: argparse.Namespace) -> ModelProfile:
-    refuse(
-        arguments,
-        COUNTING_ONLY,
-        "is counted, not measured.",
-        "leave OPTION out, or give --device analytic:ID.",
-    )
-    # Read when torch is loaded. Threads that spin while they wait would measure other processes, not the kernels.
+def _measure(options: ProfileOptions) -> ModelProfile:
+    """Timed runs of every layer on this machine."""
+    counting = {
+        "--expert-parallel": options.expert_parallel,
+        "--context-parallel": options.context_parallel,
+    }
+    use_analytic = "leave out OPTION, or use --device analytic:ID."
+    refuse(counting, "cannot be measured on one device, only counted.", use_analytic)
+    # torch reads this when it is loaded: threads that spin while they wait would slow
+    # down the other processes that are measured.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from planner.profiler.measure import TIME_BUDGET_SECONDS, profile
     from planner.profiler.models import load_model
 
-    device = _device(arguments.device)
-    source = load_model(arguments.model).cut_at(arguments.cut or ())
+    device = _device(options.device)
+    source = load_model(options.model).cut_at(options.cut or ())
     with Progress("measuring") as progress:
         return profile(
             source,
             device=device,
-            sequence_lengths=_lengths_for(source, arguments.sequence_length),
-            micro_batch_sizes=arguments.micro_batch_sizes or MEASURED_MICRO_BATCH_SIZES,
-            tensor_parallel_degrees=arguments.tensor_parallel or (1,),
-            dtype=_dtype(arguments, "fp32" if device == "cpu" else "bf16"),
-            precision=arguments.precision,
-            concurrency=arguments.concurrency or 1,
-            time_budget_seconds=arguments.time_budget or TIME_BUDGET_SECONDS,
-            journal=arguments.journal,
+            sequence_lengths=_lengths_of(source, options.sequence_lengths),
+            micro_batch_sizes=options.micro_batch_sizes or MEASURED_MICRO_BATCH_SIZES,
+            tensor_parallel_degrees=options.tensor_parallel or (1,),
+            dtype=_data_type(options, "fp32" if device == "cpu" else "bf16"),
+            precision=options.precision,
+            concurrency=options.concurrency or 1,
+            time_budget_seconds=options.time_budget or TIME_BUDGET_SECONDS,
+            journal=Path(options.journal) if options.journal is not None else None,
             progress=progress.update,
         )
-
-
-def _dtype(arguments: argparse.Namespace, default: DataType) -> DataType:
-    """In fp8 all but the products of linear layers is bf16."""
-    told: DataType | None = arguments.dtype
-    if arguments.precision is None:
-        return told or default
-    if told not in (None, "bf16"):
-        raise DocumentError(
-            f"cannot be {told} beside --precision {arguments.precision}.",
-            field="--dtype",
-            hint="leave it out.",
-        )
-    return "bf16"
 
 
 def _device(name: str) -> str:
@@ -283,28 +325,58 @@ def _device(name: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _lengths_for(source: ModelSource, wish: tuple[int, ...] | None) -> tuple[int, ...]:
+def _data_type(options: ProfileOptions, default: DataType) -> DataType:
+    """The type of all that is not computed in fp8; beside fp8 that is bf16."""
+    if options.precision is None:
+        return options.dtype or default
+    if options.dtype not in (None, "bf16"):
+        raise DocumentError(
+            f"{options.dtype} cannot be combined with --precision fp8.",
+            field="--dtype",
+            hint="leave out --dtype.",
+        )
+    return "bf16"
+
+
+def _lengths_of(source: ModelSource, given: tuple[int, ...] | None) -> tuple[int, ...]:
     if source.input_kind != "tokens":
-        return sequence_lengths(wish, 0)
-    if wish is None and not source.longest_sequence:
+        return sequence_lengths(given, 0)
+    if given is None and not source.longest_sequence:
         raise SpecError(
-            f"{source.name} states no longest sequence.",
+            f"is missing, and {source.name} states no longest sequence.",
             field="--sequence-length",
             hint="give the tokens per sample.",
         )
-    return sequence_lengths(wish, source.longest_sequence or LONGEST_DEFAULT)
+    return sequence_lengths(given, source.longest_sequence or LONGEST_DEFAULT)
 
 
-def sequence_lengths(wish: tuple[int, ...] | None, longest: int) -> tuple[int, ...]:
-    """The wished lengths, else the model's longest up to `LONGEST_DEFAULT`; 0 for models without a sequence.
+def sequence_lengths(given: tuple[int, ...] | None, longest: int) -> tuple[int, ...]:
+    """The given lengths, or the model's longest up to `LONGEST_DEFAULT`.
+
+    Args:
+        given: tokens per sample; None: not given.
+        longest: of the model; 0 for a model without a sequence.
 
     Raises:
-        SpecError: a length for a model that has no sequence.
+        SpecError: a length for a model without a sequence.
     """
-    if longest == 0 and wish is not None:
+    if given is None:
+        return (min(longest, LONGEST_DEFAULT),)
+    if longest == 0:
         raise SpecError(
-            "the model takes no sequence.",
+            "the model has no sequence.",
             field="--sequence-length",
-            hint="leave it out.",
+            hint="leave out --sequence-length.",
         )
-    return (min(longest, LONGEST_DEFAULT),) if wish is None else wish
+    return given
+
+
+def _warn(profile: ModelProfile) -> None:
+    """Print what limits the use of the profile."""
+    reason = profile.environment.get("cut")
+    if reason is not None:
+        limit = "data and tensor parallelism only"
+        note(f"warning: {profile.model} is {reason}; it supports {limit}")
+    for warning in (profile.environment.get("fp8"), noise_warning(profile)):
+        if warning is not None:
+            note(f"warning: {warning}")

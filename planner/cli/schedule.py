@@ -1,363 +1,345 @@
-"""`planner schedule`: simulates a pipeline schedule from durations per action, compares several, or finds the best."""
+"""`planner schedule`: simulate a pipeline schedule, compare several, or find the best."""
 
 from __future__ import annotations
 
-import argparse
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
-from planner.cli.arguments import (
-    add_json,
-    add_option,
-    costs,
-    positive_int,
-    positive_seconds,
-)
-from planner.cli.console import data, to_json, words
+import click
+
+from planner.cli.console import STDOUT, check_output, data, note, table, to_json, write
 from planner.cli.failures import DONE, INFEASIBLE
-from planner.errors import DocumentError, SpecError
+from planner.cli.options import (
+    COSTS,
+    POSITIVE_INT,
+    SECONDS,
+    OneOf,
+    option,
+    refuse,
+    verb,
+)
+from planner.cli.schedule_options import (
+    Result,
+    ScheduleOptions,
+    check_options,
+    simulated,
+)
+from planner.cli.timeline import FORMATS, check_format, drawing
+from planner.errors import LayoutError, SpecError
 from planner.spec.units import percent
 
-if TYPE_CHECKING:
-    from planner.schedule import Durations, Schedule, Simulation
+Function = TypeVar("Function", bound=Callable[..., Any])
 
-DURATIONS: tuple[tuple[str, tuple[float, ...] | None, str], ...] = (
-    ("--forward", (1,), "one forward"),
-    ("--backward-input", (1,), "one gradient of the input"),
-    ("--backward-weight", (1,), "one gradient of the weights"),
-    ("--recompute", None, "one recomputation (default: 0; torchgpipe: as --forward)"),
-    (
-        "--overlap",
-        (0,),
-        "what a forward beside a backward saves (1f1b-overlap, dualpipe, dualpipev)",
-    ),
-    (
-        "--transfer",
-        (0,),
-        "one transfer to a neighbouring stage; a list has one per boundary",
-    ),
+DURATIONS, SEARCH = "Durations: one value, or one per stage", "Search of synthesized"
+COMPARISON_HEADER = ("schedule", "makespan", "span", "bubble", "peak micro-batches")
+
+
+def _duration(
+    name: str, help_text: str, **settings: Any
+) -> Callable[[Function], Function]:
+    return option(name, type=COSTS, group=DURATIONS, help=help_text, **settings)
+
+
+@verb("schedule")
+@click.argument("name", required=False, metavar="[NAME]")
+@option("--stages", type=POSITIVE_INT, required=True, help="Pipeline ranks")
+@option(
+    "--micro-batches", type=POSITIVE_INT, required=True, help="Micro-batches per step"
 )
+@option(
+    "--virtual",
+    type=POSITIVE_INT,
+    help="Stages per rank [default: the schedule's fewest]",
+)
+@option("--sequence-chunks", type=POSITIVE_INT, default=1, help="Per micro-batch")
+@_duration("--forward", "Forward of one stage", default="1")
+@_duration("--backward-input", "Gradient of the input", default="1", advanced=True)
+@_duration("--backward-weight", "Gradient of the weights", default="1", advanced=True)
+@_duration(
+    "--recompute",
+    "Recomputation [default: 0; torchgpipe: as --forward]",
+    advanced=True,
+)
+@_duration(
+    "--overlap",
+    "Saving of a forward that overlaps a backward (1f1b-overlap, dualpipe, dualpipev)",
+    default="0",
+    advanced=True,
+)
+@_duration(
+    "--transfer",
+    "Transfer to the next stage; a list has one value per boundary",
+    default="0",
+    advanced=True,
+)
+@option(
+    "--transfer-mode",
+    metavar="MODE",
+    type=OneOf("mode", ("overlapped", "queued", "blocking")),
+    default="overlapped",
+    group=DURATIONS,
+    advanced=True,
+    help="overlapped with compute, queued per link, or blocking the sender",
+)
+@option(
+    "--recompute-mode",
+    metavar="MODE",
+    type=OneOf("mode", ("except_last", "always", "never")),
+    group=DURATIONS,
+    advanced=True,
+    help="Micro-batches that torchgpipe recomputes: except_last, always or never "
+    "[default: except_last]",
+)
+@option(
+    "--memory-limit",
+    type=POSITIVE_INT,
+    help="Most units in flight on a rank; exit code 3 above it",
+)
+@option(
+    "--objective",
+    metavar="O",
+    type=OneOf("objective", ("makespan", "span")),
+    group=SEARCH,
+    advanced=True,
+    help="Minimize makespan or span [default: makespan]",
+)
+@option(
+    "--placement",
+    metavar="P",
+    type=OneOf("placement", ("wave", "loop")),
+    group=SEARCH,
+    advanced=True,
+    help="Order of several stages per rank: wave or loop [default: wave]",
+)
+@option(
+    "--time-limit",
+    type=SECONDS,
+    group=SEARCH,
+    advanced=True,
+    help="Stop the search after this time [default: 20]",
+)
+@option("--actions", is_flag=True, help="Print the actions of every rank")
+@option(
+    "--compare",
+    metavar="NAME,...",
+    help="Compare schedules; durations are then of one rank's whole work",
+)
+@option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    help="Draw the step: out.svg, out.html or out.json (Chrome trace)",
+)
+@option("--ascii", "draw_ascii", is_flag=True, help="Draw the step in the terminal")
+def command(
+    name: str | None,
+    actions: bool,
+    compare: str | None,
+    output: str | None,
+    draw_ascii: bool,
+    as_json: bool,
+    **arguments: Any,
+) -> int:
+    """Simulate one step of the pipeline schedule NAME: time, bubble and memory.
 
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Options of the verb."""
-    parser.add_argument(
-        "name",
-        metavar="NAME",
-        nargs="?",
-        help="schedule, e.g. gpipe, 1f1b or synthesized",
-    )
-    add_option(
-        parser,
-        "--stages",
-        positive_int,
-        required=True,
-        metavar="P",
-        help="pipeline ranks",
-    )
-    add_option(
-        parser,
-        "--micro-batches",
-        positive_int,
-        required=True,
-        metavar="M",
-        help="micro-batches of one step",
-    )
-    add_option(
-        parser,
-        "--virtual",
-        positive_int,
-        metavar="V",
-        help="stages of one rank (default: the schedule's fewest)",
-    )
-    add_option(
-        parser,
-        "--sequence-chunks",
-        positive_int,
-        default=1,
-        metavar="Q",
-        help="chunks of one micro-batch",
-    )
-    _add_durations(parser)
-    add_option(
-        parser,
-        "--memory-limit",
-        positive_int,
-        metavar="A",
-        help="units that any rank may hold; exit 3 if it holds more",
-    )
-    parser.add_argument(
-        "--actions", action="store_true", help="print the actions of every rank"
-    )
-    parser.add_argument(
-        "--compare",
-        metavar="NAME,NAME,...",
-        help="a table of schedules; durations then are of one rank's whole work",
-    )
-    _add_search(parser)
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        help="draw the step: out.svg, out.html, or out.json (Chrome trace)",
-    )
-    parser.add_argument(
-        "--ascii", action="store_true", help="draw the step in the terminal"
-    )
-    add_json(parser)
-
-
-def _add_search(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "search", "for synthesized, which searches the best order for the durations"
-    )
-    group.add_argument(
-        "--objective",
-        choices=("makespan", "span"),
-        help="what is to be least (default: makespan)",
-    )
-    group.add_argument(
-        "--placement",
-        choices=("wave", "loop"),
-        help="of several stages per rank: down and up, or round (default: wave)",
-    )
-    group.add_argument(
-        "--time-limit",
-        type=positive_seconds,
-        metavar="S",
-        help="seconds to search (default: 20)",
-    )
-
-
-def _add_durations(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "durations", "one value, or a comma list with one per stage (and chunk)"
-    )
-    for name, default, what in DURATIONS:
-        summary = f"{what} (default: {default[0]})" if default else what
-        group.add_argument(name, type=costs, default=default, metavar="S", help=summary)
-    group.add_argument(
-        "--transfer-mode",
-        choices=("overlapped", "queued", "blocking"),
-        default="overlapped",
-        help="transfers beside compute, one at a time per link, or in the sender's way (default: overlapped)",
-    )
-    group.add_argument(
-        "--recompute-mode",
-        choices=("except_last", "always", "never"),
-        default="",
-        help="micro-batches that torchgpipe recomputes (default: except_last)",
-    )
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Print makespan, bubble and peak in flight; exit 3 when a rank holds more than the memory limit."""
-    from planner.cli.schedule_picture import check_picture, draw
-
-    check_picture(arguments)
-    if arguments.compare is not None:
-        from planner.cli.schedule_compare import compare
-
-        return compare(arguments)
-    if arguments.name is None:
-        raise SpecError(
-            "names no schedule.",
-            field="schedule",
-            hint="give a NAME, or --compare NAME,NAME,...",
+    NAME is e.g. gpipe, 1f1b, interleaved-1f1b, zb-h1, dualpipe, or synthesized, which
+    searches the best order.
+    """
+    options = ScheduleOptions(**arguments)
+    _check_picture(output, draw_ascii, as_json)
+    if compare is not None:
+        refuse(
+            {"--actions": actions}, "is not printed by --compare.", "leave out OPTION."
         )
-    from planner.cli.schedule_options import check_options
+        names = compare.split(",")
+        results, code = _compare([name, *names] if name else names, options, as_json)
+    elif name is not None:
+        results, code = _simulate(name, options, actions, as_json)
+    else:
+        raise SpecError(
+            "is missing.", field="NAME", hint="give a schedule, or --compare NAME,..."
+        )
+    _draw(results, output, draw_ascii)
+    return code
+
+
+def _simulate(
+    name: str, options: ScheduleOptions, actions: bool, as_json: bool
+) -> tuple[list[Result], int]:
+    """Print one schedule; exit code 3 if a rank exceeds the memory limit."""
     from planner.schedule import find
 
-    entry = find(arguments.name)
-    check_options(arguments, [entry])
-    if entry.needs_durations:
-        from planner.cli.schedule_search import search
-
-        return search(arguments)
-    simulation = simulated(arguments, arguments.name)
-    document = describe(simulation)
-    if arguments.json:
-        data(to_json(document))
-    else:
-        data(tell(simulation, actions=arguments.actions))
-    draw(arguments, [simulation])
-    return _hold_memory(simulation, arguments.memory_limit)
-
-
-def simulated(
-    arguments: argparse.Namespace, name: str, *, whole_ranks: bool = False
-) -> Simulation:
-    """The schedule of this name under the command's options; `whole_ranks`: durations are of one rank's whole work."""
-    from planner.schedule import TransferMode, build, find, simulate
-
-    entry = find(name)
-    takes_virtual = entry.most_virtual_stages != entry.least_virtual_stages
-    schedule = build(
-        name,
-        ranks=arguments.stages,
-        micro_batches=arguments.micro_batches,
-        virtual_stages=arguments.virtual if takes_virtual or not whole_ranks else None,
-        sequence_chunks=arguments.sequence_chunks
-        if entry.takes_sequence_chunks or not whole_ranks
-        else 1,
-        recompute=arguments.recompute_mode
-        if entry.recompute_modes or not whole_ranks
-        else "",
-    )
-    durations = durations_of(arguments, schedule, whole_ranks=whole_ranks)
-    return simulate(
-        schedule, durations, transfer_mode=TransferMode(arguments.transfer_mode)
-    )
+    check_options(options, [find(name)], is_comparison=False)
+    result = simulated(options, name)
+    limit = options.memory_limit
+    if result is None:
+        note(f"no order stays within the memory limit of {limit} units in flight")
+        return [], INFEASIBLE
+    data(to_json(_document(result)) if as_json else _text(result, actions))
+    above = []
+    for rank, peak in enumerate(result.simulation.peak_in_flight):
+        if limit is not None and peak > limit:
+            above.append(f"rank {rank} holds {peak}")
+    if above:
+        note(f"above the memory limit of {limit} units in flight: {', '.join(above)}")
+    return [result], INFEASIBLE if above else DONE
 
 
-def durations_of(
-    arguments: argparse.Namespace, schedule: Schedule, *, whole_ranks: bool = False
-) -> Durations:
-    """The options for these stages: per action, or `whole_ranks`: of one rank's whole work, in equal parts."""
-    return (
-        _shares(arguments, schedule) if whole_ranks else _durations(arguments, schedule)
-    )
-
-
-def _durations(arguments: argparse.Namespace, schedule: Schedule) -> Durations:
-    """The options as they stand: per action."""
-    from planner.schedule import Durations
-
-    stages, chunks = schedule.stages, schedule.sequence_chunks
-    given = {name: _option(arguments, schedule, name) for name, _, _ in DURATIONS[:-1]}
-    has_chunks = chunks > 1 and any(
-        len(values) == stages * chunks for values in given.values()
-    )
-    spread = {
-        name: _per_stage(name, values, stages, chunks if has_chunks else 1)
-        for name, values in given.items()
-    }
-    transfer = _per_boundary(arguments.transfer, stages)
-    return Durations(
-        forward=spread["--forward"],
-        backward_input=spread["--backward-input"],
-        backward_weight=spread["--backward-weight"],
-        recompute=spread["--recompute"],
-        overlap=spread["--overlap"],
-        transfer_forward=transfer,
-        transfer_backward=transfer,
-        sequence_chunks=chunks if has_chunks else 1,
-    )
-
-
-def _shares(arguments: argparse.Namespace, schedule: Schedule) -> Durations:
-    """The options as the whole work of each rank, in equal parts for each of its actions."""
-    from planner.schedule import Durations
-
-    parts = schedule.virtual_stages * schedule.sequence_chunks
-
-    def share(name: str) -> tuple[float, ...]:
-        values = _per_stage(name, _option(arguments, schedule, name), schedule.ranks, 1)
-        return tuple(_divide(values[rank], parts) for rank in schedule.stage_ranks)
-
-    if len(arguments.transfer) > 1:
-        raise DocumentError(
-            "takes one value when schedules are compared.",
-            field="--transfer",
-            hint="give one value.",
-        )
-    transfer = _per_boundary(arguments.transfer, schedule.stages)
-    return Durations(
-        forward=share("--forward"),
-        backward_input=share("--backward-input"),
-        backward_weight=share("--backward-weight"),
-        recompute=share("--recompute"),
-        overlap=share("--overlap"),
-        transfer_forward=transfer,
-        transfer_backward=transfer,
-    )
-
-
-def _option(
-    arguments: argparse.Namespace, schedule: Schedule, name: str
-) -> tuple[float, ...]:
-    given: tuple[float, ...] | None = getattr(
-        arguments, name.removeprefix("--").replace("-", "_")
-    )
-    if given is not None:
-        return given
-    # Only --recompute has no default of its own: torchgpipe runs the forward again, the others run nothing again.
-    return (
-        (0,)
-        if schedule.recompute_stop is None
-        else _option(arguments, schedule, "--forward")
-    )
-
-
-def _divide(seconds: float, parts: int) -> float:
-    """Whole numbers stay whole where they can."""
-    return seconds // parts if seconds % parts == 0 else seconds / parts
-
-
-def _per_stage(
-    option: str, values: tuple[float, ...], stages: int, chunks: int
-) -> tuple[float, ...]:
-    if len(values) == 1:
-        return values * (stages * chunks)
-    if len(values) == stages * chunks:
-        return values
-    if len(values) == stages:
-        return tuple(seconds for seconds in values for _ in range(chunks))
-    raise DocumentError(
-        f"{len(values)} values for {stages} stages.",
-        field=option,
-        hint=f"give one value, or {stages}.",
-    )
-
-
-def _per_boundary(values: tuple[float, ...], stages: int) -> tuple[float, ...]:
-    if len(values) == 1:
-        return values * (stages - 1)
-    if len(values) != stages - 1:
-        raise DocumentError(
-            f"{len(values)} values for {stages - 1} boundaries between stages.",
-            field="--transfer",
-            hint=f"give one value, or {stages - 1}.",
-        )
-    return values
-
-
-def describe(simulation: Simulation) -> dict[str, object]:
-    """What `--json` prints."""
+def _document(result: Result) -> dict[str, Any]:
+    simulation = result.simulation
+    actions = [list(row) for row in simulation.schedule.to_text()]
     return {
         "makespan": simulation.makespan,
         "span": simulation.span,
         "bubble_fraction": simulation.bubble_fraction,
         "peak_in_flight": list(simulation.peak_in_flight),
-        "actions": [list(row) for row in simulation.schedule.to_text()],
+        "actions": actions,
+        **_proof(result),
     }
 
 
-def tell(simulation: Simulation, *, actions: bool) -> str:
-    """What the terminal shows."""
-    peaks = " ".join(str(peak) for peak in simulation.peak_in_flight)
+def _proof(result: Result) -> dict[str, Any]:
+    """How good a searched order is; empty for the other schedules."""
+    found = result.synthesis
+    if found is None:
+        return {}
+    return {
+        "objective": found.objective.value,
+        "lower_bound": found.lower_bound,
+        "gap": found.gap,
+        "optimal": found.optimal,
+        "canonical": found.canonical,
+        "canonical_value": found.canonical_value,
+    }
+
+
+def _text(result: Result, actions: bool) -> str:
+    simulation, found = result.simulation, result.synthesis
     lines = [
         f"schedule        {simulation.schedule.name}",
         f"makespan        {simulation.makespan:g}",
         f"span            {simulation.span:g}",
         f"bubble          {percent(simulation.bubble_fraction)}",
-        f"peak in flight  {peaks}",
+        f"peak in flight  {' '.join(map(str, simulation.peak_in_flight))}",
     ]
-    if actions:
+    if found is not None:
+        proven = " (proven optimal)" if found.optimal else ""
+        known = "none fits"
+        if found.canonical is not None:
+            known = f"{found.canonical} takes {found.canonical_value:g}"
         lines += [
-            f"rank {rank}: {' '.join(row)}"
-            for rank, row in enumerate(simulation.schedule.to_text())
+            f"lower bound     {found.lower_bound:g} of {found.objective}{proven}",
+            f"gap             {percent(found.gap)}",
+            f"best known      {known}",
         ]
+    if actions:
+        for rank, row in enumerate(simulation.schedule.to_text()):
+            lines.append(f"rank {rank}: {' '.join(row)}")
     return "\n".join(lines)
 
 
-def _hold_memory(simulation: Simulation, limit: int | None) -> int:
-    over = {
-        rank: peak
-        for rank, peak in enumerate(simulation.peak_in_flight)
-        if limit is not None and peak > limit
+def _compare(
+    names: Sequence[str], options: ScheduleOptions, as_json: bool
+) -> tuple[list[Result], int]:
+    """Print one row per schedule, and why the others are left out."""
+    from planner.schedule import canonical_name, find
+
+    known = [canonical_name(name.strip()) for name in names if name.strip()]
+    known = list(dict.fromkeys(known))
+    if not known:
+        raise SpecError(
+            "names no schedule.", field="--compare", hint="give NAME,NAME,..."
+        )
+    check_options(options, [find(name) for name in known], is_comparison=True)
+    results, refused = [], []
+    for name in known:
+        try:
+            results.append(_compared(name, options))
+        except LayoutError as error:
+            refused.append({"name": name, "reason": error.problems[0].message})
+    if as_json:
+        rows = [_comparison_document(result) for result in results]
+        data(to_json({"schedules": rows, "refused": refused}))
+    elif results:
+        data(table(COMPARISON_HEADER, [_comparison_row(each) for each in results]))
+    for result in results:
+        found = result.synthesis
+        if found is not None:
+            bound = f"{found.objective} at least {found.lower_bound:g}"
+            note(f"synthesized: {bound}, gap {percent(found.gap)}")
+    for each in refused:
+        note(f"{each['name']}: {each['reason']}")
+    return results, DONE if results else INFEASIBLE
+
+
+def _compared(name: str, options: ScheduleOptions) -> Result:
+    """One schedule of a comparison.
+
+    Raises:
+        LayoutError: it does not take the numbers, or the memory limit.
+    """
+    limit = options.memory_limit
+    result = simulated(options, name, whole_ranks=True)
+    if result is None:
+        raise LayoutError(f"no order stays within the memory limit of {limit}.")
+    peak = max(result.peak_micro_batches)
+    if limit is not None and peak > limit:
+        raise LayoutError(
+            f"holds {peak:g} micro-batches, above the memory limit of {limit}."
+        )
+    return result
+
+
+def _comparison_document(result: Result) -> dict[str, Any]:
+    simulation = result.simulation
+    return {
+        "name": simulation.schedule.name,
+        "makespan": simulation.makespan,
+        "span": simulation.span,
+        "bubble_fraction": simulation.bubble_fraction,
+        "peak_in_flight": list(simulation.peak_in_flight),
+        "peak_micro_batches": result.peak_micro_batches,
+        **_proof(result),
     }
-    if not over:
-        return DONE
-    held = ", ".join(f"rank {rank} holds {peak}" for rank, peak in over.items())
-    words(f"over the memory limit of {limit} in flight: {held}")
-    return INFEASIBLE
+
+
+def _comparison_row(result: Result) -> tuple[str, ...]:
+    simulation = result.simulation
+    return (
+        simulation.schedule.name,
+        f"{simulation.makespan:g}",
+        f"{simulation.span:g}",
+        percent(simulation.bubble_fraction),
+        f"{max(result.peak_micro_batches):g}",
+    )
+
+
+def _check_picture(output: str | None, draw_ascii: bool, as_json: bool) -> None:
+    """Refuse a picture that cannot be drawn, before any work."""
+    if as_json:
+        message = "cannot be combined with --json."
+        refuse({"--ascii": draw_ascii}, message, "leave out OPTION or --json.")
+    if output == STDOUT:
+        raise SpecError(
+            "must name a file: stdout has the results.",
+            field="--output",
+            hint=f"end the name with one of {', '.join(FORMATS)}.",
+        )
+    check_format(output)
+    check_output(output)
+
+
+def _draw(results: Sequence[Result], output: str | None, draw_ascii: bool) -> None:
+    if not results or not (output or draw_ascii):
+        return
+    from planner.schedule.timeline import ascii, from_simulation
+
+    timelines = []
+    for result in results:
+        simulation = result.simulation
+        timelines.append(from_simulation(simulation, title=simulation.schedule.name))
+    if draw_ascii:
+        data(ascii(timelines))
+    if output:
+        write(output, drawing(timelines, Path(output).suffix))

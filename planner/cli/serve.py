@@ -1,114 +1,128 @@
-"""`planner serve`: the planning service over HTTP."""
+"""`planner serve`: run the planning service."""
 
 from __future__ import annotations
 
-import argparse
 import sys
+from typing import TYPE_CHECKING, Any
 
-from planner.cli.arguments import add_json, add_option, whole_number
-from planner.cli.console import data, to_json, words
+from planner.cli.console import data, note, to_json
 from planner.cli.failures import DONE
+from planner.cli.options import WHOLE_NUMBER, OneOf, option, verb
 from planner.errors import DocumentError, RunError
 
-SETTINGS = ("host", "port", "database", "keys_file", "without_keys", "root_path")
-"""Those that are options too."""
+if TYPE_CHECKING:
+    from planner.api.keys import Scope
+
+KEYS = "API keys"
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Options of the verb."""
-    parser.add_argument(
-        "--host",
-        metavar="H",
-        help="address to listen on (default: 127.0.0.1, this machine only)",
-    )
-    add_option(
-        parser,
-        "--port",
-        whole_number,
-        metavar="P",
-        help="port (default: 8000; 0: any free one)",
-    )
-    parser.add_argument(
-        "--database",
-        metavar="PATH",
-        help="SQLite file of plans and jobs (default: planner.db)",
-    )
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="settings as TOML; PLANNER_* variables and options win over it",
-    )
-    parser.add_argument(
-        "--keys-file",
-        metavar="FILE",
-        help="API keys, one NAME SCOPE SHA256 per line (default: none)",
-    )
-    parser.add_argument(
-        "--without-keys",
-        action="store_true",
-        default=None,
-        help="listen for other machines though there are no API keys: whoever reaches the port may do everything",
-    )
-    parser.add_argument(
-        "--root-path",
-        metavar="PATH",
-        help="prefix under which a reverse proxy serves it, such as /planner",
-    )
-    parser.add_argument(
-        "--make-key",
-        metavar="SCOPE",
-        choices=("read", "plan", "admin"),
-        help="make an API key of this scope and end: its line for the keys file goes to stdout, the key itself, which "
-        "is stored nowhere, to stderr",
-    )
-    parser.add_argument(
-        "--key-name",
-        metavar="NAME",
-        help="of the key's holder, for the log (default: the scope)",
-    )
-    add_json(parser, "print the settings in force as JSON on stdout, then serve")
+@verb("serve", json_help="Print the settings as JSON, then serve")
+@option(
+    "--host",
+    metavar="HOST",
+    help="Address to listen on [default: 127.0.0.1, this machine only]",
+)
+@option("--port", type=WHOLE_NUMBER, help="Port; 0: any free one [default: 8000]")
+@option(
+    "--database",
+    metavar="PATH",
+    help="SQLite file of plans and jobs [default: planner.db]",
+)
+@option(
+    "--config",
+    metavar="FILE",
+    help="TOML file of settings; PLANNER_* variables and options override it",
+)
+@option(
+    "--root-path",
+    metavar="PATH",
+    help="Path prefix of a reverse proxy, e.g. /planner",
+)
+@option(
+    "--keys-file",
+    metavar="FILE",
+    group=KEYS,
+    help="API keys, one NAME SCOPE SHA256 per line",
+)
+@option(
+    "--without-keys",
+    is_flag=True,
+    group=KEYS,
+    help="Let other machines use the service without API keys",
+)
+@option(
+    "--make-key",
+    "scope",
+    metavar="SCOPE",
+    type=OneOf("scope", ("read", "plan", "admin")),
+    group=KEYS,
+    help="Make a read, plan or admin key and exit",
+)
+@option(
+    "--key-name",
+    metavar="NAME",
+    group=KEYS,
+    help="Holder of the key, for the log [default: the scope]",
+)
+def command(
+    config: str | None,
+    without_keys: bool,
+    scope: Scope | None,
+    key_name: str | None,
+    as_json: bool,
+    **settings: Any,
+) -> int:
+    """Serve plans over HTTP until Ctrl-C or SIGTERM.
 
-
-def run(arguments: argparse.Namespace) -> int:
-    """Serve until Ctrl-C or SIGTERM."""
-    if arguments.make_key is not None:
-        return _make_key(arguments)
-    if arguments.key_name is not None:
+    --make-key prints the key's line for the keys file on stdout, and the key itself, which
+    is stored nowhere, on stderr.
+    """
+    if scope is not None:
+        return _make_key(scope, key_name or scope, as_json)
+    if key_name is not None:
         raise DocumentError(
-            "names no key that is made.",
-            field="--key-name",
-            hint="give --make-key too.",
+            "needs --make-key.", field="--key-name", hint="add --make-key SCOPE."
         )
+    settings["without_keys"] = without_keys or None
+    return _serve(settings, config, as_json)
+
+
+def _serve(options: dict[str, Any], config: str | None, as_json: bool) -> int:
+    """Serve with the settings of options, environment and file.
+
+    Args:
+        options: setting -> value; None: not given.
+        config: TOML file of settings.
+        as_json: print the settings first.
+    """
+    from planner.api.serve import serve
     from planner.api.settings import load_settings
 
-    overrides = {name: getattr(arguments, name) for name in SETTINGS}
-    settings = load_settings(overrides, config=arguments.config)
-    if arguments.json:
+    settings = load_settings(options, config=config)
+    if as_json:
         data(to_json(settings))
-        sys.stdout.flush()  # a reader of a pipe waits for it, and serving does not end
-    from planner.api.serve import serve
-
+        sys.stdout.flush()  # a pipe's reader needs the settings while the service runs
     try:
         serve(settings)
-    except KeyboardInterrupt:  # uvicorn has stopped in order, and passes the signal on
+    except KeyboardInterrupt:  # raised by uvicorn after an orderly stop
         return DONE
-    except SystemExit:  # uvicorn has logged why
-        where = f"{settings.host}:{settings.port}"
+    except SystemExit:  # raised by uvicorn after logging the reason
+        address = f"{settings.host}:{settings.port}"
         raise RunError(
-            f"the service could not start on {where}.",
-            hint="see the log above; or try --port.",
+            f"the service could not start on {address}.",
+            hint="see the log above, or choose another --port.",
         ) from None
     return DONE
 
 
-def _make_key(arguments: argparse.Namespace) -> int:
-    """The key on stderr, so that ``>> FILE`` stores only what the service is to know."""
+def _make_key(scope: Scope, name: str, as_json: bool) -> int:
+    """Print the key on stderr and its line on stdout, so that ``>> FILE`` stores no secret."""
     from planner.api.keys import make_key
 
-    secret, key = make_key(arguments.make_key, arguments.key_name or arguments.make_key)
-    if arguments.json:
+    secret, key = make_key(scope, name)
+    if as_json:
         data(to_json({"key": secret, "line": key.line()}))
         return DONE
     data(key.line())
-    words(f"the key, shown this once: {secret}")
+    note(f"API key, shown only once: {secret}")
     return DONE

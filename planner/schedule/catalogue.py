@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from functools import lru_cache
 
 from planner.errors import LayoutError, UnknownNameError
@@ -81,10 +82,12 @@ def find(name: str) -> ScheduleEntry:
     """
     found = _by_folded_name().get(_fold(name))
     if found is None:
+        close = get_close_matches(name.lower(), names(), n=1)
+        suggestion = f"did you mean {close[0]!r}? " if close else ""
         raise UnknownNameError(
             f"no schedule {name!r}.",
             field="schedule",
-            hint=f"use one of {', '.join(names())}.",
+            hint=f"{suggestion}Known: {', '.join(names())}.",
         )
     return found
 

@@ -115,10 +115,13 @@ def find_family(text: str) -> tuple[str, ...]:
     families = dict.fromkeys(_read(name).family for name in names())
     found = tuple(family for family in families if text.lower() in family.lower())
     if not found:
+        names_by_lower = {family.lower(): family for family in families}
+        close = difflib.get_close_matches(text.lower(), names_by_lower, n=1)
+        suggestion = f"did you mean {names_by_lower[close[0]]!r}? " if close else ""
         raise UnknownNameError(
             f"no family {text!r} in the catalogue.",
             field="--family",
-            hint=f"use one of {', '.join(families)}.",
+            hint=f"{suggestion}Known: {', '.join(families)}.",
         )
     return found
 

@@ -1,11 +1,11 @@
-"""`planner doctor`: what is broken is told, and what is merely absent is no failure."""
+"""`planner doctor`: broken parts fail the command; absent ones do not."""
 
 from __future__ import annotations
 
 import pytest
 
-from planner.cli import doctor_checks
-from planner.cli.doctor_checks import CHECKS, Finding
+from planner.cli import doctor
+from planner.cli.doctor import CHECKS, Finding
 from planner.profiler.links import LinkOptions
 from planner.spec import Link, LinkMeasurement, Links
 from tests.cli.support import Command
@@ -22,7 +22,7 @@ def without_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("without_ranks")
 def test_this_machine_is_sound(planner: Command) -> None:
-    """Where the tests run, nothing needed is broken, and every check is told."""
+    """Where the tests run, nothing needed is broken, and every check is reported."""
     ended = planner("doctor", "--json")
     assert ended.code == 0
     assert ended.json["ok"] is True
@@ -33,9 +33,9 @@ def test_this_machine_is_sound(planner: Command) -> None:
 def test_what_is_broken_fails(
     planner: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A broken part ends with 1 and tells its hint."""
+    """A broken part gives exit code 1 and prints its hint."""
     monkeypatch.setitem(
-        CHECKS, "solver", lambda name: Finding(name, "broken", "is broken", "reinstall")
+        CHECKS, "solver", lambda: Finding("broken", "is broken", "reinstall")
     )
     ended = planner("doctor")
     assert ended.code == 1
@@ -47,9 +47,9 @@ def test_what_is_broken_fails(
 def test_a_check_that_raises_is_a_broken_part(
     planner: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The doctor survives what it finds."""
+    """An exception of a check is reported as its finding."""
 
-    def explode(name: str) -> Finding:
+    def explode() -> Finding:
         raise OSError("no space left")
 
     monkeypatch.setitem(CHECKS, "temporary", explode)
@@ -62,13 +62,13 @@ def test_a_check_that_raises_is_a_broken_part(
 def test_without_torch_planning_still_works(
     planner: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An installation for planning only is told as such, and is sound."""
+    """An installation for planning only reports torch as absent, and is sound."""
     monkeypatch.setattr(
-        doctor_checks,
+        doctor,
         "_versions",
         lambda packages: ("", ["torch"] if "torch" in packages else []),
     )
-    monkeypatch.setattr(doctor_checks, "_has_torch", lambda: False)
+    monkeypatch.setattr(doctor, "_has_torch", lambda: False)
     ended = planner("doctor", "--json")
     findings = {each["name"]: each for each in ended.json["checks"]}
     assert ended.code == 0
@@ -77,7 +77,7 @@ def test_without_torch_planning_still_works(
 
 
 def test_gloo_is_tried_with_real_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check asks for two ranks over gloo and one small tensor; its failure is the finding's."""
+    """The check starts two ranks over gloo."""
     asked: list[tuple[int, str | None]] = []
 
     def launch_links(ranks: int, options: LinkOptions) -> Links:
@@ -94,5 +94,5 @@ def test_gloo_is_tried_with_real_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
     monkeypatch.setattr("planner.profiler.links.launch_links", launch_links)
-    assert CHECKS["gloo"]("gloo").status == "ok"
+    assert CHECKS["gloo"]().status == "ok"
     assert asked == [(2, "gloo")]

@@ -92,7 +92,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("by", ["time", "memory"])
 def test_a_profile_is_balanced(planner: Command, profile: Path, by: str) -> None:
-    """torchgpipe's promise: the parts' costs are sums of what the profile says of their layers, and nearly equal."""
+    """As torchgpipe promises, the parts' costs are sums of what the profile has of their layers, and nearly equal."""
     words = (
         "partition",
         "--profile",
@@ -176,29 +176,54 @@ def test_micro_batches_in_flight_weigh_activations(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "named"),
     [
         (("--micro-batch-size", "3"), "1 x 128, 4 x 128"),
         (("--sequence-length", "64"), "no whole row of 1 samples of 64 tokens"),
         (("--optimizer", "sgd"), "--by memory"),
         (("--by", "time", "--micro-batches", "2"), "--by memory"),
-        (("--costs", "1,2"), "not allowed with"),
+        (("--costs", "1,2"), "cannot be combined with --costs"),
+        (("--method", "histgram"), "did you mean 'histogram'"),
+        (("--by", "tmie"), "did you mean 'time'"),
     ],
 )
-def test_wrong_wishes_of_a_profile(
-    planner: Command, profile: Path, words: tuple[str, ...], told: str
+def test_wrong_options_of_a_profile(
+    planner: Command, profile: Path, words: tuple[str, ...], named: str
 ) -> None:
     """Sizes that the profile does not have, and options that would change nothing, are refused."""
     ended = planner("partition", "--profile", profile, "--parts", "2", *words)
     assert (ended.code, ended.out) == (2, "")
-    assert told in ended.err
+    assert named in ended.err
 
 
 def test_options_of_a_profile_need_one(planner: Command) -> None:
-    """Plain costs are balanced by themselves."""
+    """Options that choose rows of a profile are refused with plain costs."""
     ended = planner("partition", "--costs", COSTS, "--parts", "2", "--by", "time")
     assert ended.code == 2
     assert "--profile" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        (("--parts", "2"), "--costs"),
+        (("--costs", COSTS), "--parts"),
+        (("--costs", "1,-2", "--parts", "2"), "--costs"),
+        (("--costs", "1,,2", "--parts", "2"), "--costs"),
+    ],
+)
+def test_wrong_costs(planner: Command, words: tuple[str, ...], field: str) -> None:
+    """Missing or wrong costs and parts are named by their option."""
+    ended = planner("partition", *words)
+    assert (ended.code, ended.out) == (2, "")
+    assert f"error: {field}" in ended.err
+
+
+def test_whole_costs_stay_whole(planner: Command) -> None:
+    """Costs without a decimal point are whole numbers in the JSON document too."""
+    ended = planner("partition", "--costs", "1,2,2.5", "--parts", "2", "--json")
+    assert ended.json["costs"] == [3, 2.5]
+    assert isinstance(ended.json["costs"][0], int)
 
 
 def test_a_counted_profile_has_no_time(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from planner.cli.profile import LONGEST_DEFAULT, sequence_lengths
-from planner.cli.profile_text import noise, profile_text
+from planner.cli.profile_text import noise_warning, profile_text
 from planner.errors import SpecError
 from planner.spec import LayerProfile, Measurement, ModelProfile, parse, read
 from tests.cli.support import Command
@@ -34,6 +34,7 @@ def test_analytic_catalogue_profile(planner: Command, tmp_path: Path) -> None:
     rows = [row for layer in profile.layers for row in layer.measurements]
     assert (ended.code, ended.err) == (0, f"wrote {path}\n")
     assert "14 layers" in ended.out
+    assert "counted for a100-sxm4-80gb" in ended.out
     assert "124 M parameters" in ended.out
     assert (profile.model, profile.device, profile.dtype) == (
         "gpt2",
@@ -50,7 +51,7 @@ def test_analytic_catalogue_profile(planner: Command, tmp_path: Path) -> None:
 
 
 def test_stdout_is_the_document(planner: Command) -> None:
-    """Without -o, and with `-o -`, stdout is the profile and nothing else."""
+    """Without -o, and with `-o -`, stdout has the profile alone; the table is on stderr."""
     words = (
         "profile",
         "gpt2",
@@ -60,9 +61,12 @@ def test_stdout_is_the_document(planner: Command) -> None:
         "--micro-batch-sizes",
         "1",
     )
-    assert parse(ModelProfile, planner(*words).json) == parse(
-        ModelProfile, planner(*words, "-o", "-").json
+    ended = planner(*words)
+    assert (
+        ended.json == planner(*words, "-o", "-").json == planner(*words, "--json").json
     )
+    assert parse(ModelProfile, ended.json).model == "gpt2"
+    assert "GPT2Block" in ended.err
 
 
 def test_analytic_profile_of_a_callable(planner: Command) -> None:
@@ -74,18 +78,23 @@ def test_analytic_profile_of_a_callable(planner: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "named"),
     [
-        (("gpt3", *ANALYTIC), "gpt3-175b"),
+        (("gpt3", *ANALYTIC), "gpt3-"),
+        (("gpt2-mediun", *ANALYTIC), "gpt2-medium"),
         (("gpt2", "--device", "analytic:h1000"), "h1000"),
         (("gpt2", "--device", "tpu"), "tpu"),
+        (("gpt2", "--device", "cdua"), "did you mean 'cuda'"),
+        (("gpt2", "--device", "l4-24gb"), "analytic:l4-24gb"),
+        (("gpt2", *ANALYTIC, "--dtype", "bf61"), "did you mean 'bf16'"),
+        (("gpt2", *ANALYTIC, "--precision", "fp8", "--dtype", "fp16"), "--dtype"),
         (("gpt2", *ANALYTIC, "--sequence-length", "4096"), "1024"),
         (("gpt2", *ANALYTIC, "--tensor-parallel", "5"), "tensor"),
         (("gpt2", "--device", "analytic:v100-sxm2-32gb", "--dtype", "bf16"), "bf16"),
         (("gpt2", *ANALYTIC, "--concurrency", "4"), "--concurrency"),
         (
             ("gpt2", *ANALYTIC, "--micro-batch-sizes", "0,1"),
-            "'0' is not a whole number of at least 1",
+            "--micro-batch-sizes: '0' is not at least 1",
         ),
         (("resnet-50", *ANALYTIC, "--sequence-length", "8"), "--sequence-length"),
         (("absent/config.json", *ANALYTIC), "absent/config.json"),
@@ -93,11 +102,11 @@ def test_analytic_profile_of_a_callable(planner: Command) -> None:
         (("tests.cli.tiny_models:not_a_model", *ANALYTIC), "not_a_model"),
     ],
 )
-def test_wrong_input(planner: Command, words: tuple[str, ...], told: str) -> None:
-    """What cannot be profiled is named with its hint."""
+def test_wrong_input(planner: Command, words: tuple[str, ...], named: str) -> None:
+    """The error names what cannot be profiled, or what is near."""
     ended = planner("profile", *words)
     assert (ended.code, ended.out) == (2, "")
-    assert told in ended.err
+    assert named in ended.err
     assert "unexpected" not in ended.err
 
 
@@ -126,7 +135,7 @@ def test_several_lengths(planner: Command, model: str) -> None:
 
 
 def test_the_user_names_the_cut(planner: Command) -> None:
-    """Layers start at the named modules; the profile says so, for the executor to cut alike."""
+    """Layers start at the named modules, which the profile records for the executor."""
     words = (
         "profile",
         "tests.profiler.graphs:resnet",
@@ -149,16 +158,16 @@ def test_the_user_names_the_cut(planner: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cut", "told"), [("layer3", "did you mean"), ("layer1,,fc", "empty name")]
+    ("cut", "named"), [("layer3", "did you mean"), ("layer1,,fc", "empty name")]
 )
-def test_wrong_cut(planner: Command, cut: str, told: str) -> None:
+def test_wrong_cut(planner: Command, cut: str, named: str) -> None:
     """A name that no module has is refused with near ones."""
     ended = planner("profile", "tests.profiler.graphs:resnet", *ANALYTIC, "--cut", cut)
     assert (ended.code, ended.out) == (2, "")
-    assert told in ended.err
+    assert named in ended.err
 
 
-def test_model_of_one_layer_is_told(planner: Command, tmp_path: Path) -> None:
+def test_warning_about_a_model_of_one_layer(planner: Command, tmp_path: Path) -> None:
     """What cannot be cut becomes one layer, with the reason in the profile and on stderr."""
     words = (
         "--micro-batch-sizes",
@@ -173,11 +182,11 @@ def test_model_of_one_layer_is_told(planner: Command, tmp_path: Path) -> None:
     assert [layer.name for layer in profile.layers] == ["model"]
     assert "Untraceable uses a tensor" in profile.environment["cut"]
     assert "one layer: Untraceable uses a tensor" in ended.err
-    assert "split over data and tensors only" in ended.err
+    assert "data and tensor parallelism only" in ended.err
 
 
-def test_noise_is_told() -> None:
-    """Samples that spread by more than a tenth are told with the machine's conditions; quiet ones are not."""
+def test_warning_about_noise() -> None:
+    """Samples that spread by more than a tenth give a warning with the machine's conditions; others do not."""
     row = Measurement(
         micro_batch_size=1,
         sequence_length=0,
@@ -204,22 +213,24 @@ def test_noise_is_told() -> None:
             environment={"load_average": "3 before, 5 after"},
         )
 
-    (sentence,) = noise(profile(0.25))
-    assert "25.0 %" in sentence
-    assert "load_average 3 before, 5 after" in sentence
-    assert noise(profile(0.05)) == noise(profile(None)) == []
+    warning = noise_warning(profile(0.25))
+    assert warning is not None
+    assert "25.0 %" in warning
+    assert "load_average 3 before, 5 after" in warning
+    assert noise_warning(profile(0.05)) is None
+    assert noise_warning(profile(None)) is None
     assert "25.0 %" in profile_text(profile(0.25))
 
 
 def test_context_parallel_ranks_are_counted_not_measured(planner: Command) -> None:
-    """No process here holds a piece of a sequence whose other pieces others hold."""
+    """One process has no part of a sequence whose other parts are on other ranks."""
     ended = planner("profile", "gpt2", "--device", "cpu", "--context-parallel", "1,2")
     assert ended.code == 2
-    assert "--context-parallel: is counted, not measured" in ended.err
+    assert "--context-parallel: cannot be measured" in ended.err
 
 
 def test_context_parallel_rows_of_a_catalogue_model(planner: Command) -> None:
-    """Beside those of whole sequences."""
+    """The profile has rows of every context-parallel degree."""
     words = (
         "--sequence-length",
         "64",

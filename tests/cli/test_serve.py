@@ -18,7 +18,7 @@ SERVE = (sys.executable, "-m", "planner.cli.main", "serve")
 
 
 def test_serves_until_interrupted(tmp_path: Path) -> None:
-    """The service prints its settings with --json, answers on the port it tells, and Ctrl-C ends it in order."""
+    """The service prints its settings with --json, answers on the port that it logs, and stops on Ctrl-C."""
     database = tmp_path / "plans.db"
     command = [*SERVE, "--port", "0", "--database", str(database), "--json"]
     with subprocess.Popen(
@@ -34,7 +34,7 @@ def test_serves_until_interrupted(tmp_path: Path) -> None:
                 break
         assert select.select([process.stdout], [], [], 0)[0] == [
             process.stdout
-        ]  # not kept back until it ends
+        ]  # printed before the service ends
         with urllib.request.urlopen(f"{address}/healthz", timeout=120) as answer:
             assert answer.status == 200
         process.send_signal(signal.SIGINT)
@@ -63,11 +63,14 @@ def test_wrong_settings(planner: Command, tmp_path: Path) -> None:
     """A wrong port, an unknown setting and a missing file are refused before anything starts."""
     config = tmp_path / "planner.toml"
     config.write_text("prot = 8000")
-    for words, told in (
+    for words, named in (
         (("--port", "70000"), "port"),
+        (("--port", "http"), "--port"),
+        (("--make-key", "raed"), "did you mean 'read'"),
+        (("--key-name", "grafana"), "--key-name"),
         (("--config", config), "prot"),
         (("--config", tmp_path / "absent.toml"), "absent.toml"),
     ):
         ended = planner("serve", *words)
         assert ended.code == 2
-        assert told in ended.err
+        assert named in ended.err

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from email.message import Message
 from pathlib import Path
 
 import pytest
 
+from planner.client import Response
 from planner.fidelity import calibrate as fits
 from planner.fidelity.fit import start
 from planner.spec import Forecast, parse
@@ -62,7 +64,7 @@ def test_calibrate(planner: Command, measurements: Path, tmp_path: Path) -> None
     """Errors before and after, the constants with their rows, and a file that can be read back."""
     pytest.importorskip("scipy")
     path = tmp_path / "fitted.json"
-    ended = planner("calibrate", "--measurements", measurements, "-o", path)
+    ended = planner("calibrate", "--runs", measurements, "-o", path)
     assert ended.code == 0
     for word in (
         "median before",
@@ -84,34 +86,39 @@ def test_calibrate(planner: Command, measurements: Path, tmp_path: Path) -> None
 
 @pytest.mark.usefixtures("quick_fit")
 def test_calibrate_prints_json(planner: Command, measurements: Path) -> None:
-    """--json prints what -o writes, and leaves words to stderr."""
+    """--json prints what -o writes; with `-o -` the tables are on stderr."""
     pytest.importorskip("scipy")
-    ended = planner(
-        "calibrate",
-        "--measurements",
-        measurements,
-        "--framework",
-        "megatron-lm",
-        "--json",
-    )
+    words = ("calibrate", "--runs", measurements, "--framework", "megatron-lm")
+    ended = planner(*words, "--json")
     assert [one["framework"] for one in ended.json["calibrations"]] == ["megatron-lm"]
-    assert "median before" in ended.err
+    to_stdout = planner(*words, "-o", "-")
+    assert to_stdout.json == ended.json
+    assert "median before" in to_stdout.err
+
+
+@pytest.mark.usefixtures("quick_fit")
+def test_old_spelling_of_runs(planner: Command, measurements: Path) -> None:
+    """`--measurements` still works, with a warning that names --runs."""
+    pytest.importorskip("scipy")
+    ended = planner("calibrate", "--measurements", measurements, "--json")
+    assert ended.json == planner("calibrate", "--runs", measurements, "--json").json
+    assert "--measurements is now --runs" in ended.err
 
 
 @pytest.mark.usefixtures("quick_fit")
 def test_calibrate_asks_a_service(
     planner: Command, measurements: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it has stored is read as a file is."""
+    """The runs that a service has stored are read like those of a file."""
     pytest.importorskip("scipy")
     asked: list[str] = []
 
-    def exchange(url: str) -> tuple[int, dict[str, str], str]:
+    def exchange(url: str) -> Response:
         asked.append(url)
-        return 200, {}, measurements.read_text()
+        return Response(200, Message(), measurements.read_text())
 
     monkeypatch.setattr("planner.cli.calibrate.exchange", exchange)
-    ended = planner("calibrate", "--measurements", "http://here:1/", "--json")
+    ended = planner("calibrate", "--runs", "http://here:1/", "--json")
     assert ended.json["calibrations"][0]["rows"] == 20
     assert asked == ["http://here:1/v1/measurements.csv"]
 
@@ -119,10 +126,8 @@ def test_calibrate_asks_a_service(
 def test_calibrate_refuses_unknown_frameworks(
     planner: Command, measurements: Path
 ) -> None:
-    """A framework is one of a fixed vocabulary, which is told."""
-    ended = planner(
-        "calibrate", "--measurements", measurements, "--framework", "megatron"
-    )
+    """The error lists all frameworks, the nearest first."""
+    ended = planner("calibrate", "--runs", measurements, "--framework", "megatron")
     assert ended.code == 2
     assert all(name in ended.err for name in FRAMEWORKS)
 
@@ -130,9 +135,9 @@ def test_calibrate_refuses_unknown_frameworks(
 def test_calibrate_without_scipy(
     planner: Command, measurements: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without scipy the command says what to install."""
+    """Without scipy the hint names what to install."""
     monkeypatch.setattr(fits, "find_spec", lambda name: None)
-    ended = planner("calibrate", "--measurements", measurements)
+    ended = planner("calibrate", "--runs", measurements)
     assert ended.code == 2
     assert "pip install 'planner[calibrate]'" in ended.err
 
@@ -170,7 +175,7 @@ def test_predict_refuses_a_calibration_of_others(
     """A file without constants for this framework and device is no silent default; nor is a file of something else."""
     ended = planner("predict", *QUESTION, "--calibration", calibration)
     assert ended.code == 2
-    assert "it has megatron-core on Hopper" in ended.err
+    assert "megatron-core on Hopper" in ended.err
     (tmp_path / "other.json").write_text("{}", encoding="utf-8")
     assert (
         planner("predict", *QUESTION, "--calibration", tmp_path / "other.json").code
