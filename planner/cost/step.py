@@ -15,9 +15,9 @@
       own number of micro-batches. Memory of a pipeline rank: of the column with least room left
                                                                             -> last_column(), rank_memory()
 (S7)  breakdown: the mean over the pipeline ranks of the column that ends last. The parts of every rank add up to
-      the step: its layers' compute, recomputation, exchanges and copies; what transfers add to end(p); tail(p);
-      and the bubble, which is all that is left: waiting for other ranks, in the schedule and for the step's end
-                                                                                     -> _breakdown()
+      the step: its layers' compute, recomputation, exchanges and copies; tail(p); what transfers add to the step;
+      and the bubble, which is all that is left: waiting for other ranks, in the schedule and at the step's end,
+      if transfers took no time                                                      -> _breakdown()
 """
 
 from __future__ import annotations
@@ -346,7 +346,8 @@ def _breakdown(
     ranks = by_rank(schedule, stages)
     tails = tail_ticks(costs, ranks)
     free = simulate(schedule, durations(costs, stages, transfers=False))
-    free_ends, ends = _lasted(costs, free), _lasted(costs, step.simulation)
+    free_ends = _lasted(costs, free)
+    free_step = max(end + sum(tail) for end, tail in zip(free_ends, tails, strict=True))
     count = costs.micro_batches
     totals: Counter[str] = Counter()
     for rank, (reduction, optimizer) in enumerate(tails):
@@ -359,7 +360,7 @@ def _breakdown(
             ),
             "recompute": count * sum(cost.recompute_ticks for cost in layers),
             "tensor_parallel": count * sum(cost.communication_ticks for cost in layers),
-            "pipeline": ends[rank] - free_ends[rank],
+            "pipeline": step.total_ticks - free_step,
             "data_parallel": reduction
             + count * sum(cost.gather_ticks for cost in layers),
             "optimizer": optimizer,

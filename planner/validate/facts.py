@@ -9,7 +9,7 @@ from functools import cached_property
 from planner.spec.calibration import Constants
 from planner.spec.cluster import Cluster
 from planner.spec.fp8 import Fp8Casts
-from planner.spec.frameworks import find_framework
+from planner.spec.frameworks import OURS, find_framework
 from planner.spec.job import Job
 from planner.spec.layout import Layout
 from planner.spec.plan import Plan, RankPlacement
@@ -39,6 +39,16 @@ class Facts:
             layout.micro_batch_shares
             or (self.micro_batches,) * layout.data_parallel_degree
         )
+
+    @property
+    def runtime(self) -> str:
+        """Return the framework whose kernels and overlaps the plan is priced for."""
+        return find_framework(self.job.runtime).name
+
+    @property
+    def is_priced_here(self) -> bool:
+        """Return whether seconds and bytes are those of our own executor, which are recomputed."""
+        return self.runtime == OURS
 
     @property
     def casts(self) -> Fp8Casts | None:

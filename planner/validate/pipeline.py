@@ -5,6 +5,8 @@ Step: equations (S1) to (S3), as the cost model documents them; (S5) hides nothi
     (H6)  a column leaves out the actions of micro-batches that its replicas do not have; every rank's step ends with
           the reduction, and the optimizer of the slowest device among all cells of its pipeline rank, since all wait
           for all before the next step
+    (H9)  breakdown: the mean over the ranks. A rank works on its micro-batches, reduces and updates; it is idle for the
+          rest of a step whose transfers take no time; and the step takes so much longer because they do
 """
 
 from __future__ import annotations
@@ -91,35 +93,46 @@ class Pipeline:
         return 1 - busy / (len(self._ends) * latest) if latest else 0.0
 
     def breakdown(self) -> Breakdown:
-        """Of the rank that ends last, the lowest of several; transfers are told by playing the actions without them."""
-        last = self._totals.index(self.step_nanoseconds)
-        count, layers = self.column.micro_batches, self._layers(*self._stages[last])
-        without = self._play(self._stage_times(transfers=False))[last]
-        computed = sum(
-            price.forward + price.backward_input + price.backward_weight
-            for price in layers
+        """Return the mean of all ranks' parts, each of which add up to the step: equation (H9)."""
+        without = self._play(self._stage_times(transfers=False))
+        ended = max(end + sum(self._tail(rank)) for rank, end in enumerate(without))
+        each = [self._parts(rank, ended) for rank in range(len(without))]
+        means = {
+            name: sum(parts[name] for parts in each) * NANOSECOND / len(each)
+            for name in Breakdown.model_fields
+        }
+        return Breakdown(**means)
+
+    def _parts(self, rank: int, without_transfers: int) -> dict[str, int]:
+        """Return nanoseconds of one rank's step by the fields of a breakdown.
+
+        Transfers are what the step takes longer than one that is played without them.
+        """
+        count, layers = self.column.micro_batches, self._layers(*self._stages[rank])
+        reduction, update = self._tail(rank)
+        return {
+            "compute_seconds": count
+            * sum(
+                price.forward + price.backward_input + price.backward_weight
+                for price in layers
+            ),
+            "recompute_seconds": count * sum(price.recompute for price in layers),
+            "tensor_parallel_seconds": count * sum(price.exchanged for price in layers),
+            "pipeline_seconds": self.step_nanoseconds - without_transfers,
+            "data_parallel_seconds": reduction
+            + count * sum(price.gathered for price in layers),
+            "optimizer_seconds": update,
+            "bubble_seconds": without_transfers - self._busy(rank) - reduction - update,
+            "offload_seconds": count * sum(2 * price.copied for price in layers),
+        }
+
+    def _busy(self, rank: int) -> int:
+        """Return the nanoseconds that a rank works on its micro-batches, transfers apart."""
+        whole = sum(
+            price.whole_forward + price.whole_backward_input + price.backward_weight
+            for price in self._layers(*self._stages[rank])
         )
-        recomputed = sum(price.recompute for price in layers)
-        exchanged = sum(price.exchanged for price in layers)
-        gathered = sum(
-            price.gathered_forward + price.gathered_backward for price in layers
-        )
-        copied = sum(2 * price.copied for price in layers)
-        reduction, update = self._tail(last)
-        return Breakdown(
-            compute_seconds=count * computed * NANOSECOND,
-            recompute_seconds=count * recomputed * NANOSECOND,
-            tensor_parallel_seconds=count * exchanged * NANOSECOND,
-            pipeline_seconds=(self._ends[last] - without) * NANOSECOND,
-            data_parallel_seconds=(reduction + count * gathered) * NANOSECOND,
-            optimizer_seconds=update * NANOSECOND,
-            bubble_seconds=(
-                without
-                - count * (computed + recomputed + exchanged + gathered + copied)
-            )
-            * NANOSECOND,
-            offload_seconds=count * copied * NANOSECOND,
-        )
+        return self.column.micro_batches * whole
 
     @cached_property
     def _owners(self) -> Mapping[int, int]:

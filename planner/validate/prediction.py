@@ -1,6 +1,6 @@
 """Seconds of one step, recomputed from the actions and the prices of the layers, and all that a plan promises.
 
-    (S4)  step = the latest end over columns and pipeline ranks; breakdown and bubble are told of the column that ends
+    (S4)  step = the latest end over columns and pipeline ranks; breakdown and bubble are those of the column that ends
           last, the first of equals
     (H7)  memory of a pipeline rank: of the column that has least room left, on its device or, where it keeps something
           there, in its host's memory; the first of equals
@@ -19,13 +19,22 @@ from planner.validate.actions import parse
 from planner.validate.cells import Cells
 from planner.validate.facts import Facts
 from planner.validate.findings import Findings
-from planner.validate.memory import StageMap
+from planner.validate.memory import StageMap, capacity_bytes
 from planner.validate.pipeline import Pipeline
 from planner.validate.play import Actions
 from planner.validate.prices import NANOSECOND
 
 _RELATIVE = 1e-6
 _ROUNDING = 1e-9
+_MEMORY_PARTS = (
+    "parameters_bytes",
+    "gradients_bytes",
+    "optimizer_bytes",
+    "activations_bytes",
+    "temporary_bytes",
+    "reserved_bytes",
+)
+"""Fields of `RankMemory` that add up to its peak."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,7 @@ class StepCheck:
             tokens_per_second=job.global_batch_size
             * (job.sequence_length or 1)
             / seconds,
-            mfu=self._mfu(seconds),
+            mfu=self.mfu(seconds),
             bubble_fraction=last.bubble_fraction(),
             breakdown=last.breakdown(),
             memory=self.memory(),
@@ -74,7 +83,7 @@ class StepCheck:
             for column in self.cells.columns
         )
 
-    def _mfu(self, seconds: float) -> float | None:
+    def mfu(self, seconds: float) -> float | None:
         """FLOPs of forward and backward, recomputation apart, over what the devices could do (PaLM, appendix B):
         equation (H8)."""
         facts, layout = self.cells.facts, self.cells.facts.layout
@@ -100,16 +109,27 @@ class StepCheck:
 
 def recompute(plan: Plan, facts: Facts) -> Prediction | None:
     """The prediction of the plan's own stage map and actions; None when nothing takes any time."""
+    return _step_check(plan, facts).prediction()
+
+
+def _step_check(plan: Plan, facts: Facts) -> StepCheck:
     order = {layer.name: index for index, layer in enumerate(facts.profile.layers)}
     stage_map = [
         [(order[layer.name], layer.recompute) for layer in stage.layers]
         for stage in plan.stages
     ]
-    return StepCheck(Cells(facts), stage_map, parse(plan.actions)).prediction()
+    return StepCheck(Cells(facts), stage_map, parse(plan.actions))
 
 
 def check_prediction(plan: Plan, facts: Facts, findings: Findings) -> None:
-    """Every number of the plan's prediction against the recomputed one."""
+    """Check every number of the plan's prediction against the recomputed one.
+
+    Other runtimes than our own executor have kernels and overlaps that are not known here.
+    Of their predictions only what does not depend on these is checked.
+    """
+    if not facts.is_priced_here:
+        _check_without_prices(plan, facts, findings)
+        return
     recomputed = recompute(plan, facts)
     if recomputed is None:
         findings.wrong(
@@ -120,6 +140,76 @@ def check_prediction(plan: Plan, facts: Facts, findings: Findings) -> None:
     _check_time(plan.prediction, recomputed, findings)
     _check_breakdown(plan.prediction, recomputed, findings)
     _check_memory(plan.prediction, recomputed, findings)
+
+
+def _check_without_prices(plan: Plan, facts: Facts, findings: Findings) -> None:
+    """Check what a prediction says whatever its seconds and bytes are: sums, rates, and that the plan fits."""
+    stated, job = plan.prediction, facts.job
+    step = stated.step_seconds
+    tokens = job.global_batch_size * (job.sequence_length or 1)
+    findings.close(
+        "prediction.tokens_per_second",
+        stated.tokens_per_second,
+        tokens / step,
+        relative=_RELATIVE,
+    )
+    mfu = _step_check(plan, facts).mfu(step)
+    if stated.mfu is None or mfu is None:
+        findings.equal("prediction.mfu", stated.mfu, mfu)
+    else:
+        findings.close("prediction.mfu", stated.mfu, mfu, relative=_RELATIVE)
+    if not 0 <= stated.bubble_fraction < 1:
+        findings.wrong(
+            "prediction.bubble_fraction", f"{stated.bubble_fraction} is no share."
+        )
+    _check_sum(stated, findings)
+    for name in Breakdown.model_fields:
+        if getattr(stated.breakdown, name) < -_RELATIVE * step:
+            findings.wrong(f"prediction.breakdown.{name}", "it is below zero.")
+    _check_memory_sums(plan, facts, findings)
+    findings.checked.append(
+        "tokens per second and MFU of the stated step, the breakdown's sum, memory's sums, and that it fits"
+    )
+    findings.checked.append(
+        f"not recomputed: the seconds and bytes of the runtime {facts.runtime}, whose kernels are not modelled here"
+    )
+
+
+def _check_sum(stated: Prediction, findings: Findings) -> None:
+    total = stated.breakdown.total_seconds
+    findings.close(
+        "prediction.step_seconds", stated.step_seconds, total, relative=_ROUNDING
+    )
+
+
+def _check_memory_sums(plan: Plan, facts: Facts, findings: Findings) -> None:
+    """Check that every rank's parts add up to its peak, within the capacity of a device that the plan uses."""
+    rows, ranks = plan.prediction.memory, plan.layout.pipeline_parallel_degree
+    numbers = [row.pipeline_rank for row in rows]
+    findings.equal("prediction.memory: ranks", numbers, list(range(ranks)))
+    capacities = {capacity_bytes(facts, group.device) for group in facts.groups}
+    for row in rows:
+        where = f"prediction.memory[{row.pipeline_rank}]"
+        parts = sum(getattr(row, name) for name in _MEMORY_PARTS)
+        findings.equal(f"{where}.peak_bytes", row.peak_bytes, parts)
+        if row.capacity_bytes not in capacities:
+            known = " or ".join(map(str, sorted(capacities)))
+            findings.equal(f"{where}.capacity_bytes", row.capacity_bytes, known)
+        _check_fits(where, row, findings)
+
+
+def _check_fits(where: str, row: RankMemory, findings: Findings) -> None:
+    if row.peak_bytes > row.capacity_bytes:
+        findings.wrong(
+            f"{where}.peak_bytes",
+            f"{row.peak_bytes} bytes of {row.capacity_bytes} do not fit.",
+        )
+    host = row.host_capacity_bytes
+    if host is not None and row.host_bytes > host:
+        findings.wrong(
+            f"{where}.host_bytes",
+            f"{row.host_bytes} bytes of {host} do not fit the host.",
+        )
 
 
 def _check_time(stated: Prediction, recomputed: Prediction, findings: Findings) -> None:
@@ -163,10 +253,7 @@ def _check_breakdown(
             relative=_RELATIVE,
             absolute=rounding,
         )
-    total = stated.breakdown.total_seconds
-    findings.close(
-        "prediction.step_seconds", stated.step_seconds, total, relative=_ROUNDING
-    )
+    _check_sum(stated, findings)
     findings.checked.append("the breakdown part by part, and its sum against the step")
 
 
@@ -180,17 +267,7 @@ def _check_memory(
         where = f"prediction.memory[{found.pipeline_rank}]"
         for name in RankMemory.model_fields:
             findings.equal(f"{where}.{name}", getattr(said, name), getattr(found, name))
-        if found.peak_bytes > found.capacity_bytes:
-            findings.wrong(
-                f"{where}.peak_bytes",
-                f"{found.peak_bytes} bytes of {found.capacity_bytes} do not fit.",
-            )
-        if (
-            found.host_capacity_bytes is not None
-            and found.host_bytes > found.host_capacity_bytes
-        ):
-            told = f"{found.host_bytes} bytes of {found.host_capacity_bytes} do not fit the host."
-            findings.wrong(f"{where}.host_bytes", told)
+        _check_fits(where, found, findings)
     findings.checked.append(
         "memory of every pipeline rank part by part, its sum, and that it fits the device"
     )

@@ -133,6 +133,11 @@ class LayerPrice:
         return again + self.backward_input * 5 * attention // weighed
 
     @property
+    def gathered(self) -> int:
+        """What ZeRO 2 and 3 exchange for a micro-batch."""
+        return self.gathered_forward + self.gathered_backward
+
+    @property
     def exchanged(self) -> int:
         """All tensor-, context- and expert-parallel collectives."""
         return self.exchanged_forward + self.exchanged_backward + self.exchanged_again

@@ -1,0 +1,359 @@
+"""Plans for other runtimes: priced with their traits, the optimum under these, and cut as they cut."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.cost import (
+    TICK_SECONDS,
+    StageMap,
+    choose,
+    evaluate,
+    layout_costs,
+    predict_step,
+    rank_memory,
+    schedule_of,
+    workload,
+)
+from planner.errors import LayoutError
+from planner.profiler.counted import counted_profile
+from planner.search import plan, plan_layout, predict
+from planner.search.stage_maps.division import runtime_sizes
+from planner.search.stage_maps.lanes import Lane
+from planner.search.stage_maps.segments import allowed_modes
+from planner.search.stage_maps.windows import Windows
+from planner.spec import Cluster, Infeasible, Job, Layout, ModelProfile, Plan
+from planner.spec.calibration import Constants
+from planner.spec.frameworks import FRAMEWORKS
+from planner.spec.layout import PredictionLayout
+from planner.spec.short_form import cluster_of, job_of
+from planner.validate import check
+from tests.brute_force import PARTITIONED, layouts, price_all
+from tests.builders import cluster, job, layer, profile, request
+from tests.strategies import Instance, instances
+
+RUNTIMES = (
+    "megatron-core",
+    "torchtitan",
+    "kempnerforge",
+    "megatron-lm",
+    "internevo",
+    "litgpt",
+)
+CONSTANTS = Constants(transfer_seconds=6e-6, step_seconds=7e-6, overlap_fraction=0.7)
+"""Times that no measured run of our own executor has."""
+
+
+@contextmanager
+def fitted(constants: Constants = CONSTANTS) -> Iterator[None]:
+    """Toy devices have constants of their own, whatever the framework."""
+    module = sys.modules["planner.cost.workload"]
+    with patch.object(module, "constants_for", lambda *_, **__: constants):
+        yield
+
+
+def for_runtime(step: Job, runtime: str, **constraints: Any) -> Job:
+    """The job for another runtime, with more constraints."""
+    fixed = {**step.constraints, **constraints}
+    return step.model_copy(update={"runtime": runtime, "constraints": fixed})
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A stage map under a layout, as the cost model prices it for the job's runtime."""
+
+    ticks: int
+    peak_bytes: int
+    host_fits: bool
+
+
+def priced(
+    model: ModelProfile, machines: Cluster, step: Job, layout: Layout, cut: StageMap
+) -> Priced:
+    """Of one stage map."""
+    costs = layout_costs(workload(model, machines, step), layout)
+    schedule, stages = schedule_of(costs), choose(costs, cut)
+    memory = rank_memory(costs, schedule, stages)
+    return Priced(
+        evaluate(costs, schedule, stages).total_ticks,
+        max(row.peak_bytes for row in memory),
+        all(row.fits_host for row in memory),
+    )
+
+
+def with_memory(machines: Cluster, memory_bytes: int) -> Cluster:
+    """The same nodes of devices of this size."""
+    group = machines.node_groups[0]
+    device = group.device.model_copy(update={"memory_bytes": memory_bytes})  # type: ignore[union-attr]
+    groups = (group.model_copy(update={"device": device}),)
+    return machines.model_copy(update={"node_groups": groups})
+
+
+@settings(max_examples=60)
+@given(instances(), st.sampled_from(RUNTIMES), st.integers(0, 10**6))
+def test_plan_is_the_optimum_for_the_runtime(
+    instance: Instance, runtime: str, place: int
+) -> None:
+    """The plan takes the least time of all stage maps that fit under the runtime's traits, and is proven."""
+    model, machines = instance.profile, instance.cluster
+    step = for_runtime(instance.job, runtime, schedule=PARTITIONED)
+    with fitted():
+        cuts = price_all(model, machines, instance.job, ruled=False)
+        known = [
+            priced(model, machines, step, one.layout, one.stage_map)
+            for one in cuts
+            if one.layout.schedule in PARTITIONED
+        ]
+        sizes = sorted({one.peak_bytes for one in known}) or [1000]
+        memory = sizes[place % len(sizes)]
+        tight = with_memory(machines, memory)
+        found = plan(request(model, tight, step, top=0), model)
+    fits = [one for one in known if one.peak_bytes <= memory and one.host_fits]
+    if not fits:
+        assert isinstance(found, Infeasible)
+        return
+    assert isinstance(found, Plan)
+    best = min(one.ticks for one in fits) * TICK_SECONDS
+    assert found.prediction.step_seconds == pytest.approx(best, rel=1e-12)
+    assert found.search.optimal
+    assert all(row.fits for row in found.prediction.memory)
+
+
+@settings(max_examples=60)
+@given(instances(), st.sampled_from((*RUNTIMES, "planner")), st.data())
+def test_tables_price_segments_as_the_simulator_does(
+    instance: Instance, runtime: str, data: st.DataObject
+) -> None:
+    """A cut that follows the longest path of a stage map adds up to its step: else a search never ends."""
+    model, machines = instance.profile, instance.cluster
+    step = for_runtime(instance.job, runtime, schedule=PARTITIONED)
+    possible = [
+        one
+        for one in layouts(model, machines, step)
+        if one.schedule in PARTITIONED and not one.has_uneven_shares
+    ]
+    if not possible:
+        return
+    layout = data.draw(st.sampled_from(possible))
+    with fitted():
+        costs = layout_costs(workload(model, machines, step), layout)
+    modes = allowed_modes(costs, ("none",))
+    count, stages = len(model.layers), layout.pipeline_parallel_degree
+    windows = Windows.everywhere(count, stages)
+    lane = Lane.of(costs, modes, windows, must_fit=False)
+    places = data.draw(
+        st.sets(st.integers(1, count - 1), min_size=stages - 1, max_size=stages - 1)
+    )
+    ends = [*sorted(places), count]
+    starts = [0, *ends[:-1]]
+    cut = [
+        [(place, modes[place][0].mode) for place in range(start, end)]
+        for start, end in zip(starts, ends, strict=True)
+    ]
+    found = evaluate(costs, schedule_of(costs), choose(costs, cut))
+    segments, path = lane.segments, lane.segments.path(list(map(len, cut)))
+    assert path is not None
+    for rank, (x, y) in enumerate(path):
+        assert segments.tail[rank, x, y] == found.tails[rank]
+    if stages == 1:
+        (x, y) = path[0]
+        once = segments.forward[0, x, y] + segments.backward[0, x, y]
+        total = costs.micro_batches * once + segments.tail[0, x, y]
+        assert total == found.total_ticks
+
+
+@pytest.mark.parametrize("runtime", ["planner", "megatron-core", "torchtitan", "nemo"])
+def test_plan_and_prediction_agree(runtime: str) -> None:
+    """The prediction of the plan's own layout and cut is the plan's, and other traits give other figures."""
+    model = counted_profile("llama-3.2-1b", sequence_length=2048, dtype="bf16")
+    machines = cluster_of("8xa100-sxm4-80gb")
+    step = job_of(64, 2048, runtime=runtime, fix={"pp": 2, "tp": 2})
+    found = plan(request(model, machines, step, top=1), model)
+    assert isinstance(found, Plan)
+    cut = tuple(len(stage.layers) for stage in found.stages)
+    fields = found.layout.model_dump()
+    layout = PredictionLayout(**fields, layers_per_stage=cut)
+    told = predict(model, machines, step, layout)
+    assert told.prediction.step_seconds == found.prediction.step_seconds
+    ours = predict(model, machines, step, layout, framework="planner")
+    same = predict(model, machines, step, layout, framework=runtime)
+    assert same.prediction == told.prediction
+    is_ours = runtime == "planner"
+    assert (ours.prediction == told.prediction) is is_ours
+
+
+def test_alternatives_and_errors_are_priced_for_the_runtime() -> None:
+    """Alternatives, relaxed limits and the Pareto front are those of the runtime, not of our own executor."""
+    model = counted_profile("llama-3.2-1b", sequence_length=2048, dtype="bf16")
+    machines = cluster_of("8xa100-sxm4-80gb")
+    step = job_of(64, 2048, runtime="megatron-core")
+    asked = request(model, machines, step, top=2, explain="full", pareto=True)
+    found = plan(asked, model)
+    assert isinstance(found, Plan)
+    for one in found.alternatives:
+        layout = PredictionLayout(
+            **one.layout.model_dump(), layers_per_stage=one.layers_per_stage
+        )
+        told = predict(model, machines, step, layout).prediction
+        assert told.step_seconds <= one.step_seconds * (1 + 1e-9)
+    fastest = max(found.pareto, key=lambda point: point.devices)
+    assert fastest.step_seconds == found.prediction.step_seconds
+
+
+@pytest.mark.parametrize("runtime", ["megatron-core", "torchtitan"])
+def test_check_says_what_it_does_not_recompute(runtime: str) -> None:
+    """The independent checker knows no other runtime's kernels: it says so, and checks what does not depend on them."""
+    model = counted_profile("llama-3.2-1b", sequence_length=2048, dtype="bf16")
+    machines = cluster_of("8xa100-sxm4-80gb")
+    found = plan(request(model, machines, job_of(64, 2048, runtime=runtime)), model)
+    assert isinstance(found, Plan)
+    report = check(found, model)
+    assert report.problems == ()
+    assert any(runtime in line and "not recomputed" in line for line in report.checked)
+    assert not any("step time by playing" in line for line in report.checked)
+
+
+def changed(found: Plan, path: tuple[Any, ...], value: float) -> Plan:
+    """The plan with one figure `value` times as large."""
+    document = found.to_json()
+    part: Any = document
+    for key in path[:-1]:
+        part = part[key]
+    part[path[-1]] = type(part[path[-1]])(part[path[-1]] * value)
+    return Plan.model_validate(document)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        ("prediction", "tokens_per_second"),
+        ("prediction", "mfu"),
+        ("prediction", "step_seconds"),
+        ("prediction", "breakdown", "compute_seconds"),
+        ("prediction", "memory", 0, "peak_bytes"),
+        ("prediction", "memory", 0, "parameters_bytes"),
+        ("prediction", "memory", 0, "capacity_bytes"),
+    ],
+)
+def test_check_finds_sums_that_do_not_hold(path: tuple[Any, ...]) -> None:
+    """A changed figure of another runtime's plan is named where sums and rates give it away."""
+    model = profile(layer(parameters=10**6, activation=10**6, flops=10**9) * 4)
+    step = job(8).model_copy(update={"runtime": "megatron-core"})
+    machines = cluster(4, peak_flops_per_second={"bf16": 1e14})
+    found = plan(request(model, machines, step), model)
+    assert isinstance(found, Plan)
+    assert check(found, model).problems == ()
+    problems = check(changed(found, path, 1.5), model).problems
+    assert any(line.startswith("prediction.") for line in problems)
+
+
+@pytest.mark.parametrize(
+    ("runtime", "stages", "cut"),
+    [
+        ("megatron-core", 4, (4, 3, 3, 4)),
+        ("megatron-lm", 6, (3, 2, 2, 2, 2, 3)),
+        ("torchtitan", 4, (4, 4, 3, 3)),
+        ("aa-scaling", 4, (4, 4, 4, 2)),
+        ("aa-scaling", 5, (3, 3, 3, 3, 2)),
+        ("nanotron", 4, (4, 3, 3, 4)),
+        ("planner", 4, None),
+        ("megatron-core", 1, None),
+    ],
+)
+def test_every_runtime_has_a_cut_of_its_own(
+    runtime: str, stages: int, cut: tuple[int, ...] | None
+) -> None:
+    """Twelve blocks between an embedding and a head: Megatron's even blocks, torchtitan's ends that count as one."""
+    model = blocks(12)
+    assert runtime_sizes(model, FRAMEWORKS[runtime], stages) == cut
+
+
+def test_a_large_head_takes_blocks_from_the_last_stage() -> None:
+    """Nanotron cuts by parameters: a head as large as three blocks leaves the last stage one of seven blocks."""
+    model = blocks(7, head=3)
+    assert runtime_sizes(model, FRAMEWORKS["nanotron"], 2) == (6, 3)
+
+
+def blocks(count: int, *, head: int = 0) -> ModelProfile:
+    """An embedding, so many equal blocks, and a head of so many times their parameters."""
+    size = 1000
+    plain = profile(
+        layer("embedding", parameters=size),
+        layer(parameters=size) * count,
+        layer("head", parameters=head * size),
+    )
+    numbered = [
+        one.model_copy(update={"name": f"model.layers.{place - 1}"})
+        if 0 < place <= count
+        else one
+        for place, one in enumerate(plain.layers)
+    ]
+    return plain.model_copy(update={"layers": tuple(numbered)})
+
+
+@pytest.mark.parametrize("runtime", ["megatron-core", "deepspeed"])
+def test_blocks_that_do_not_divide_are_refused(runtime: str) -> None:
+    """Megatron asserts that the stages divide the blocks; the error names the degree, and a given cut is priced."""
+    model, machines = blocks(7), cluster(2)
+    step = job(8).model_copy(update={"runtime": runtime})
+    layout = PredictionLayout(pipeline_parallel_degree=2, schedule="1f1b")
+    with pytest.raises(LayoutError) as caught:
+        predict(model, machines, step, layout)
+    assert caught.value.problems[0].field == "layout.pipeline_parallel_degree"
+    given_cut = layout.model_copy(update={"layers_per_stage": (4, 5)})
+    found = predict(model, machines, step, given_cut)
+    assert [len(stage.layers) for stage in found.stages] == [4, 5]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b"])
+def test_prediction_takes_the_runtimes_cut(schedule: str) -> None:
+    """Without a given cut the stages are the runtime's; the job's own division goes before it."""
+    model, machines = blocks(8), cluster(2)
+    virtual = 2 if schedule == "interleaved-1f1b" else 1
+    layout = PredictionLayout(
+        pipeline_parallel_degree=2, schedule=schedule, virtual_stages_per_rank=virtual
+    )
+    step = job(8).model_copy(update={"runtime": "megatron-core"})
+    found = predict(model, machines, step, layout)
+    assert [len(stage.layers) for stage in found.stages] == (
+        [5, 5] if virtual == 1 else [3, 2, 2, 3]
+    )
+    fixed = for_runtime(step, "megatron-core", layers_per_stage="even-layers")
+    told = predict(model, machines, fixed, layout)
+    assert sum(len(stage.layers) for stage in told.stages) == 10
+    first = len(told.stages[0].layers)
+    assert first == (5 if virtual == 1 else 3)
+
+
+def test_a_plan_of_a_given_layout_takes_the_runtimes_cut() -> None:
+    """`plan_layout` has the cut of `predict`."""
+    model, machines = blocks(8), cluster(2)
+    step = job(8).model_copy(update={"runtime": "megatron-core"})
+    layout = PredictionLayout(pipeline_parallel_degree=2, schedule="1f1b")
+    found = plan_layout(request(model, machines, step), model, layout)
+    assert isinstance(found, Plan)
+    assert [len(stage.layers) for stage in found.stages] == [5, 5]
+    assert check(found, model).problems == ()
+
+
+def test_the_breakdown_of_a_runtime_adds_up() -> None:
+    """Hidden reductions and exchanges with the neighbours are part of the sum."""
+    model, machines = blocks(8), cluster(4)
+    layout = Layout(pipeline_parallel_degree=2, data_parallel_degree=2, schedule="1f1b")
+    step = job(8).model_copy(update={"runtime": "megatron-core"})
+    with fitted():
+        costs = layout_costs(workload(model, machines, step), layout)
+    cut = [[(place, "none") for place in range(5)]]
+    cut.append([(place, "none") for place in range(5, 10)])
+    found = predict_step(costs, schedule_of(costs), choose(costs, cut))  # type: ignore[arg-type]
+    assert found.breakdown.total_seconds == pytest.approx(found.step_seconds)
+    assert found.breakdown.pipeline_seconds > 0
