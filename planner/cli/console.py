@@ -1,10 +1,13 @@
-"""What commands print: data on stdout, words on stderr, documents into files, and a progress bar for people."""
+"""What commands print: data on stdout, messages on stderr, documents into files.
+
+Tables and the progress line are drawn by Rich; both are plain text where the stream is no
+terminal.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 import tempfile
 import time
@@ -13,13 +16,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from pydantic import BaseModel
-
 from planner.errors import DocumentError
 
 STDOUT = "-"
 REDRAW_SECONDS = 0.1
-"""Least time between two drawings of the progress bar: fast work must not wait for the terminal."""
+"""Least time between two drawings of the progress line."""
 
 
 def data(text: str) -> None:
@@ -27,20 +28,20 @@ def data(text: str) -> None:
     print(text)
 
 
-def words(text: str) -> None:
-    """Tell the user something on stderr, where it never mixes with results."""
+def note(text: str) -> None:
+    """Print a message on stderr, where it never mixes with results."""
     print(text, file=sys.stderr)
 
 
 def to_json(document: Any) -> str:
-    """JSON text of a document or of plain data, for people and machines alike (two spaces, no NaN)."""
-    if isinstance(document, BaseModel):
+    """JSON text of a document or of plain data, with two spaces and without NaN."""
+    if hasattr(document, "model_dump"):
         document = document.model_dump(mode="json", by_alias=True)
     return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
 
 
 def check_output(path: str | None) -> None:
-    """Refuse, before any long work, an output file that cannot be written.
+    """Check, before any long work, that an output file can be written.
 
     Raises:
         DocumentError: the folder is missing or not writable, or the path is a folder.
@@ -78,16 +79,18 @@ def write(path: str, text: str) -> None:
         raise DocumentError(
             f"cannot be written: {reason}.", field=path, hint="choose another path."
         ) from None
-    words(f"wrote {path}")
+    note(f"wrote {path}")
 
 
 def publish(document: str, text: str, output: str | None, *, as_json: bool) -> None:
-    """Write a document to the file of ``-o``, and print it, or its text for people. With ``-o -`` stdout belongs to the
-    document."""
+    """Write a document to the file of ``-o``, and print it, or its text for people.
+
+    With ``-o -`` stdout has the document alone, and the text goes to stderr.
+    """
     if output is not None:
         write(output, document)
     if not as_json:
-        (words if output == STDOUT else data)(text)
+        (note if output == STDOUT else data)(text)
     elif output != STDOUT:
         data(document)
 
@@ -118,7 +121,7 @@ def _umask() -> int:
 
 
 def has_colour(stream: IO[str]) -> bool:
-    """May this stream be coloured? Not when it is no terminal, nor when NO_COLOR is set (no-color.org)."""
+    """Whether a stream may be coloured: a terminal, without NO_COLOR (no-color.org)."""
     return (
         stream.isatty()
         and not os.environ.get("NO_COLOR")
@@ -134,66 +137,95 @@ def bold(text: str) -> str:
 def table(
     header: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)
 ) -> str:
-    """Aligned columns: those in `left` to the left, numbers to the right."""
-    widths = [
-        max(len(line[column]) for line in (header, *rows))
-        for column in range(len(header))
-    ]
+    """Aligned columns, as text.
 
-    def aligned(line: Sequence[str]) -> str:
-        cells = (
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        return "  ".join(cells).rstrip()
+    Args:
+        header: titles of the columns.
+        rows: cells of every row.
+        left: columns that are aligned to the left; the others are, as numbers, to the right.
+    """
+    from rich.console import Console, JustifyMethod
+    from rich.measure import Measurement
+    from rich.table import Table
+    from rich.text import Text
 
-    return "\n".join([bold(aligned(header)), *(aligned(row) for row in rows)])
+    drawn = Table(
+        box=None,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+        header_style="bold",
+    )
+    for index, title in enumerate(header):
+        justify: JustifyMethod = "left" if index in left else "right"
+        drawn.add_column(Text(title), justify=justify, no_wrap=True)
+    for row in rows:
+        drawn.add_row(*map(Text, row))
+    is_coloured = has_colour(sys.stdout)
+    console = Console(
+        width=10_000,
+        force_terminal=is_coloured,
+        color_system="standard" if is_coloured else None,
+    )
+    console.width = Measurement.get(console, console.options, drawn).maximum
+    with console.capture() as captured:
+        console.print(drawn)
+    lines = captured.get().splitlines()
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def bar(fraction: float, width: int) -> str:
-    """A horizontal bar of `width` characters, filled to a fraction from 0 to 1 (more is drawn as full)."""
+    """A horizontal bar of `width` characters, filled to a fraction from 0 to 1."""
     filled = round(min(max(fraction, 0.0), 1.0) * width)
     return "█" * filled + "·" * (width - filled)
 
 
 class Progress:
-    """A progress bar on stderr, drawn only when stderr is a terminal; use it as a context manager."""
+    """A progress line on stderr, on a terminal only; use it as a context manager."""
 
     def __init__(self, title: str, stream: IO[str] | None = None) -> None:
-        self._title = title
-        self._stream = stream or sys.stderr
-        self._shown = self._stream.isatty()
-        self._started = time.monotonic()
+        from rich.console import Console
+        from rich.progress import Progress as Line
+        from rich.progress import TextColumn
+
+        stream = stream or sys.stderr
+        text = (
+            "{task.description}",
+            "{task.percentage:.0f} %",
+            "{task.completed:,.0f} of {task.total:,.0f}",
+            "{task.fields[text]}",
+            "{task.elapsed:.1f} s",
+        )
+        self._line = Line(
+            *(TextColumn(column, style="none", markup=False) for column in text),
+            console=Console(file=stream, no_color=not has_colour(stream)),
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            disable=not stream.isatty(),
+        )
+        self._task = self._line.add_task(title, total=1, text="", start=True)
         self._drawn = 0.0
 
     def __enter__(self) -> Self:
+        self._line.start()
         return self
 
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
-        at: TracebackType | None,
+        traceback: TracebackType | None,
     ) -> None:
-        if self._shown:
-            self._stream.write("\r\033[K")
-            self._stream.flush()
+        self._line.stop()
 
     def update(self, done: int, total: int, text: str = "") -> None:
-        """Draw `done` of `total`; `text` says what is going on."""
+        """Draw that `done` of `total` are done; `text` describes the state."""
         now = time.monotonic()
-        if not self._shown or now - self._drawn < REDRAW_SECONDS:
+        if now - self._drawn < REDRAW_SECONDS:
             return
         self._drawn = now
-        passed = now - self._started
-        left = f", {passed * (total - done) / done:.0f} s left" if done else ""
-        told = f" {done}/{total}  {passed:.0f} s{left}  {text}"
-        columns = shutil.get_terminal_size().columns - 1
-        width = min(
-            24, max(4, columns - len(self._title) - len(told) - 1)
-        )  # the words matter more than the bar
-        self._stream.write(
-            "\r\033[K"
-            + f"{self._title} {bar(done / max(total, 1), width)}{told}"[:columns]
+        self._line.update(
+            self._task, completed=done, total=max(total, 1), text=text, refresh=True
         )
-        self._stream.flush()

@@ -1,110 +1,108 @@
-"""`planner export`: writes a plan for another runtime or launcher, and tells what that one does otherwise."""
+"""`planner export`: write a plan for another framework or launcher."""
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
-from planner.cli.arguments import add_json, add_output
-from planner.cli.console import STDOUT, check_output, data, table, to_json, words, write
+import click
+
+from planner.cli.console import STDOUT, check_output, data, note, table, to_json, write
 from planner.cli.failures import DONE
+from planner.cli.options import option, output_option, refuse, verb
 from planner.errors import DocumentError, PlannerError
-from planner.export import TARGETS, Export, Target, find
+from planner.export import TARGETS, Target, find
 from planner.spec import Plan, read
+from planner.spec.words import counted
 
-SEE_LIST = (
-    "`planner export --list` shows all targets; with a plan, which of them can take it."
+SEE_LIST = "see `planner export --list`; with a plan it shows which targets accept it."
+
+
+def _complete_targets(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list[str]:
+    return [name for name in TARGETS if name.startswith(incomplete)]
+
+
+@verb("export", json_help="Print target, text, warnings and file name as JSON")
+@click.argument("plan_path", metavar="plan.json", required=False)
+@option(
+    "--to",
+    "target_name",
+    metavar="TARGET",
+    shell_complete=_complete_targets,
+    help="Framework or launcher to write the plan for",
 )
+@option("--list", "list_targets", is_flag=True, help="List the targets")
+@output_option("Write the text to FILE instead of stdout")
+def command(
+    plan_path: str | None,
+    target_name: str | None,
+    list_targets: bool,
+    output: str | None,
+    as_json: bool,
+) -> int:
+    """Write a plan for another framework or launcher.
 
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Options of the verb."""
-    parser.add_argument(
-        "plan", metavar="plan.json", nargs="?", help="plan to write ('-': stdin)"
-    )
-    parser.add_argument(
-        "--to", metavar="TARGET", help="runtime or launcher to write it for"
-    )
-    parser.add_argument(
-        "--list",
-        action="store_true",
-        help="list the targets; with a plan, which of them can take it",
-    )
-    add_output(parser, "write the text to FILE instead of stdout")
-    add_json(
-        parser,
-        "print one object with target, text, warnings and file_name (with --list: the list)",
-    )
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Write the plan for a target, or list the targets."""
-    if arguments.list:
-        return _list(arguments)
-    if arguments.to is None:
-        raise DocumentError(
-            "was not given: for what shall the plan be written?",
-            field="--to",
-            hint=SEE_LIST,
+    --list with a plan shows which targets accept it.
+    """
+    if list_targets:
+        refuse(
+            {"--to": target_name, "--output": output},
+            "cannot be combined with --list.",
+            "leave out OPTION or --list.",
         )
-    target = find(arguments.to)
-    if arguments.plan is None:
+        return _list(plan_path, as_json)
+    if target_name is None:
+        raise DocumentError("is missing.", field="--to", hint=SEE_LIST)
+    target = find(target_name)
+    if plan_path is None:
         raise DocumentError(
-            "was not given.",
+            "is missing.",
             field="plan.json",
-            hint=f"planner export plan.json --to {target.name}, as `planner plan -o plan.json` writes it.",
+            hint=f"planner export plan.json --to {target.name}.",
         )
-    check_output(arguments.output)
-    plan = read(Plan, arguments.plan)
-    _publish(plan, target, target.write(plan), arguments)
+    check_output(output)
+    _write(read(Plan, plan_path), target, output, as_json)
     return DONE
 
 
-def _publish(
-    plan: Plan, target: Target, export: Export, arguments: argparse.Namespace
-) -> None:
+def _write(plan: Plan, target: Target, output: str | None, as_json: bool) -> None:
+    export = target.write(plan)
     for warning in export.warnings:
-        words(f"warning: {warning}")
-    text = export.text.removesuffix(
-        "\n"
-    )  # `write` and `data` end the last line themselves
-    if arguments.output is not None:
-        write(arguments.output, text)
-    if arguments.json and arguments.output != STDOUT:
-        document = {"target": target.name, "file_name": target.file_name(plan)}
-        data(
-            to_json(
-                {**document, "warnings": list(export.warnings), "text": export.text}
-            )
-        )
-    elif arguments.output is None:
+        note(f"warning: {warning}")
+    text = export.text.removesuffix("\n")  # both writers end the last line
+    if output is not None:
+        write(output, text)
+    if as_json and output != STDOUT:
+        document = {
+            "target": target.name,
+            "file_name": target.file_name(plan),
+            "warnings": list(export.warnings),
+            "text": export.text,
+        }
+        data(to_json(document))
+    elif output is None:
         data(text)
 
 
-def _list(arguments: argparse.Namespace) -> int:
-    for option in ("to", "output"):
-        if getattr(arguments, option) is not None:
-            raise DocumentError(
-                "means nothing with --list.",
-                field=f"--{option}",
-                hint="leave one of the two out.",
-            )
-    plan = None if arguments.plan is None else read(Plan, arguments.plan)
+def _list(plan_path: str | None, as_json: bool) -> int:
+    plan = None if plan_path is None else read(Plan, plan_path)
     rows = [_row(target, plan) for target in TARGETS.values()]
-    if arguments.json:
+    if as_json:
         data(to_json({"exports": rows}))
         return DONE
-    header = ("target", "what is written", "checked against")
-    cells = [(row["name"], row["title"], row["version"]) for row in rows]
-    if plan is not None:
-        header = ("target", "this plan", "checked against")
+    if plan is None:
+        header = ("target", "file", "checked against")
+        cells = [(row["name"], row["title"], row["version"]) for row in rows]
+    else:
+        header = ("target", "accepts the plan", "checked against")
         cells = [(row["name"], _verdict(row), row["version"]) for row in rows]
     data(table(header, cells, left=(0, 1, 2)))
     return DONE
 
 
 def _row(target: Target, plan: Plan | None) -> dict[str, Any]:
-    """A target as JSON, and whether it can take a plan."""
+    """A target as JSON, and whether it accepts a plan."""
     row: dict[str, Any] = {
         "name": target.name,
         "title": target.title,
@@ -114,21 +112,18 @@ def _row(target: Target, plan: Plan | None) -> dict[str, Any]:
     if plan is None:
         return row
     try:
-        return {**row, "can": True, "warnings": list(target.write(plan).warnings)}
+        warnings = list(target.write(plan).warnings)
     except PlannerError as error:
         problems = [
             {"field": each.field, "message": each.message, "hint": each.hint}
             for each in error.problems
         ]
         return {**row, "can": False, "errors": problems}
+    return {**row, "can": True, "warnings": warnings}
 
 
 def _verdict(row: dict[str, Any]) -> str:
     if not row["can"]:
         return f"no: {row['errors'][0]['field']}"
     warnings = len(row["warnings"])
-    return (
-        "yes"
-        if not warnings
-        else f"yes, with {warnings} warning{'s' if warnings > 1 else ''}"
-    )
+    return f"yes, with {counted(warnings, 'warning')}" if warnings else "yes"

@@ -1,4 +1,4 @@
-"""How a command fails: every error becomes readable lines or one JSON object on stderr, and an exit code."""
+"""How a command fails: readable lines or one JSON object on stderr, and an exit code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import traceback
 from typing import Any
 
-from planner.cli.console import words
+from planner.cli.console import note
 from planner.errors import PlannerError, RunError, StoppedError, UnsupportedError
 
 DONE, FAILED, BAD_INPUT, INFEASIBLE = 0, 1, 2, 3
@@ -19,56 +19,38 @@ PIPE_CLOSED = 141
 STOPPED = 143
 """128 + SIGTERM, as shells report it."""
 
-REPORT_TO = "the issue tracker of this project"
-
-
-TRAINING_PACKAGES = ("torch", "transformers")
+TRAINING_PACKAGES = ("torch", "transformers", "safetensors")
 
 
 def report(error: Exception, *, as_json: bool = False) -> int:
-    """Tell the user what went wrong, on stderr, and return the exit code."""
-    error = _without_torch(error)
+    """Print an error on stderr and return the exit code."""
+    error = _missing_package(error)
     if os.environ.get("PLANNER_DEBUG") == "1":
         traceback.print_exception(error)
     if as_json:
-        words(json.dumps(problem_document(error), ensure_ascii=False, indent=2))
+        note(json.dumps(problem_document(error), ensure_ascii=False, indent=2))
     else:
-        for line in _lines(error):
-            words(line)
+        note("\n".join(_lines(error)))
     return exit_code(error)
 
 
-def tell_interrupted() -> None:
-    """The one line that Ctrl-C leaves, in place of a progress bar that may stand there."""
-    words(("\r\033[K" if sys.stderr.isatty() else "") + "planner: interrupted")
-
-
-def _without_torch(error: Exception) -> Exception:
-    """An installation for planning only is a choice of the user, not a defect."""
-    if (
-        not isinstance(error, ModuleNotFoundError)
-        or error.name not in TRAINING_PACKAGES
-    ):
-        return error
-    return UnsupportedError(
-        f"this needs {error.name}, which is not installed.",
-        hint="pip install 'planner[torch]', or use a catalogue model.",
-    )
+def report_interrupt() -> None:
+    """Print the one line that Ctrl-C leaves, over a progress line if there is one."""
+    clear = "\r\033[K" if sys.stderr.isatty() else ""
+    note(f"{clear}planner: interrupted")
 
 
 def exit_code(error: Exception) -> int:
-    """2 when the user's input can be fixed, 1 when the work itself failed, 143 when it was told to stop."""
+    """2 for input that the user can fix, 1 for work that failed, 143 after SIGTERM."""
     if isinstance(error, StoppedError):
         return STOPPED
-    return (
-        BAD_INPUT
-        if isinstance(error, PlannerError) and not isinstance(error, RunError)
-        else FAILED
-    )
+    if isinstance(error, PlannerError) and not isinstance(error, RunError):
+        return BAD_INPUT
+    return FAILED
 
 
 def problem_document(error: Exception) -> dict[str, Any]:
-    """The error as a problem document in the form of RFC 9457, with one entry of `errors` per mistake."""
+    """The error as a problem document (RFC 9457), with one entry of `errors` per problem."""
     if not isinstance(error, PlannerError):
         return {
             "type": "/problems/internal-error",
@@ -77,16 +59,35 @@ def problem_document(error: Exception) -> dict[str, Any]:
             "errors": [],
             "exit_code": exit_code(error),
         }
+    problems = [
+        {
+            "field": each.field,
+            "message": each.message,
+            "hint": each.hint,
+            "mend": each.hint,
+        }
+        for each in error.problems
+    ]
     return {
         "type": f"/problems/{error.code}",
         "title": error.title,
         "detail": str(error),
-        "errors": [
-            {"field": each.field, "message": each.message, "hint": each.hint}
-            for each in error.problems
-        ],
+        "errors": problems,
         "exit_code": exit_code(error),
     }
+
+
+def _missing_package(error: Exception) -> Exception:
+    """An installation without torch is the user's choice, not a defect."""
+    if (
+        not isinstance(error, ModuleNotFoundError)
+        or error.name not in TRAINING_PACKAGES
+    ):
+        return error
+    return UnsupportedError(
+        f"this needs {error.name}, which is not installed",
+        hint="pip install 'planner[torch]', or use a catalogue model",
+    )
 
 
 def _lines(error: Exception) -> list[str]:
@@ -94,17 +95,18 @@ def _lines(error: Exception) -> list[str]:
         return [f"error: {_unexpected(error)}"]
     lines = []
     for problem in error.problems:
-        where = f"{problem.field}: " if problem.field else ""
-        lines.append(f"error: {where}{problem.message}")
+        is_argument = problem.field.isupper()  # such as MODEL; its message names it
+        where = f"{problem.field}: " if problem.field and not is_argument else ""
+        lines.append(f"error: {where}{problem.message.removesuffix('.')}")
         if problem.hint:
-            lines.append(f"  hint: {problem.hint}")
+            lines.append(f"hint: {problem.hint.removesuffix('.')}")
     return lines
 
 
 def _unexpected(error: Exception) -> str:
-    what = f"unexpected {type(error).__name__}: {' '.join(str(error).split()) or 'no message'}"
-    return f"{what}. Please report it to {REPORT_TO}, with the output of PLANNER_DEBUG=1 {_command()}"
-
-
-def _command() -> str:
-    return " ".join(["planner", *sys.argv[1:2], "..."])
+    message = " ".join(str(error).split()) or "no message"
+    command = " ".join(["planner", *sys.argv[1:2], "..."])
+    return (
+        f"unexpected {type(error).__name__}: {message}. Please report it, "
+        f"with the output of PLANNER_DEBUG=1 {command}"
+    )

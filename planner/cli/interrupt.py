@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
-from planner.cli.failures import INTERRUPTED, tell_interrupted
+from planner.cli.failures import INTERRUPTED, report_interrupt
 
 Result = TypeVar("Result")
 
@@ -76,7 +76,7 @@ def _end(worker: threading.Thread) -> None:
     if not worker.is_alive():
         return
     # An orderly exit would tear the libraries down under the running solver.
-    tell_interrupted()
+    report_interrupt()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(INTERRUPTED)

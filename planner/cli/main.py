@@ -1,124 +1,166 @@
-"""Entry point of the `planner` command: finds the verb, runs it, and turns its end into an exit code.
+"""Entry point of the `planner` command: find the verb, run it, return its exit code.
 
-Only the chosen verb's module is imported, so that `planner --help` and `planner devices` start at once and never
-load torch. Exit codes: 0 done, 1 failed, 2 wrong usage or bad input, 3 no feasible plan; 130 after Ctrl-C and 141 when
-the reader of stdout went away, as shells report these two.
+Only the chosen verb's module is imported, so that `planner --help` starts at once and
+never loads torch. Exit codes: 0 done, 1 failed, 2 wrong usage or bad input, 3 no feasible
+plan; 130 after Ctrl-C and 141 when the reader of stdout went away, as shells report these
+two.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from planner.cli.failures import INTERRUPTED, PIPE_CLOSED, report, tell_interrupted
-from planner.errors import SpecError
+import click
+from click.shell_completion import shell_complete
+
+from planner.cli.failures import INTERRUPTED, PIPE_CLOSED, report, report_interrupt
+from planner.cli.options import error_of_usage, nearest
+from planner.errors import UnknownNameError
 from planner.version import __version__
 
-VERBS: dict[str, str] = {
-    "profile": "Count or measure what every layer of a model costs",
-    "links": "Measure latency and bandwidth between local ranks",
-    "plan": "Find the fastest layout that fits, and prove it",
-    "predict": "Time and memory of one given layout",
-    "calibrate": "Fit the cost model's constants to measured runs",
-    "check": "Recompute a plan independently and validate it",
-    "run": "Train a model by a plan, under torchrun",
-    "weights": "Write the trained weights of a checkpoint as safetensors",
-    "timeline": "Draw predicted and measured steps, side by side",
-    "export": "Write a plan for another runtime or launcher",
-    "serve": "Serve plans over HTTP",
-    "models": "List the models of the catalogue",
-    "devices": "List the devices of the catalogue",
-    "schema": "Print the JSON Schema of a document",
-    "partition": "Split a list of layer costs into balanced parts",
-    "schedule": "Simulate a pipeline schedule",
-    "doctor": "Check this machine and this installation",
+SECTIONS: dict[str, dict[str, str]] = {
+    "Plan": {
+        "plan": "Find the fastest layout that fits in memory",
+        "predict": "Predict step time and memory of one layout",
+        "export": "Write a plan for another framework or launcher",
+    },
+    "Train": {
+        "run": "Train a model by a plan, under torchrun",
+        "check": "Recompute a plan independently and validate it",
+        "weights": "Write the trained weights of a checkpoint as safetensors",
+        "timeline": "Draw predicted and measured steps",
+    },
+    "Measure": {
+        "profile": "Count or measure what every layer of a model costs",
+        "links": "Measure latency and bandwidth between ranks",
+        "calibrate": "Fit the cost model's constants to measured runs",
+    },
+    "Serve": {"serve": "Serve plans over HTTP"},
+    "Reference": {
+        "models": "List the models of the catalogue",
+        "devices": "List the devices of the catalogue",
+        "schema": "Print the JSON Schema of a document",
+        "init": "Write the documents of a planning request",
+        "schedule": "Simulate a pipeline schedule",
+        "partition": "Split a list of layer costs into balanced parts",
+        "doctor": "Check this machine and this installation",
+    },
 }
-"""Every verb has a module of its name in this package, with `configure(parser)` and `run(arguments) -> exit code`."""
+"""Verbs by section of the help; each has a module of its name with a `command`."""
 
-EPILOG = """\
-exit codes: 0 done, 1 failed, 2 wrong usage or bad input, 3 no feasible plan
-environment: NO_COLOR=1 switches colour off, PLANNER_DEBUG=1 shows tracebacks, PLANNER_API_KEY goes to the service
-"""
+VERBS: dict[str, str] = {
+    verb: summary for verbs in SECTIONS.values() for verb, summary in verbs.items()
+}
+
+COMPLETION_VARIABLE = "_PLANNER_COMPLETE"
+START = (
+    "Start: planner plan llama-3.1-70b --devices 64xh100-sxm5-80gb "
+    "--batch 128 --sequence 8192"
+)
+ENVIRONMENT = """\
+Exit codes: 0 done, 1 failed, 2 wrong usage or bad input, 3 no feasible plan
+Environment: NO_COLOR=1 disables colour, PLANNER_DEBUG=1 prints tracebacks
+Completion: eval "$(_PLANNER_COMPLETE=bash_source planner)"   (or zsh_source)"""
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse, whose usage errors travel the same way as every other error."""
+class Verbs(click.Group):
+    """The group of all verbs; a verb's module is imported when the verb is called."""
 
-    def error(self, message: str) -> NoReturn:
-        """Raise `SpecError` instead of ending the process."""
-        raise SpecError(
-            f"{message}.", field=self.prog, hint=f"see `{self.prog} --help`."
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of all verbs."""
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of a verb; None if there is no such verb."""
+        if cmd_name not in VERBS:
+            return None
+        module = importlib.import_module(f"planner.cli.{cmd_name}")
+        command: click.Command = module.command
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the verb.
+
+        Raises:
+            UnknownNameError: there is none of this name; names the nearest.
+        """
+        name = args[0]
+        if name not in VERBS and not name.startswith("-") and not ctx.resilient_parsing:
+            raise UnknownNameError(
+                f"no command {name!r}.",
+                hint=nearest(name, VERBS, "see `planner --help`."),
+            )
+        return super().resolve_command(ctx, args)
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the verbs by section."""
+        usage = "Usage: planner COMMAND [ARGS]"
+        formatter.write(
+            f"{usage}     Plan, check and run distributed training of PyTorch models.\n"
         )
+        for section, verbs in SECTIONS.items():
+            formatter.write("\n")
+            for index, (verb, summary) in enumerate(verbs.items()):
+                heading = section if index == 0 else ""
+                formatter.write(f"{heading:<11}{verb:<11}{summary}\n")
+        formatter.write(f"\n{START}\n\n{ENVIRONMENT}\n")
 
 
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """Keeps the epilog's lines, and leaves room for the longest verb, whose indent argparse forgets to count."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=28)
-        self._action_max_length = max(map(len, VERBS)) + 4
+@click.group(
+    cls=Verbs,
+    name="planner",
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.version_option(__version__, message="planner %(version)s")
+@click.pass_context
+def planner(context: click.Context) -> int | None:
+    """Plan, check and run distributed training of PyTorch models."""
+    if context.invoked_subcommand is not None:
+        return None
+    click.echo(context.get_help(), err=True)
+    return 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; `argv` defaults to the process' own arguments."""
+    """Run one command and return its exit code; `argv` defaults to the process' arguments."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return _run(words)
     except KeyboardInterrupt:
-        tell_interrupted()
+        report_interrupt()
         return INTERRUPTED
     except BrokenPipeError:
-        _leave_stdout()
+        _close_stdout()
         return PIPE_CLOSED
+    except click.UsageError as error:
+        return report(error_of_usage(error), as_json="--json" in words)
     except Exception as error:
         return report(error, as_json="--json" in words)
 
 
 def _run(words: list[str]) -> int:
-    name = words[0] if words and words[0] in VERBS else None
-    parser = build_parser(name)
+    completion = os.environ.get(COMPLETION_VARIABLE)
+    if completion:
+        return shell_complete(planner, {}, "planner", COMPLETION_VARIABLE, completion)
     try:
-        arguments = parser.parse_args(words)
-    except SystemExit as end:  # --help and --version
-        return int(end.code or 0)
-    if name is None:
-        parser.print_help(sys.stderr)
-        return 2
-    code: int = _module(name).run(arguments)
+        # Not `planner.main`, which ends Ctrl-C and closed pipes in a way of its own.
+        with planner.make_context("planner", words) as context:
+            code = planner.invoke(context)
+    except click.exceptions.Exit as end:  # --help and --version
+        code = end.exit_code
     sys.stdout.flush()
-    return code
+    return int(code or 0)
 
 
-def build_parser(name: str | None = None) -> Parser:
-    """The parser of the whole command, in which only the verb `name` has its options."""
-    parser = Parser(
-        prog="planner",
-        description="Find the fastest way to train a PyTorch model on a cluster, prove it, and run it",
-        epilog=EPILOG,
-        formatter_class=_Help,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=f"planner {__version__}")
-    verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", title="commands")
-    for each, summary in VERBS.items():
-        child = verbs.add_parser(
-            each, help=summary, description=summary, allow_abbrev=False
-        )
-        if each == name:
-            _module(each).configure(child)
-    return parser
-
-
-def _module(verb: str) -> Any:
-    return importlib.import_module(f"planner.cli.{verb}")
-
-
-def _leave_stdout() -> None:
-    """Point stdout at nothing, so that the interpreter's last flush does not fail once more."""
+def _close_stdout() -> None:
+    """Point stdout at nothing, so that the interpreter's last flush does not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

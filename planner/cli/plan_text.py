@@ -1,268 +1,398 @@
-"""A plan, a forecast and "no plan fits" as text for people."""
+"""A plan, a prediction and "no layout fits" on one screen."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from planner.cli.console import bar, bold, table
-from planner.spec import Forecast, Infeasible, Plan, Prediction
-from planner.spec.layout_words import layout_line, spans
-from planner.spec.plan import Alternative, Miss, RankMemory, SearchReport, Stage
-from planner.spec.units import GIB, gibibytes, percent, scaled, seconds
+from planner.cli.console import table
+from planner.spec import Cluster, Forecast, Infeasible, Job, Layout, Plan, Prediction
+from planner.spec.devices import find_device
+from planner.spec.job import COMPUTE_TYPE
+from planner.spec.plan import Miss, RankMemory, Relaxation, SearchReport, Stage
+from planner.spec.units import percent, seconds, significant
 from planner.spec.words import counted
-from planner.spec.words import gibibytes as needed
 
-BAR_WIDTH = 20
+GB = 1e9
+LABEL_WIDTH = 12
+LINE_WIDTH = 100
+MOST_COLUMNS = 16
+"""More pipeline ranks than that are folded: equal neighbours share a column."""
+SMALL_SHARE = 0.005
+"""Shares of the step below this are summed up as "other"."""
+SCHEDULE_NAMES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved-1f1b": "interleaved"}
+DEGREES = {
+    "data": "data_parallel_degree",
+    "tensor": "tensor_parallel_degree",
+    "pipeline": "pipeline_parallel_degree",
+    "context": "context_parallel_degree",
+    "expert": "expert_parallel_degree",
+}
+ALWAYS_SHOWN = ("data", "tensor", "pipeline")
 
 
-def plan_text(plan: Plan) -> str:
-    """Layout, stages, prediction, memory, proof and alternatives."""
-    parts = [
-        f"{bold('plan')} {plan.id[:12]}  {_subject(plan)}",
-        f"{bold('layout')} {layout_line(plan.layout)}, {_micro_batches(plan)}",
-        *_prediction(plan.prediction),
-        *(
-            [f"{bold('price')} {_price(plan.cost_per_token)} per million {_unit(plan)}"]
-            if plan.cost_per_token
-            else []
-        ),
-        _stages(plan.stages),
-        _memory(plan.prediction.memory),
-        proof_line(plan.search),
-    ]
-    if plan.explanation:
-        parts.append(
-            "\n".join(
-                [bold("why"), *(f"  {sentence}" for sentence in plan.explanation)]
-            )
-        )
+def plan_text(plan: Plan, next_command: str) -> str:
+    """Layout, time, memory, proof, pipeline ranks and alternatives of a plan."""
+    request = plan.request
+    model = request.model or (request.profile.model if request.profile else "the model")
+    found = Priced(
+        model, plan.cluster, request.job, plan.layout, plan.micro_batches,
+        plan.stages, plan.prediction, request.cluster.devices,
+    )  # fmt: skip
+    lines = [*_summary(found), _line("Optimal", _optimal(plan.search))]
+    if plan.cost_per_token is not None:
+        unit = "tokens" if request.job.sequence_length else "samples"
+        price = significant(plan.cost_per_token * 1e6)
+        lines.append(_line("Price", f"{price} per million {unit}"))
+    parts = ["\n".join(lines)]
+    if plan.layout.pipeline_parallel_degree > 1:
+        parts.append(_pipeline_ranks(plan.stages, plan.prediction.memory))
     if plan.alternatives:
-        parts.append(
-            "\n".join([bold("next best"), *map(_alternative, plan.alternatives)])
-        )
+        parts.append(_alternatives(plan))
+    if request.options.explain == "full":
+        parts.append("\n".join(("Why", *plan.explanation)))
     if plan.pareto:
-        parts.append(_pareto(plan))
+        from planner.cli.plan_tables import pareto_table
+
+        parts.append(pareto_table(plan))
+    parts.append(f"Next: {next_command}")
     return "\n\n".join(parts)
 
 
-def forecast_text(forecast: Forecast) -> str:
-    """Prediction of one given layout, and whether it fits."""
-    parts = [
-        f"{bold('layout')} {layout_line(forecast.layout)}, {_micro_batches(forecast)}",
-        *_prediction(forecast.prediction),
-        _stages(forecast.stages),
-        _memory(forecast.prediction.memory),
-        "fits"
-        if forecast.fits
-        else "\n".join(
-            [bold("does not fit"), *(f"  {why}" for why in forecast.reasons)]
-        ),
-    ]
-    return "\n\n".join(parts)
-
-
-def infeasible_text(result: Infeasible) -> str:
-    """Why no plan fits, and how near the nearest layouts came."""
-    is_known = result.search is None or result.search.optimal
-    lines = [
-        bold("no plan fits" if is_known else "no plan found"),
-        *(f"  {reason}" for reason in result.reasons),
-    ]
-    if result.nearest:
-        lines += ["", bold("nearest misses"), *map(_miss, result.nearest)]
-    if result.search is not None:
-        lines += ["", _counts(result.search)]
+def prediction_text(forecast: Forecast, model: str, cluster: Cluster, job: Job) -> str:
+    """Time and memory of one given layout, and whether it fits."""
+    found = Priced(
+        model, cluster, job, forecast.layout, forecast.micro_batches,
+        forecast.stages, forecast.prediction,
+    )  # fmt: skip
+    lines = _summary(found)
+    if all(row.peak_bytes <= row.capacity_bytes for row in forecast.prediction.memory):
+        lines += [_line("Too large", reason) for reason in forecast.reasons[:3]]
     return "\n".join(lines)
 
 
-def _micro_batches(found: Plan | Forecast) -> str:
-    """Of every data-parallel rank, or of the one that has most."""
-    return f"{'up to ' if found.layout.has_uneven_shares else ''}{counted(found.micro_batches, 'micro-batch')}"
+def infeasible_text(result: Infeasible) -> str:
+    """Why no layout fits, the closest one, and with what it would fit."""
+    search = result.search
+    if search is None or not result.nearest:
+        is_proven = search is None or search.optimal
+        head = "No layout fits." if is_proven else "No layout was found in time."
+        lines = [head, *result.reasons]
+    else:
+        count = f"{search.layouts_considered:,} considered"
+        proof = (
+            "proven"
+            if search.optimal
+            else "not proven: the time limit ended the search"
+        )
+        lines = [
+            f"No layout fits in memory: {count}, {proof}.",
+            _closest(result.nearest[0]),
+        ]
+    lines += [_fits_with(each) for each in result.relaxations[:4]]
+    return "\n".join(lines)
 
 
-def proof_line(search: SearchReport) -> str:
-    """``optimal: proven, ...``, or how far from proven."""
-    if search.optimal:
-        return f"{bold('optimal: proven')}, {_counts(search)}"
-    bound = f"no plan is faster than {seconds(search.lower_bound_seconds)}, gap {percent(search.gap)}"
-    bound = bound if search.lower_bound_seconds else "no bound was found in time"
-    return f"{bold('optimal: not proven')}, {bound}, {_counts(search)}"
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A layout with its prediction, whether searched or given."""
+
+    model: str
+    cluster: Cluster
+    job: Job
+    layout: Layout
+    micro_batches: int
+    stages: Sequence[Stage]
+    prediction: Prediction
+    available_devices: int | None = None
+    """Of the cluster, if the layout uses only some of them."""
 
 
-def _counts(search: SearchReport) -> str:
-    left = search.layouts_considered - search.layouts_pruned - search.layouts_solved
+def _summary(found: Priced) -> list[str]:
+    """What was planned, the layout, and the figures of its prediction."""
+    return [
+        _subject(found),
+        "",
+        *_layout_lines(found),
+        _line("Step time", seconds(found.prediction.step_seconds)),
+        _line("Throughput", _throughput(found)),
+        _line("Memory", _fullest(found.prediction.memory)),
+        _line("Time", _shares(found.prediction)),
+    ]
+
+
+def _line(label: str, text: str) -> str:
+    return f"{label:<{LABEL_WIDTH}}{text}"
+
+
+def _subject(found: Priced) -> str:
+    """``llama-3.1-70b on 64 h100-sxm5-80gb (8 nodes), 128 x 8,192 tokens, ...``."""
+    job = found.job
+    sequence = (
+        f" x {job.sequence_length:,} tokens" if job.sequence_length else " samples"
+    )
     parts = (
-        f" of {search.clusters_considered} parts of the cluster"
-        if search.clusters_considered > 1
-        else ""
+        f"{found.model} on {_devices(found)}",
+        f"{job.global_batch_size:,}{sequence}",
+        job.precision,
+        f"runtime {job.runtime}",
     )
-    return (
-        f"{counted(search.layouts_considered, 'layout')}{parts} considered, {search.layouts_pruned} pruned by their "
-        f"bound, {search.layouts_solved} solved{f', {left} left open' if left else ''}, in {seconds(search.seconds)}"
-    )
+    return ", ".join(parts)
 
 
-def _subject(plan: Plan) -> str:
-    request = plan.request
-    model = request.model or (
-        request.profile.model
-        if request.profile
-        else f"profile {request.profile_id[:12]}"
-    )
-    devices, there = len(plan.placement), request.cluster.devices
-    if devices == there:
-        return f"{model} on {counted(devices, 'device')} of {request.cluster.name}"
-    return f"{model} on {devices} of the {there} devices of {request.cluster.name}, {_nodes(plan)}"
+def _devices(found: Priced) -> str:
+    """``16 h100-sxm5-80gb + 32 a100-sxm4-80gb (6 nodes)``, ``2 of 4 cpu (1 node)``."""
+    cluster, available = found.cluster, found.available_devices
+    counts: dict[str, int] = {}
+    for group in cluster.node_groups:
+        device = find_device(group.device).id
+        counts[device] = counts.get(device, 0) + group.nodes * group.devices_per_node
+    nodes = sum(group.nodes for group in cluster.node_groups)
+    kinds = " + ".join(f"{count:,} {device}" for device, count in counts.items())
+    if available is not None and available != cluster.devices:
+        kinds = f"{kinds} of {counted(available, 'device')}"
+    return f"{kinds} ({nodes:,} {'node' if nodes == 1 else 'nodes'})"
 
 
-def _nodes(plan: Plan) -> str:
-    nodes = sorted({row.node for row in plan.placement})
-    return f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {spans(nodes)}"
-
-
-def _price(cost_per_token: float) -> str:
-    """Prices of a single token are too small to read."""
-    return f"{cost_per_token * 1e6:.4g}"
-
-
-def _unit(plan: Plan) -> str:
-    return "tokens" if plan.request.job.sequence_length else "samples"
-
-
-def _pareto(plan: Plan) -> str:
-    """Step time against devices, memory and price, those of the plan marked."""
-    priced = any(point.cost_per_token is not None for point in plan.pareto)
-    rows = [
-        (
-            "*"
-            if (point.layout, point.step_seconds)
-            == (plan.layout, plan.prediction.step_seconds)
-            else "",
-            str(point.devices),
-            seconds(point.step_seconds),
-            gibibytes(point.peak_bytes),
-            *(
-                [_price(point.cost_per_token)]
-                if point.cost_per_token is not None
-                else []
-            ),
-            layout_line(point.layout),
-        )
-        for point in plan.pareto
+def _layout_lines(found: Priced) -> list[str]:
+    layout = found.layout
+    size = layout.micro_batch_size
+    most = "up to " if layout.has_uneven_shares else ""
+    second = [
+        schedule_name(layout),
+        f"{most}{counted(found.micro_batches, 'micro-batch')} of {size}",
+        f"recompute {_recomputed(layout, found.stages)}",
     ]
-    price = (f"price of 1M {_unit(plan)}",) if priced else ()
-    head = ("", "devices", "step", "fullest device", *price, "layout")
-    title = "Pareto front: nothing is faster on as few devices with as little memory"
-    return f"{bold(title)}\n{table(head, rows, left=(0, len(head) - 1))}"
+    if layout.sequence_chunks > 1:
+        second.insert(1, f"{layout.sequence_chunks} sequence chunks")
+    first = [degrees(layout), *_choices(layout)]
+    return [_line("Layout", ", ".join(first)), _line("", ", ".join(second))]
 
 
-def _prediction(prediction: Prediction) -> tuple[str, str]:
-    """The first line's bubble is the mean of all ranks, the table's that of the rank that ends last."""
-    mfu = (
-        "unknown (the device's peak is not known)"
-        if prediction.mfu is None
-        else percent(prediction.mfu)
-    )
-    rate = scaled(prediction.tokens_per_second, "tokens/s")
-    total = prediction.step_seconds
-    head = f"{bold('step')} {seconds(total)}  {rate}  MFU {mfu}  mean bubble {percent(prediction.bubble_fraction)}"
+def degrees(layout: Layout) -> str:
+    """``data 2 x tensor 4 x pipeline 8``; context and expert only where they are used."""
+    parts = []
+    for name, field in DEGREES.items():
+        degree = getattr(layout, field)
+        if degree > 1 or name in ALWAYS_SHOWN:
+            parts.append(f"{name} {degree}")
+    return " x ".join(parts)
+
+
+def schedule_name(layout: Layout) -> str:
+    """``1F1B``, ``interleaved x4``: the schedule and its stages per rank."""
+    name = SCHEDULE_NAMES.get(layout.schedule, layout.schedule)
+    stages = layout.virtual_stages_per_rank
+    return f"{name} x{stages}" if stages > 1 else name
+
+
+def _choices(layout: Layout) -> Iterator[str]:
+    """Everything besides degrees, schedule, micro-batches and recompute."""
+    if layout.sequence_parallel:
+        yield "sequence parallel"
+    if layout.zero_stage:
+        group = layout.zero_shard_degree
+        yield f"ZeRO {layout.zero_stage}" + (f" in groups of {group}" if group else "")
+    if layout.activation_offload:
+        yield "activations on the host"
+    if layout.optimizer_offload:
+        yield "optimizer states on the host"
+    if layout.rank_order != Layout().rank_order:
+        yield f"rank order {layout.rank_order}"
+
+
+def _recomputed(layout: Layout, stages: Sequence[Stage]) -> str:
+    """``none``, ``full``, or how many layers recompute."""
+    if layout.recompute != "per-layer":
+        return layout.recompute
+    modes = [layer.recompute for stage in stages for layer in stage.layers]
+    count = sum(mode != "none" for mode in modes)
+    return f"{count} of {counted(len(modes), 'layer')}"
+
+
+def _throughput(found: Priced) -> str:
+    prediction, devices = found.prediction, found.cluster.devices
+    unit = "tokens" if found.job.sequence_length else "samples"
+    rate = prediction.tokens_per_second
+    parts = [f"{_rounded(rate)} {unit}/s", f"{_rounded(rate / devices)} {unit}/s/GPU"]
+    if prediction.mfu is not None:
+        flops = prediction.mfu * _mean_peak(found)
+        parts.append(f"{significant(flops / 1e12)} TFLOP/s/GPU")
+        parts.append(f"MFU {percent(prediction.mfu)}")
+    return "   ".join(parts)
+
+
+def _mean_peak(found: Priced) -> float:
+    """Peak of one device in FLOP/s for the job's precision, the mean over all devices."""
+    kind = COMPUTE_TYPE[found.job.precision]
+    total = 0.0
+    for group in found.cluster.node_groups:
+        peaks = find_device(group.device).peak_flops_per_second
+        peak = {str(name): value for name, value in peaks.items()}.get(kind, 0.0)
+        total += peak * group.nodes * group.devices_per_node
+    return total / found.cluster.devices
+
+
+def _rounded(value: float) -> str:
+    """Three significant digits with thousands separators."""
+    return f"{float(significant(value)):,.0f}" if value >= 100 else significant(value)
+
+
+def _fullest(memory: Sequence[RankMemory]) -> str:
+    """Memory of the pipeline rank that has the least left."""
+    if not memory:
+        return "not predicted"
+    row = max(memory, key=lambda row: row.peak_bytes - row.capacity_bytes)
+    used, capacity = row.peak_bytes / GB, row.capacity_bytes / GB
+    text = f"{used:.1f} of {capacity:.1f} GB, pipeline rank {row.pipeline_rank}"
+    over = row.peak_bytes - row.capacity_bytes
+    return f"{text}: {over / GB:.1f} GB too much" if over > 0 else text
+
+
+def _shares(prediction: Prediction) -> str:
+    """Shares of the step, largest first; they add up to 100 %."""
     spent = {
-        name: getattr(prediction.breakdown, name)
-        for name in type(prediction.breakdown).model_fields
+        name.removesuffix("_seconds").replace("_", " "): value / prediction.step_seconds
+        for name, value in prediction.breakdown
+        if value > 0
     }
-    rows = [
-        (
-            name.removesuffix("_seconds").replace("_", " "),
-            seconds(value),
-            percent(value / total),
-        )
-        for name, value in spent.items()
-        if value
+    shown = {name: share for name, share in spent.items() if share >= SMALL_SHARE}
+    parts = [
+        f"{name} {100 * share:.0f} %"
+        for name, share in sorted(shown.items(), key=lambda item: -item[1])
     ]
-    return head, table(("the last rank's step", "time", "share"), rows)
+    other = sum(spent.values()) - sum(shown.values())
+    if other >= SMALL_SHARE:
+        parts.append(f"other {100 * other:.0f} %")
+    return ", ".join(parts)
 
 
-def _stages(stages: Sequence[Stage]) -> str:
-    rows = [
-        (
-            str(stage.index),
-            str(stage.pipeline_rank),
-            str(len(stage.layers)),
-            f"{stage.layers[0].name} .. {stage.layers[-1].name}"
-            if len(stage.layers) > 1
-            else stage.layers[0].name,
-            str(sum(layer.recompute != "none" for layer in stage.layers)),
-            spans(stage.ranks),
+def _optimal(search: SearchReport) -> str:
+    count = f"{search.layouts_considered:,} layouts"
+    if search.optimal:
+        return f"proven over {count}, {seconds(search.seconds)}"
+    if not search.lower_bound_seconds:
+        return f"not proven: no bound in {seconds(search.seconds)}, {count}"
+    bound = seconds(search.lower_bound_seconds)
+    gap = percent(search.gap)
+    return f"not proven: bound {bound}, gap {gap}, {count}, {seconds(search.seconds)}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """Pipeline ranks that the table shows as one."""
+
+    first: int
+    last: int
+    layers: tuple[int, int]
+    """Fewest and most on one rank."""
+    bytes: tuple[int, int]
+
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        """Ranks, layers and memory."""
+        gigabytes = tuple(round(each / GB) for each in self.bytes)
+        return (
+            _span(self.first, self.last),
+            _span(*self.layers),
+            _span(gigabytes[0], gigabytes[1]),
         )
-        for stage in stages
-    ]
-    return table(
-        ("stage", "pipeline rank", "layers", "from .. to", "recomputed", "ranks"),
-        rows,
-        left=(0, 3, 5),
-    )
+
+    def joined(self, other: _Column) -> _Column:
+        """This column and its right neighbour as one."""
+        layers, sizes = (*self.layers, *other.layers), (*self.bytes, *other.bytes)
+        return _Column(
+            self.first, other.last, (min(layers), max(layers)), (min(sizes), max(sizes))
+        )
 
 
-def _memory(memory: Sequence[RankMemory]) -> str:
-    kinds = (
-        "parameters",
-        "gradients",
-        "optimizer",
-        "activations",
-        "temporary",
-        "reserved",
-    )
-    rows = [
-        (
-            str(row.pipeline_rank),
-            *(f"{getattr(row, f'{kind}_bytes') / GIB:.2f}" for kind in kinds),
-            f"{row.peak_bytes / GIB:.2f}",
-            f"{row.capacity_bytes / GIB:.2f}",
-            _filled(row.peak_bytes, row.capacity_bytes),
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _pipeline_ranks(stages: Sequence[Stage], memory: Sequence[RankMemory]) -> str:
+    """Layers and memory of every pipeline rank, in columns."""
+    layers: dict[int, int] = {}
+    for stage in stages:
+        rank = stage.pipeline_rank
+        layers[rank] = layers.get(rank, 0) + len(stage.layers)
+    columns = [
+        _Column(
+            row.pipeline_rank,
+            row.pipeline_rank,
+            (layers.get(row.pipeline_rank, 0),) * 2,
+            (row.peak_bytes,) * 2,
         )
         for row in memory
     ]
-    header = ("pipeline rank", *kinds, "peak", "capacity", "filled")
-    device = "memory of one device, in GiB\n" + table(
-        header, rows, left=(0, len(header) - 1)
-    )
+    names = ("Pipeline rank", "Layers", "Memory (GB)")
+    cells = zip(*(column.cells for column in _folded(columns)), strict=True)
+    header, *rows = ((name, *row) for name, row in zip(names, cells, strict=True))
+    return table(header, rows)
+
+
+def _folded(columns: list[_Column]) -> list[_Column]:
+    """At most `MOST_COLUMNS`: equal neighbours are joined, then runs of equal length."""
+    if len(columns) <= MOST_COLUMNS:
+        return columns
+    equal: list[_Column] = []
+    for column in columns:
+        if equal and equal[-1].cells[1:] == column.cells[1:]:
+            equal[-1] = equal[-1].joined(column)
+        else:
+            equal.append(column)
+    run = -(-len(equal) // (MOST_COLUMNS // 2))
+    if len(equal) <= MOST_COLUMNS:
+        return equal
+    folded = []
+    for start in range(0, len(equal), run):
+        joined, *others = equal[start : start + run]
+        for other in others:
+            joined = joined.joined(other)
+        folded.append(joined)
+    return folded
+
+
+def _alternatives(plan: Plan) -> str:
+    rows = [
+        (
+            _difference(alternative.layout, plan.layout),
+            f"+{percent(alternative.slowdown)}",
+            f"{alternative.peak_bytes / GB:.1f} GB",
+        )
+        for alternative in plan.alternatives
+    ]
+    return table(("Alternatives", "Step", "Memory"), rows)
+
+
+def _difference(layout: Layout, best: Layout) -> str:
+    """Degrees and schedule, and what else differs from the plan's layout."""
+    parts = [degrees(layout), schedule_name(layout)]
+    if layout.micro_batch_size != best.micro_batch_size:
+        parts.append(f"micro-batch {layout.micro_batch_size}")
+    for name, field in (
+        ("recompute", "recompute"),
+        ("ZeRO", "zero_stage"),
+        ("chunks", "sequence_chunks"),
+    ):
+        if getattr(layout, field) != getattr(best, field):
+            parts.append(f"{name} {getattr(layout, field)}")
+    text = ", ".join(parts)
+    most = LINE_WIDTH - 24
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def _closest(miss: Miss) -> str:
+    used, capacity = miss.needed_bytes / GB, miss.capacity_bytes / GB
+    place = "on the host of" if miss.memory == "host" else "on"
     return (
-        f"{device}\n\n{_host(memory)}"
-        if any(row.host_bytes for row in memory)
-        else device
+        f"Closest  {degrees(miss.layout)}: {used:.1f} of {capacity:.1f} GB "
+        f"{place} pipeline rank {miss.pipeline_rank}"
     )
 
 
-def _host(memory: Sequence[RankMemory]) -> str:
-    """What devices keep in their nodes' memory."""
-    rows = [
-        (
-            str(row.pipeline_rank),
-            f"{row.host_bytes / GIB:.2f}",
-            f"{row.host_capacity_bytes / GIB:.2f}",
-            _filled(row.host_bytes, row.host_capacity_bytes),
-        )
-        for row in memory
-        if row.host_capacity_bytes is not None
-    ]
-    header = ("pipeline rank", "offloaded", "its part", "filled")
-    return "memory of one device's host, in GiB\n" + table(header, rows, left=(0, 3))
-
-
-def _filled(used_bytes: int, capacity_bytes: int) -> str:
-    fraction = used_bytes / capacity_bytes if capacity_bytes > 0 else float("inf")
-    over = " OVER" if used_bytes > capacity_bytes else ""
-    share = percent(fraction) if capacity_bytes > 0 else "no room at all"
-    return f"{bar(fraction, BAR_WIDTH)} {share}{over}"
-
-
-def _alternative(alternative: Alternative) -> str:
-    line = f"  +{percent(alternative.slowdown)}  {seconds(alternative.step_seconds)}  {layout_line(alternative.layout)}"
-    return f"{line}\n      {alternative.reason}" if alternative.reason else line
-
-
-def _miss(miss: Miss) -> str:
-    whose = " of its host" if miss.memory == "host" else ""
-    needs = f"needs {needed(miss.needed_bytes)} of {needed(miss.capacity_bytes, is_room=True)}{whose}"
-    too_much = f"pipeline rank {miss.pipeline_rank} {needs}: {needed(miss.missing_bytes)} too much"
-    return f"  {layout_line(miss.layout)}\n      {too_much}"
+def _fits_with(relaxation: Relaxation) -> str:
+    """``Fits     on 128 GPUs: 185.0 s``."""
+    devices = getattr(relaxation, "devices", None)
+    change = f"on {devices:,} GPUs" if devices else f"with {relaxation.change}"
+    return f"Fits     {change}: {seconds(relaxation.step_seconds)}"

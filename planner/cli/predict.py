@@ -2,137 +2,114 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planner.cli.arguments import add_json, add_output, add_question
 from planner.cli.console import check_output, publish, to_json
 from planner.cli.failures import DONE
-from planner.cli.inputs import Question, read_layout, read_question
+from planner.cli.inputs import read_layout, read_question, request_options
 from planner.cli.interrupt import interruptible
-from planner.cli.plan_text import forecast_text
+from planner.cli.options import option, output_option, verb
+from planner.cli.plan_text import prediction_text
 from planner.errors import DocumentError
-from planner.spec import Forecast, PredictionLayout
+from planner.profiler.resolve import Question
+from planner.spec import Forecast
 from planner.spec.calibration import ANY, Constants, constants_for, load
 from planner.spec.devices import catalogue, find_device
-from planner.spec.frameworks import find_framework
 
 if TYPE_CHECKING:
     from planner.search import Account
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Options of the verb."""
-    add_question(parser)
-    parser.add_argument(
-        "--layout",
-        nargs="+",
-        required=True,
-        metavar="L",
-        help="layout document, or FIELD=V ... (layers_per_stage=20,20,... fixes the stages)",
-    )
-    parser.add_argument(
-        "--framework",
-        default="planner",
-        metavar="NAME",
-        help="whose traits to predict with: planner, megatron-core, torchtitan, ... (default: planner)",
-    )
-    parser.add_argument(
-        "--calibration", metavar="FILE", help="constants that `planner calibrate` wrote"
-    )
-    parser.add_argument(
-        "--explain",
-        action="store_true",
-        help="show where each millisecond and GiB goes, with the equations",
-    )
-    add_output(parser, "write the forecast as JSON to FILE")
-    add_json(parser)
+@verb(
+    "predict",
+    renamed={"--framework": "--runtime"},
+    json_help="Print the prediction as JSON",
+)
+@request_options
+@option(
+    "--layout",
+    "layout_words",
+    multiple=True,
+    several_words=True,
+    required=True,
+    metavar="FIELD=V...",
+    help="Layout: tp=8 pp=4 dp=2 ..., or a document",
+)
+@output_option("Write the prediction as JSON to FILE")
+@option("--full", is_flag=True, help="Print all tables")
+@option(
+    "--explain",
+    is_flag=True,
+    help="Show where each millisecond and GiB goes, with equations",
+)
+@option(
+    "--calibration",
+    metavar="FILE",
+    group="Cost model",
+    advanced=True,
+    help="Constants that `planner calibrate` wrote",
+)
+def command(
+    layout_words: tuple[str, ...],
+    output: str | None,
+    full: bool,
+    explain: bool,
+    calibration: str | None,
+    as_json: bool,
+    **request: Any,
+) -> int:
+    """Predict step time and memory of one layout of MODEL, and whether it fits."""
+    check_output(output)
+    layout = read_layout(layout_words)
+    question = read_question(**request)
+    constants = _constants(question, calibration) if calibration else None
+    documents = (question.profile, question.cluster, question.job)
 
+    def predict() -> Forecast:
+        from planner.search import predict
 
-def run(arguments: argparse.Namespace) -> int:
-    """Print the forecast. A layout that does not fit is an answer too: it says so, and by how much."""
-    check_output(arguments.output)
-    find_framework(arguments.framework, field="--framework")
-    layout = read_layout(arguments.layout)
-    question = read_question(arguments)
-    constants = _constants(question, arguments)
-    forecast = interruptible(
-        lambda _: _predict(question, layout, arguments.framework, constants)
-    )
-    account = (
-        _account(question, forecast, arguments.framework, constants)
-        if arguments.explain
-        else None
-    )
-    document, text = to_json(_document(forecast, account)), _text(forecast, account)
-    publish(document, text, arguments.output, as_json=arguments.json)
+        return predict(*documents, layout, model=question.model, constants=constants)
+
+    forecast = interruptible(lambda _: predict())
+    account = None
+    if explain:
+        from planner.search import account as account_for
+
+        account = account_for(*documents, forecast, constants=constants)
+    text = _text(question, forecast, account, full)
+    publish(to_json(_document(forecast, account)), text, output, as_json=as_json)
     return DONE
 
 
-def _constants(question: Question, arguments: argparse.Namespace) -> Constants | None:
-    """Those of the calibration file, or None for those of the package.
+def _constants(question: Question, path: str) -> Constants:
+    """The constants of a calibration file for the job's runtime and the first device.
 
     Raises:
-        DocumentError: the file has none for this framework and device.
+        DocumentError: the file has none for this runtime and device.
     """
-    if arguments.calibration is None:
-        return None
-    calibrations = load(Path(arguments.calibration))
-    device = find_device(
-        question.cluster.node_groups[0].device, field="cluster.node_groups[0].device"
-    )
+    calibrations = load(Path(path))
+    runtime = question.job.runtime
+    group = question.cluster.node_groups[0]
+    device = find_device(group.device, field="cluster.node_groups[0].device")
     known = catalogue().get(device.id)
     architecture = known.architecture if known else ""
-    wanted = {
-        (arguments.framework, architecture),
-        (ANY, architecture),
-        (arguments.framework, ANY),
-    }
-    if not wanted & {(one.framework, one.architecture) for one in calibrations}:
-        held = (
-            ", ".join(f"{one.framework} on {one.architecture}" for one in calibrations)
-            or "none"
-        )
+    usable = {(runtime, architecture), (ANY, architecture), (runtime, ANY)}
+    fitted = [(one.framework, one.architecture) for one in calibrations]
+    if not usable & set(fitted):
+        names = ", ".join(f"{name} on {where}" for name, where in fitted) or "none"
         raise DocumentError(
-            f"holds no constants of framework {arguments.framework!r} on {architecture or device.id}; it has {held}.",
+            f"has no constants of runtime {runtime!r} on {architecture or device.id}, "
+            f"only: {names}.",
             field="--calibration",
-            hint="fit them with planner calibrate, or leave --calibration out.",
+            hint="fit them with `planner calibrate`, or leave --calibration out.",
         )
-    return constants_for(arguments.framework, architecture, calibrations)
-
-
-def _predict(
-    question: Question,
-    layout: PredictionLayout,
-    framework: str,
-    constants: Constants | None,
-) -> Forecast:
-    from planner.search import predict
-
-    return predict(
-        question.profile,
-        question.cluster,
-        question.job,
-        layout,
-        model=question.model,
-        framework=framework,
-        constants=constants,
-    )
-
-
-def _account(
-    question: Question, forecast: Forecast, framework: str, constants: Constants | None
-) -> Account:
-    from planner.search import account
-
-    documents = (question.profile, question.cluster, question.job)
-    return account(*documents, forecast, framework=framework, constants=constants)
+    return constants_for(runtime, architecture, calibrations)
 
 
 def _document(forecast: Forecast, account: Account | None) -> Any:
-    """The forecast; with --explain also its account."""
+    """The prediction; with --explain also its account."""
     if account is None:
         return forecast
     return forecast.model_dump(mode="json", by_alias=True) | {
@@ -140,9 +117,19 @@ def _document(forecast: Forecast, account: Account | None) -> Any:
     }
 
 
-def _text(forecast: Forecast, account: Account | None) -> str:
-    if account is None:
-        return forecast_text(forecast)
-    from planner.cli.explain_text import explanation_text
+def _text(
+    question: Question, forecast: Forecast, account: Account | None, full: bool
+) -> str:
+    parts = []
+    if full:
+        from planner.cli.plan_tables import prediction_tables
 
-    return f"{forecast_text(forecast)}\n\n{explanation_text(account)}"
+        parts.append(prediction_tables(forecast))
+    else:
+        model = question.model or question.profile.model
+        parts.append(prediction_text(forecast, model, question.cluster, question.job))
+    if account is not None:
+        from planner.cli.explain_text import explanation_text
+
+        parts.append(explanation_text(account))
+    return "\n\n".join(parts)

@@ -1,83 +1,84 @@
-"""`planner timeline`: draws the predicted step of a plan, the measured step of a run, or both on one time axis."""
+"""`planner timeline`: draw predicted and measured steps on one time axis."""
 
 from __future__ import annotations
 
-import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.cli.arguments import add_json
+import click
+
 from planner.cli.console import STDOUT, check_output, data, write
 from planner.cli.failures import DONE
-from planner.cli.inputs import profile_behind
+from planner.cli.options import option, verb
 from planner.errors import DocumentError
+from planner.profiler.resolve import profile_behind
 from planner.spec import MeasuredRun, Plan, parse, read_data
 
 if TYPE_CHECKING:
     from planner.schedule.timeline import Timeline
 
 FORMATS = (".json", ".svg", ".html")
+MOST_LINES = 40
+"""Lines of a picture in the terminal without --full; the middle ranks are left out."""
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Options of the verb."""
-    parser.add_argument(
-        "inputs",
-        nargs="+",
-        metavar="plan.json|measured.json",
-        help="one plan or measured run; several are drawn above each other on one time axis",
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        help="out.json (Chrome trace, for ui.perfetto.dev), out.svg or out.html ('-': Chrome trace on stdout)",
-    )
-    parser.add_argument(
-        "--profile", metavar="FILE", help="profile of a plan that does not carry it"
-    )
-    parser.add_argument(
-        "--ascii",
-        action="store_true",
-        help="draw in the terminal (also done when no -o is given)",
-    )
-    add_json(parser, "print the Chrome trace on stdout")
+@verb("timeline", json_help="Print the Chrome trace on stdout")
+@click.argument(
+    "inputs", nargs=-1, required=True, metavar="plan.json|measured.json ..."
+)
+@option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    help="out.json (Chrome trace for ui.perfetto.dev), out.svg or out.html",
+)
+@option("--profile", metavar="FILE", help="Profile of a plan that does not carry it")
+@option("--ascii", "draw_ascii", is_flag=True, help="Draw in the terminal too")
+@option("--full", is_flag=True, help="Draw every rank in the terminal")
+def command(
+    inputs: tuple[str, ...],
+    output: str | None,
+    profile: str | None,
+    draw_ascii: bool,
+    full: bool,
+    as_json: bool,
+) -> int:
+    """Draw the predicted step of a plan, the measured step of a run, or several of them.
 
-
-def run(arguments: argparse.Namespace) -> int:
-    """Draw, and write the picture."""
-    check_format(arguments.output)
-    check_output(arguments.output)
-    timelines = [_read(path, arguments.profile) for path in arguments.inputs]
-    if arguments.output is not None:
-        write(arguments.output, drawing(timelines, Path(arguments.output).suffix))
-    if arguments.json and arguments.output != STDOUT:
+    Without -o the step is drawn in the terminal.
+    """
+    check_format(output)
+    check_output(output)
+    timelines = [_read(path, profile) for path in inputs]
+    if output is not None:
+        write(output, drawing(timelines, Path(output).suffix))
+    if as_json and output != STDOUT:
         data(drawing(timelines, ".json"))
-    elif arguments.ascii or arguments.output is None:
-        from planner.schedule.timeline import ascii as draw_ascii
-
-        data(draw_ascii(timelines))
+    elif draw_ascii or output is None:
+        data(_in_terminal(timelines, full))
     return DONE
 
 
 def check_format(output: str | None) -> None:
-    """Refuse a name that tells no format; none, and ``-`` for a Chrome trace on stdout, need not.
+    """Refuse a file name without a known format.
 
     Raises:
-        DocumentError: the suffix is no picture's.
+        DocumentError: the suffix is none of a picture or trace.
     """
     if output in (None, STDOUT) or Path(str(output)).suffix in FORMATS:
         return
+    suffix = Path(str(output)).suffix or "no suffix"
     raise DocumentError(
-        f"{Path(str(output)).suffix or 'no suffix'!r} is no picture format.",
+        f"{suffix!r} is not a picture format.",
         field=str(output),
         hint=f"end the name with one of {', '.join(FORMATS)}.",
     )
 
 
-def drawing(timelines: list[Timeline], suffix: str) -> str:
-    """The picture or Chrome trace of these timelines, side by side."""
+def drawing(timelines: Sequence[Timeline], suffix: str) -> str:
+    """The picture or Chrome trace of timelines, side by side."""
     from planner.schedule.timeline import chrome_trace, html, svg
 
     if suffix == ".svg":
@@ -85,6 +86,18 @@ def drawing(timelines: list[Timeline], suffix: str) -> str:
     if suffix == ".html":
         return html(timelines)
     return json.dumps(chrome_trace(timelines), allow_nan=False)
+
+
+def _in_terminal(timelines: Sequence[Timeline], full: bool) -> str:
+    from planner.schedule.timeline import ascii
+
+    lines = ascii(timelines).splitlines()
+    hidden = len(lines) - MOST_LINES
+    if full or hidden <= 0:
+        return "\n".join(lines)
+    half = MOST_LINES // 2
+    lines[half:-half] = [f"... {hidden} more ranks: --full, or -o step.html"]
+    return "\n".join(lines)
 
 
 def _read(path: str, profile: str | None) -> Timeline:

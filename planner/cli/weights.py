@@ -1,104 +1,88 @@
-"""`planner weights`: writes the trained weights of a checkpoint as safetensors, for transformers and all others."""
+"""`planner weights`: write the trained weights of a checkpoint as safetensors."""
 
 from __future__ import annotations
 
-import argparse
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from planner.cli.arguments import add_json, add_option
+import click
+
 from planner.cli.console import data, table, to_json
 from planner.cli.failures import DONE
+from planner.cli.options import option, verb
 from planner.spec.units import scaled
+from planner.spec.words import counted
 
-if TYPE_CHECKING:
-    from planner.executor.checkpoint.trained_weights import Written
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Options of the verb."""
-    parser.add_argument(
-        "checkpoint",
-        metavar="CHECKPOINT",
-        help="a run's --checkpoint-dir (its newest checkpoint), or a checkpoint",
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="DIR",
-        required=True,
-        help="folder for the files; made if need be",
-    )
-    add_option(
-        parser,
-        "--max-shard-size",
-        byte_count,
-        default="5GB",
-        metavar="SIZE",
-        help="split what is larger: 500MB, 5GB",
-    )
-    parser.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="replace weights in DIR; all else in it stays",
-    )
-    add_json(parser, "print files and bytes as JSON")
+UNITS = " KMGT"
 
 
-def byte_count(text: str) -> int:
-    """``500MB`` -> 500000000, at least 1: by powers of a thousand, as transformers counts sizes of files."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)B?", text.upper())
-    value = (
-        0
-        if found is None
-        else int(float(found[1]) * 1000 ** " KMGT".index(found[2] or " "))
-    )
-    if value < 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a size; give bytes, or KB, MB, GB, TB, e.g. 5GB"
-        )
-    return value
+class ByteCount(click.ParamType[int]):
+    """``500MB`` -> 500,000,000 bytes, in powers of a thousand as transformers counts them."""
+
+    name = "SIZE"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int:
+        """The bytes of a text."""
+        found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)B?", str(value).upper())
+        size = 0
+        if found is not None:
+            power = UNITS.index(found[2] or " ")
+            size = int(float(found[1]) * 1000**power)
+        if size < 1:
+            self.fail(
+                f"{value!r} is not a size; give KB, MB, GB or TB, e.g. 5GB", param, ctx
+            )
+        return size
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Write the files, and print what they are."""
+@verb("weights", json_help="Print files and bytes as JSON")
+@click.argument("checkpoint", metavar="CHECKPOINT")
+@option("-o", "--output", metavar="DIR", required=True, help="Folder of the files")
+@option(
+    "--max-shard-size",
+    type=ByteCount(),
+    default="5GB",
+    help="Split files larger than this",
+)
+@option("--overwrite", is_flag=True, help="Replace weights in DIR; other files stay")
+def command(
+    checkpoint: str, output: str, max_shard_size: int, overwrite: bool, as_json: bool
+) -> int:
+    """Write the trained weights of CHECKPOINT, for transformers and other readers.
+
+    CHECKPOINT is a run's --checkpoint-dir (its newest checkpoint), or one checkpoint.
+    """
     from planner.executor.checkpoint.trained_weights import write_weights
 
     written = write_weights(
-        Path(arguments.checkpoint),
-        Path(arguments.output),
-        max_shard_bytes=arguments.max_shard_size,
-        overwrite=arguments.overwrite,
+        Path(checkpoint),
+        Path(output),
+        max_shard_bytes=max_shard_size,
+        overwrite=overwrite,
     )
-    data(
-        _json(written, arguments.output)
-        if arguments.json
-        else _text(written, arguments.output)
-    )
-    return DONE
-
-
-def _json(written: Written, folder: str) -> str:
-    return to_json(
-        {
+    model, step = written.manifest.model, written.manifest.step
+    if as_json:
+        files = [{"name": name, "bytes": size} for name, size in written.files.items()]
+        document = {
             "checkpoint": str(written.checkpoint),
-            "model": written.manifest.model,
-            "step": written.manifest.step,
-            "folder": folder,
+            "model": model,
+            "step": step,
+            "folder": output,
             "tensors": written.tensors,
             "bytes": sum(written.files.values()),
-            "files": [
-                {"name": name, "bytes": size} for name, size in written.files.items()
-            ],
+            "files": files,
         }
-    )
-
-
-def _text(written: Written, folder: str) -> str:
+        data(to_json(document))
+        return DONE
     rows = [
-        (str(Path(folder) / name), scaled(size, "B"))
+        (str(Path(output) / name), scaled(size, "B"))
         for name, size in written.files.items()
     ]
-    told = f"{written.tensors} tensors of {written.manifest.model} after {written.manifest.step} steps"
-    return f"{told}, from {written.checkpoint}\n{table(('file', 'size'), rows)}"
+    data(
+        f"{counted(written.tensors, 'tensor')} of {model} after {counted(step, 'step')}, "
+        f"from {written.checkpoint}\n{table(('file', 'size'), rows)}"
+    )
+    return DONE

@@ -10,11 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.cli.inputs import constraint, fix, read_cluster, read_layout
+from planner.cli.inputs import read_fix, read_layout
 from planner.errors import DocumentError, SpecError, UnknownNameError
+from planner.profiler.resolve import Request, job_of_request
 from planner.spec import DeviceSpec, Job, Link, PredictionLayout, parse
+from planner.spec.cluster_file import read_cluster
 from planner.spec.job import Range, allows
 from tests.cli.support import tiny_job
+
+
+def fix(job: Job, texts: list[str]) -> Job:
+    """The job with the constraints of ``--fix``."""
+    fixed = dict(read_fix(text) for text in texts)
+    return job_of_request(Request(model="tiny", job=job, fix=fixed))
 
 
 @pytest.mark.parametrize(
@@ -38,7 +46,7 @@ from tests.cli.support import tiny_job
 )
 def test_constraints(text: str, expected: tuple[str, Any]) -> None:
     """Values, lists and ranges are read in the type and spelling of the layout's field."""
-    assert constraint(text) == expected
+    assert read_fix(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -64,7 +72,7 @@ def test_constraints(text: str, expected: tuple[str, Any]) -> None:
 def test_wrong_constraints_are_refused(text: str) -> None:
     """An unknown field, a missing value and a value that does not fit the field are all named."""
     with pytest.raises(SpecError) as caught:
-        constraint(text)
+        read_fix(text)
     assert all(problem.field for problem in caught.value.problems)
 
 
@@ -98,7 +106,7 @@ def test_other_divisions_are_refused(text: str) -> None:
 def test_close_names_are_offered() -> None:
     """A misspelt field is answered with the right one."""
     with pytest.raises(UnknownNameError, match="did you mean 'tensor_parallel_degree'"):
-        constraint("tensor_paralel_degree=8")
+        read_fix("tensor_paralel_degree=8")
 
 
 def test_an_empty_range_is_refused() -> None:
@@ -247,5 +255,5 @@ def test_a_file_without_the_named_link_is_told(tmp_path: Path) -> None:
     }
     cluster = tmp_path / "cluster.json"
     cluster.write_text(json.dumps({"node_groups": [group]}))
-    with pytest.raises(DocumentError, match="holds no such link"):
+    with pytest.raises(DocumentError, match="has no such link"):
         read_cluster(cluster)

@@ -16,6 +16,7 @@ import pytest
 
 from planner.cli import main as frame
 from planner.cli.main import VERBS, main
+from planner.cli.options import verb
 from planner.errors import (
     LayoutError,
     Problem,
@@ -31,24 +32,21 @@ from tests.cli.support import Command
 def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     """Let the verb `devices` end in this error."""
 
-    def run(arguments: object) -> int:
+    @verb("devices")
+    def command(as_json: bool) -> int:
         raise error
 
     monkeypatch.setattr(
-        frame, "_module", lambda name: SimpleNamespace(configure=_json_only, run=run)
+        frame.importlib, "import_module", lambda name: SimpleNamespace(command=command)
     )
-
-
-def _json_only(parser: object) -> None:
-    parser.add_argument("--json", action="store_true")  # type: ignore[attr-defined]
 
 
 def test_help_lists_every_verb(planner: Command) -> None:
     """`planner --help` names every verb with its summary, on stdout, and ends with 0."""
     ended = planner("--help")
     assert (ended.code, ended.err) == (0, "")
-    for verb, summary in VERBS.items():
-        assert verb in ended.out
+    for name, summary in VERBS.items():
+        assert name in ended.out
         assert summary in ended.out
 
 
@@ -61,23 +59,36 @@ def test_no_command_is_wrong_usage(planner: Command) -> None:
     """Without a command the help goes to stderr, and the exit code is 2."""
     ended = planner()
     assert (ended.code, ended.out) == (2, "")
-    assert "usage: planner" in ended.err
+    assert "Usage: planner" in ended.err
+    assert "Start: planner plan" in ended.err
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_help_and_json(planner: Command, verb: str) -> None:
-    """Every verb explains itself, and has --json."""
-    ended = planner(verb, "--help")
+@pytest.mark.parametrize("name", VERBS)
+def test_every_verb_has_help_and_json(planner: Command, name: str) -> None:
+    """Every verb explains itself within 45 lines, and has --json."""
+    ended = planner(name, "--help")
     assert ended.code == 0
     assert "--json" in ended.out
+    assert len(ended.out.splitlines()) <= 45
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_a_module(verb: str) -> None:
+@pytest.mark.parametrize("name", VERBS)
+def test_help_all_shows_every_option(planner: Command, name: str) -> None:
+    """--help-all has what --help has, and the options that --help leaves out."""
+    shown, everything = planner(name, "--help").out, planner(name, "--help-all").out
+    command = importlib.import_module(f"planner.cli.{name}").command
+    options = [each for each in command.params if hasattr(each, "advanced")]
+    for option in options:
+        name = max(option.opts, key=len)
+        assert name in everything
+        assert option.advanced or name in shown
+    assert sum(not option.advanced for option in options) <= 12
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_every_verb_has_a_module(name: str) -> None:
     """The table of verbs and the modules of the package agree."""
-    module = importlib.import_module(f"planner.cli.{verb}")
-    assert callable(module.run)
-    assert callable(module.configure)
+    assert importlib.import_module(f"planner.cli.{name}").command.name == name
 
 
 @pytest.mark.parametrize(
@@ -143,7 +154,7 @@ def test_every_problem_has_its_lines(
     problems = (Problem("a.b", "is 0.", "give 1."), Problem("c", "is missing."))
     fail_with(monkeypatch, SpecError("", problems=problems))
     lines = planner("devices").err.splitlines()
-    assert lines == ["error: a.b: is 0.", "  hint: give 1.", "error: c: is missing."]
+    assert lines == ["error: a.b: is 0", "hint: give 1", "error: c: is missing"]
 
 
 def test_json_errors_are_problem_documents(
@@ -156,7 +167,13 @@ def test_json_errors_are_problem_documents(
     assert ended.out == ""
     assert problem["type"] == "/problems/impossible-layout"
     assert problem["title"] == LayoutError.title
-    assert problem["errors"] == [{"field": "a", "message": "is 0.", "hint": "give 1."}]
+    (entry,) = problem["errors"]
+    assert (entry["field"], entry["message"], entry["hint"]) == (
+        "a",
+        "is 0.",
+        "give 1.",
+    )
+    assert entry["mend"] == entry["hint"]  # deprecated alias
     assert problem["exit_code"] == 2
 
 
@@ -174,7 +191,7 @@ def test_unexpected_errors_hide_the_traceback(
     assert "Traceback" in planner("devices").err
 
 
-def test_missing_torch_tells_how_to_install_it(
+def test_missing_torch_is_an_error_with_a_hint(
     planner: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without torch, a verb that needs it names the extra to install, and is no defect."""
@@ -214,8 +231,8 @@ def test_a_real_interrupt_ends_the_process(tmp_path: Path) -> None:
     )
     with pipe.open("w"):  # returns when the command has begun to read
         process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=120)
-    assert (process.returncode, told) == (130, "planner: interrupted\n")
+        _, printed = process.communicate(timeout=120)
+    assert (process.returncode, printed) == (130, "planner: interrupted\n")
 
 
 def test_main_reads_the_process_arguments(
