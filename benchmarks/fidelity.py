@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from benchmarks.arguments import positive_int, whole_number
 from benchmarks.fidelity_text import (
     failures_text,
     figures_text,
@@ -27,8 +28,7 @@ from benchmarks.fidelity_text import (
     worst_text,
 )
 from benchmarks.fidelity_winners import winners_json, winners_text
-from planner.cli.arguments import positive_int, whole_number
-from planner.cli.console import Progress, check_output, table, words, write
+from planner.cli.console import Progress, check_output, note, table, write
 from planner.cli.failures import DONE, FAILED, report
 from planner.cost import (
     StageMap,
@@ -143,7 +143,7 @@ def _run(arguments: argparse.Namespace) -> int:
         )
     failures = failures_text(found)
     for line in failures:
-        words(line)
+        note(line)
     return FAILED if failures else DONE
 
 
@@ -196,7 +196,7 @@ def predicted(
 
 
 def _line(done: int, total: int, text: str) -> None:
-    words(f"fit {done} of {total}: {text}")
+    note(f"fit {done} of {total}: {text}")
 
 
 def as_json(dataset: Dataset, found: Sequence[Outcome]) -> dict[str, object]:

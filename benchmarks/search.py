@@ -22,10 +22,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import positive_seconds
 from benchmarks.search_rows import Row, Task
 from benchmarks.search_text import GROWING, growth, text
-from planner.cli.arguments import positive_seconds
-from planner.cli.console import words
+from planner.cli.console import note
 from planner.cli.failures import DONE, FAILED
 
 DEVICES, LAYERS = (64, 256, 1024, 4096, 16384), (20, 40, 80, 160)
@@ -178,7 +178,7 @@ def _seconds(rows: Sequence[Row]) -> float:
 
 def _run(task: Task) -> list[Row]:
     """A task in a process of its own."""
-    words(f"{task.case} {' '.join(map(str, task.arguments))} ...")
+    note(f"{task.case} {' '.join(map(str, task.arguments))} ...")
     with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
         return pool.submit(in_child, task).result()
 
