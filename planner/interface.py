@@ -45,6 +45,7 @@ from planner.spec.plan import (
     SearchReport,
     Stage,
 )
+from planner.spec.profile import DataType
 from planner.validate import CheckReport, check
 
 Document = str | Path
@@ -340,7 +341,7 @@ def profile(
     sequence: int | Sequence[int] | None = None,
     micro_batch_sizes: Sequence[int] | None = None,
     tensor_parallel: Sequence[int] | None = None,
-    dtype: str | None = None,
+    dtype: DataType | None = None,
 ) -> ModelProfile:
     """Measure or count what every layer of a model costs.
 
@@ -356,17 +357,23 @@ def profile(
     Raises:
         SpecError: the model, device or an argument is wrong.
     """
-    from planner.cli.profile import profile_model
+    from planner.profiling import ProfileRequest, profile_model
 
     lengths = (sequence,) if isinstance(sequence, int) else sequence
-    return profile_model(
-        model,
+    request = ProfileRequest(
+        model=model,
         device=device,
-        sequence_lengths=tuple(lengths) if lengths else None,
-        micro_batch_sizes=tuple(micro_batch_sizes) if micro_batch_sizes else None,
-        tensor_parallel=tuple(tensor_parallel) if tensor_parallel else None,
+        sequence_lengths=_tuple(lengths),
+        micro_batch_sizes=_tuple(micro_batch_sizes),
+        tensor_parallel=_tuple(tensor_parallel),
         dtype=dtype,
     )
+    names = {"sequence_lengths": "sequence"}
+    return profile_model(request, spelling=lambda name: names.get(name, name))
+
+
+def _tuple(values: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if values is None else tuple(values)
 
 
 def load(path: str | Path) -> Plan:

@@ -23,7 +23,7 @@ BASE = {"planner.version", "planner.errors", "planner.spec"}
 SEARCH_SIDE = BASE | {"planner.schedule", "planner.partition", "planner.cost"}
 SERVICE_SIDE = SEARCH_SIDE | {"planner.search", "planner.validate", "planner.export"}
 MAY_IMPORT: dict[str, set[str]] = {
-    "planner": {"planner.version"},
+    "planner": {"planner.version", "planner.errors", "planner.interface"},
     "planner.__main__": {"planner.cli"},
     "planner.version": set(),
     "planner.errors": set(),
@@ -44,7 +44,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     # Finds plans for the executor, which cannot: the executor knows only its interfaces.
     "planner.replan": SEARCH_SIDE
     | {"planner.search", "planner.profiler", "planner.executor", "planner.client"},
+    "planner.profiling": BASE | {"planner.cost", "planner.profiler"},
+    "planner.interface": SERVICE_SIDE
+    | {"planner.profiling", "planner.profiler", "planner.executor"},
     "planner.cli": SERVICE_SIDE
+    | {"planner.profiling"}
     | {"planner.fidelity", "planner.executor", "planner.profiler", "planner.api"}
     | {"planner.client", "planner.replan"},
 }
@@ -62,6 +66,8 @@ WITHOUT_TORCH = (
     "planner.export",
     "planner.client",
     "planner.replan",
+    "planner.profiling",
+    "planner.interface",
     "planner.cli",
     "planner.api",
 )

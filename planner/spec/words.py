@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Collection
+
 
 def counted(count: int, noun: str) -> str:
     """Return a number with its noun: ``1 device``, ``2 micro-batches``."""
@@ -29,3 +32,9 @@ def written(value: bool | int | str | None) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return "null" if value is None else str(value)
+
+
+def suggestion(name: str, known: Collection[str]) -> str:
+    """Return ``did you mean 'plan'? `` for a misspelled name; empty if no name is near."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}? " if close else ""

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from planner.cli.profile import LONGEST_DEFAULT, sequence_lengths
 from planner.cli.profile_text import noise_warning, profile_text
 from planner.errors import SpecError
+from planner.profiling import LONGEST_DEFAULT, sequence_lengths
 from planner.spec import LayerProfile, Measurement, ModelProfile, parse, read
 from tests.cli.support import Command
 
