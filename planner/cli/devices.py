@@ -53,18 +53,18 @@ def command(identifier: str | None, path: str | None, as_json: bool) -> int:
         raise SpecError(
             "cannot be combined with ID.", field="--file", hint="leave out one of them."
         )
+    document: Any
     if path is not None:
-        spec = read(DeviceSpec, path)
-        known = catalogue().get(spec.id)
-        architecture = known.architecture if known is not None else ""
-        data(to_json(spec) if as_json else _sheet(spec, architecture))
+        document = read(DeviceSpec, path)
+        known = catalogue().get(document.id)
+        text = _sheet(document, known.architecture if known is not None else "")
     elif identifier is not None:
         device = find_entry(identifier, field="ID")
-        spec, architecture = device.spec, device.architecture
-        data(to_json(_document(device)) if as_json else _sheet(spec, architecture))
+        document, text = _document(device), _sheet(device.spec, device.architecture)
     else:
         devices = list(catalogue().values())
-        data(to_json(list(map(_document, devices))) if as_json else _table(devices))
+        document, text = list(map(_document, devices)), _table(devices)
+    data(to_json(document) if as_json else text)
     return DONE
 
 

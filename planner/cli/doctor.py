@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from planner.cli.console import Progress, data, to_json
@@ -22,6 +22,8 @@ from planner.version import __version__
 
 NEEDED = ("pydantic", "ortools", "fastapi", "uvicorn", "pyyaml", "click", "rich")
 FOR_TRAINING = ("torch", "transformers")
+NEED_TORCH = ("devices", "gloo", "nccl")
+"""Checks that import torch."""
 LEAST_FREE_BYTES = 10**9
 """Of the folder for temporary files, which takes torchrun's logs and measurements."""
 INSTALL_TORCH = "pip install 'planner[torch]'"
@@ -39,6 +41,9 @@ class Finding:
     hint: str = ""
 
 
+WITHOUT_TORCH = Finding("absent", "unknown without torch", INSTALL_TORCH)
+
+
 @verb("doctor")
 def command(as_json: bool) -> int:
     """Check Python, packages, solver, disk, torch, devices and process groups.
@@ -48,7 +53,8 @@ def command(as_json: bool) -> int:
     findings = examine()
     is_ok = all(each.status != "broken" for each in findings.values())
     if as_json:
-        data(to_json({"ok": is_ok, "checks": _documents(findings)}))
+        checks = [{"name": name, **asdict(each)} for name, each in findings.items()]
+        data(to_json({"ok": is_ok, "checks": checks}))
     else:
         for name, finding in findings.items():
             data(f"{finding.status:<8}{name:<13}{finding.detail}")
@@ -64,21 +70,14 @@ def examine() -> dict[str, Finding]:
         for done, (name, check) in enumerate(CHECKS.items()):
             progress.update(done, len(CHECKS), name)
             try:
-                findings[name] = check()
+                if name in NEED_TORCH and not _has_torch():
+                    findings[name] = WITHOUT_TORCH
+                else:
+                    findings[name] = check()
             except Exception as error:
                 message = " ".join(str(error).split()) or type(error).__name__
                 findings[name] = Finding("broken", message)
     return findings
-
-
-def _documents(findings: dict[str, Finding]) -> list[dict[str, str]]:
-    documents = []
-    for name, finding in findings.items():
-        status, detail = finding.status, finding.detail
-        documents.append(
-            {"name": name, "status": status, "detail": detail, "hint": finding.hint}
-        )
-    return documents
 
 
 def _check_python() -> Finding:
@@ -142,8 +141,6 @@ def _check_torch() -> Finding:
 
 
 def _check_devices() -> Finding:
-    if not _has_torch():
-        return Finding("absent", "unknown without torch", INSTALL_TORCH)
     import torch
 
     if not torch.cuda.is_available():
@@ -155,15 +152,7 @@ def _check_devices() -> Finding:
     return Finding("ok", ", ".join(devices))
 
 
-def _check_gloo() -> Finding:
-    if not _has_torch():
-        return Finding("absent", "unknown without torch", INSTALL_TORCH)
-    return _all_reduce("gloo", 2)
-
-
 def _check_nccl() -> Finding:
-    if not _has_torch():
-        return Finding("absent", "unknown without torch", INSTALL_TORCH)
     import torch
 
     gpus = torch.cuda.device_count()
@@ -214,7 +203,7 @@ CHECKS: dict[str, Callable[[], Finding]] = {
     "temporary": _check_temporary,
     "torch": _check_torch,
     "devices": _check_devices,
-    "gloo": _check_gloo,
+    "gloo": lambda: _all_reduce("gloo", 2),
     "nccl": _check_nccl,
 }
 """Checks by name, in the order of the report."""

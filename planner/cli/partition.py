@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from planner.cli.console import bar, data, table, to_json
 from planner.cli.failures import DONE
+from planner.cli.inputs import option_of
 from planner.cli.options import COSTS, POSITIVE_INT, OneOf, option, refuse, verb
 from planner.errors import DocumentError
 from planner.partition import (
@@ -24,6 +25,7 @@ from planner.spec.units import percent, scaled, seconds
 
 BAR_WIDTH = 24
 PROFILE = "With --profile"
+FOR_MEMORY = ("optimizer", "micro_batches")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ def command(
     path: str | None,
     parts: int,
     method: str,
+    by: Measure | None,
     as_json: bool,
     **choice: Any,
 ) -> int:
@@ -105,11 +108,13 @@ def command(
             field="--profile",
             hint="leave out --profile or --costs.",
         )
+    given = {name: value for name, value in choice.items() if value is not None}
     if path is not None:
-        layers = _layers_of_profile(read(ModelProfile, path), **choice)
+        layers = _layers_of_profile(path, by or "time", given)
     elif costs is not None:
-        given = {f"--{name.replace('_', '-')}": value for name, value in choice.items()}
-        refuse(given, "needs --profile.", "leave out OPTION, or use --profile.")
+        options = {option_of(name): value for name, value in given.items()}
+        hint = "leave out OPTION, or use --profile."
+        refuse({"--by": by, **options}, "needs --profile.", hint)
         layers = Layers(tuple(map(str, range(len(costs)))), costs)
     else:
         raise DocumentError(
@@ -123,31 +128,23 @@ def command(
     return DONE
 
 
-def _layers_of_profile(
-    profile: ModelProfile,
-    *,
-    by: Measure | None,
-    micro_batch_size: int | None,
-    sequence_length: int | None,
-    optimizer: OptimizerName | None,
-    micro_batches: int | None,
-) -> Layers:
-    by = by or "time"
+def _layers_of_profile(path: str, by: Measure, given: dict[str, Any]) -> Layers:
+    """Names and costs of a profile's layers.
+
+    Args:
+        path: of the profile.
+        by: what the costs measure.
+        given: fields of `Choice`.
+    """
     if by == "time":
-        refuse(
-            {"--optimizer": optimizer, "--micro-batches": micro_batches},
-            "needs --by memory.",
-            "leave out OPTION, or add --by memory.",
-        )
-    choice = Choice(
-        micro_batch_size=micro_batch_size,
-        sequence_length=sequence_length,
-        optimizer=optimizer or "adamw",
-        micro_batches=micro_batches or 1,
-    )
+        options = {option_of(name): given.get(name) for name in FOR_MEMORY}
+        hint = "leave out OPTION, or add --by memory."
+        refuse(options, "needs --by memory.", hint)
+    profile = read(ModelProfile, path)
+    choice = Choice(**given)
     names = tuple(layer.name for layer in profile.layers)
-    costs = layer_costs(profile, by, choice)
-    return Layers(names, costs, by, *chosen_size(profile, choice))
+    size, length = chosen_size(profile, choice)
+    return Layers(names, layer_costs(profile, by, choice), by, size, length)
 
 
 def _document(layers: Layers, found: Partition, method: str) -> dict[str, Any]:

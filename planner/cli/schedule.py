@@ -32,6 +32,15 @@ from planner.spec.units import percent
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 DURATIONS, SEARCH = "Durations: one value, or one per stage", "Search of synthesized"
+PROOF = (
+    "objective",
+    "lower_bound",
+    "gap",
+    "optimal",
+    "canonical",
+    "canonical_value",
+)
+"""Fields of a synthesis in JSON."""
 COMPARISON_HEADER = ("schedule", "makespan", "span", "bubble", "peak micro-batches")
 
 
@@ -187,15 +196,17 @@ def _simulate(
 
 
 def _document(result: Result) -> dict[str, Any]:
+    actions = [list(row) for row in result.simulation.schedule.to_text()]
+    return {**_figures(result), "actions": actions, **_proof(result)}
+
+
+def _figures(result: Result) -> dict[str, Any]:
     simulation = result.simulation
-    actions = [list(row) for row in simulation.schedule.to_text()]
     return {
         "makespan": simulation.makespan,
         "span": simulation.span,
         "bubble_fraction": simulation.bubble_fraction,
         "peak_in_flight": list(simulation.peak_in_flight),
-        "actions": actions,
-        **_proof(result),
     }
 
 
@@ -204,14 +215,7 @@ def _proof(result: Result) -> dict[str, Any]:
     found = result.synthesis
     if found is None:
         return {}
-    return {
-        "objective": found.objective.value,
-        "lower_bound": found.lower_bound,
-        "gap": found.gap,
-        "optimal": found.optimal,
-        "canonical": found.canonical,
-        "canonical_value": found.canonical_value,
-    }
+    return {name: getattr(found, name) for name in PROOF}
 
 
 def _text(result: Result, actions: bool) -> str:
@@ -292,13 +296,9 @@ def _compared(name: str, options: ScheduleOptions) -> Result:
 
 
 def _comparison_document(result: Result) -> dict[str, Any]:
-    simulation = result.simulation
     return {
-        "name": simulation.schedule.name,
-        "makespan": simulation.makespan,
-        "span": simulation.span,
-        "bubble_fraction": simulation.bubble_fraction,
-        "peak_in_flight": list(simulation.peak_in_flight),
+        "name": result.simulation.schedule.name,
+        **_figures(result),
         "peak_micro_batches": result.peak_micro_batches,
         **_proof(result),
     }

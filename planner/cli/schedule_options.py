@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from planner.cli.console import Progress
@@ -80,54 +79,51 @@ def check_options(
     Raises:
         SpecError: names the first such option, and the reason.
     """
-    names = ", ".join(entry.name for entry in entries)
-    unused = _unused_options(options, entries)
-    if is_comparison:  # a single schedule refuses its numbers itself
-        unused = chain(unused, _unused_numbers(options, entries))
-    for option, reason in unused:
-        raise SpecError(f"{names}: {reason}.", field=option, hint="leave it out.")
-
-
-def _unused_options(
-    options: ScheduleOptions, entries: Sequence[ScheduleEntry]
-) -> Iterator[tuple[str, str]]:
-    """Options that none of the schedules uses, with the reason."""
-    if not any(entry.needs_durations for entry in entries):
-        of_search = {
-            "--objective": options.objective,
-            "--placement": options.placement,
-            "--time-limit": options.time_limit,
-        }
-        for option, value in of_search.items():
-            if value is not None:
-                yield option, "only the schedule synthesized is searched"
-    if any(options.overlap) and not any(entry.has_pairs for entry in entries):
-        yield "--overlap", "no actions are paired"
+    searches = any(entry.needs_durations for entry in entries)
+    pairs = any(entry.has_pairs for entry in entries)
+    sends = any(options.transfer)
     mode = options.recompute_mode
     having_mode = [entry for entry in entries if mode in entry.recompute_modes]
-    if mode is not None and not having_mode:
-        yield "--recompute-mode", "only torchgpipe has it"
-    recomputes_nothing = mode == "never" and len(having_mode) == len(entries)
-    if recomputes_nothing and any(options.recompute or ()):
-        yield "--recompute", "--recompute-mode never recomputes nothing"
-    sends = any(options.transfer)
-    if sends and options.stages == 1:
-        yield "--transfer", "one rank sends nothing"
-    if options.transfer_mode != "overlapped" and not sends:
-        yield "--transfer-mode", "nothing is sent without --transfer"
-
-
-def _unused_numbers(
-    options: ScheduleOptions, entries: Sequence[ScheduleEntry]
-) -> Iterator[tuple[str, str]]:
-    """Stages per rank and sequence chunks that none of the schedules takes."""
-    virtual = options.virtual or 1
-    fits = any(entry.takes_virtual_stages(virtual) for entry in entries)
-    if options.virtual is not None and not fits:
-        yield "--virtual", f"none puts {virtual} stages on a rank"
-    splits = any(entry.takes_sequence_chunks for entry in entries)
-    if options.sequence_chunks > 1 and not splits:
-        yield "--sequence-chunks", "none splits the sequence"
+    recomputes = mode != "never" or len(having_mode) < len(entries)
+    not_searched = "only the schedule synthesized is searched"
+    used = [
+        ("--objective", options.objective is None or searches, not_searched),
+        ("--placement", options.placement is None or searches, not_searched),
+        ("--time-limit", options.time_limit is None or searches, not_searched),
+        ("--overlap", pairs or not any(options.overlap), "no actions are paired"),
+        ("--recompute-mode", mode is None or having_mode, "only torchgpipe has it"),
+        (
+            "--recompute",
+            recomputes or not any(options.recompute or ()),
+            "--recompute-mode never recomputes nothing",
+        ),
+        ("--transfer", options.stages > 1 or not sends, "one rank sends nothing"),
+        (
+            "--transfer-mode",
+            sends or options.transfer_mode == "overlapped",
+            "nothing is sent without --transfer",
+        ),
+    ]
+    if is_comparison:  # a single schedule refuses its numbers itself
+        virtual, chunks = options.virtual or 1, options.sequence_chunks
+        takes_virtual = any(each.takes_virtual_stages(virtual) for each in entries)
+        takes_chunks = any(each.takes_sequence_chunks for each in entries)
+        used += [
+            (
+                "--virtual",
+                options.virtual is None or takes_virtual,
+                f"none puts {virtual} stages on a rank",
+            ),
+            (
+                "--sequence-chunks",
+                chunks == 1 or takes_chunks,
+                "none splits the sequence",
+            ),
+        ]
+    for option, is_used, reason in used:
+        if not is_used:
+            names = ", ".join(entry.name for entry in entries)
+            raise SpecError(f"{names}: {reason}.", field=option, hint="leave it out.")
 
 
 def simulated(
@@ -229,14 +225,10 @@ def durations_of(
         DocumentError: a list is neither one value nor one per stage or boundary.
     """
     from planner.schedule import Durations
+    from planner.schedule.durations import OF_ACTIONS
 
-    given = {
-        "forward": options.forward,
-        "backward_input": options.backward_input,
-        "backward_weight": options.backward_weight,
-        "recompute": _recompute(options, schedule),
-        "overlap": options.overlap,
-    }
+    given = {name: getattr(options, name) for name in OF_ACTIONS}
+    given["recompute"] = _recompute(options, schedule)
     if whole_ranks and len(options.transfer) > 1:
         raise DocumentError(
             "takes one value in a comparison.",
@@ -253,11 +245,7 @@ def durations_of(
             times[name] = _per_stage(option, values, schedule.stages, chunks)
     transfer = _per_boundary(options.transfer, schedule.stages)
     return Durations(
-        forward=times["forward"],
-        backward_input=times["backward_input"],
-        backward_weight=times["backward_weight"],
-        recompute=times["recompute"],
-        overlap=times["overlap"],
+        **times,
         transfer_forward=transfer,
         transfer_backward=transfer,
         sequence_chunks=chunks,
