@@ -6,7 +6,6 @@ gets errors in the fields of the short form: ``job.global_batch_size`` is ``batc
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,6 +30,7 @@ from planner.spec.document import Location, located_problems, problems_of
 from planner.spec.job import CONSTRAINTS, DIVISION
 from planner.spec.layout import Layout, PredictionLayout
 from planner.spec.short_form import ShortForm, cluster_of, job_of
+from planner.spec.words import suggestion
 
 Located = tuple[Problem, str | None]
 """A problem, and the JSON pointer to the wrong value in the body."""
@@ -346,9 +346,8 @@ def _check_names(field: str, values: Mapping[str, Any], known: Sequence[str]) ->
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, [*known, *SHORT_NAMES], n=1, cutoff=0.5)
-    suggestion = f"did you mean {close[0]!r}? " if close else ""
-    return f"{suggestion}Fields: {', '.join(known)}; short: {', '.join(SHORT_NAMES)}."
+    close = suggestion(name, [*known, *SHORT_NAMES])
+    return f"{close}Fields: {', '.join(known)}; short: {', '.join(SHORT_NAMES)}."
 
 
 def _located(error: PlannerError, sent: Mapping[str, Any]) -> list[Located]:

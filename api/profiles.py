@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from planner.profiler.resolve import catalogue_profile
 from planner.spec import Cluster, Job, ModelProfile, digest
 from planner.spec.job import Precision
 from planner.spec.profile import DataType
+from planner.spec.words import suggestion
 
 CACHED_PROFILES = 16
 """Parsed profiles that stay in memory, because large ones are slow to parse and hash."""
@@ -160,10 +160,8 @@ def _counted(model: str, sequence_length: int, precision: Precision) -> Resolved
 
 
 def _unknown_model(model: str) -> UnknownNameError:
-    close = difflib.get_close_matches(model, names(), n=1, cutoff=0.5)
-    suggestion = f"did you mean {close[0]!r}? " if close else ""
     return UnknownNameError(
         f"no model {model!r} in the catalogue.",
         field="model",
-        hint=f"{suggestion}GET /v1/models lists all.",
+        hint=f"{suggestion(model, names())}GET /v1/models lists all.",
     )

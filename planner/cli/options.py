@@ -7,7 +7,6 @@ value, and a hint.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -16,6 +15,7 @@ import click
 
 from planner.cli.console import note
 from planner.errors import DocumentError, PlannerError, SpecError, UnknownNameError
+from planner.spec.words import suggestion
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -186,8 +186,7 @@ def plan_argument(function: Function) -> Function:
 
 def nearest(name: str, known: Collection[str], otherwise: str) -> str:
     """``did you mean 'plan'?``, or `otherwise` if nothing is near."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"did you mean {close[0]!r}?" if close else otherwise
+    return suggestion(name, known).rstrip() or otherwise
 
 
 def error_of_usage(error: click.UsageError) -> PlannerError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +10,7 @@ from planner.errors import DocumentError, UnknownNameError
 from planner.spec.document import parse
 from planner.spec.job import CONSTRAINTS, DIVISION
 from planner.spec.layout import Layout, PredictionLayout
+from planner.spec.words import suggestion
 
 SHORT_NAMES = {
     "dp": "data_parallel_degree",
@@ -69,12 +69,10 @@ def split(text: str, names: Sequence[str], where: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     name = full_name(name.strip())
     if name not in names:
-        close = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {close[0]!r}? Fields: " if close else "use one of "
         raise UnknownNameError(
             f"no layout field {name!r}.",
             field=where,
-            hint=hint + ", ".join(names) + ".",
+            hint=f"{suggestion(name, names)}Fields: {', '.join(names)}.",
         )
     if not equals or not value.strip():
         raise DocumentError(

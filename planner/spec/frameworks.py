@@ -7,13 +7,13 @@ are in `planner.spec.calibration`.
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from planner.errors import UnknownNameError
 from planner.spec.fp8 import DELAYED, DYNAMIC, SHARDED, Fp8Casts
 from planner.spec.profile import RecomputeMode
+from planner.spec.words import suggestion
 
 AttentionKernel = Literal["flash", "flash-1", "flash-3", "fused-softmax", "unfused"]
 """Kernels of attention.
@@ -412,9 +412,8 @@ def check_runtime(name: str) -> str:
     """
     known = (*get_args(FrameworkName), *ALIASES)
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ValueError(f"no runtime {name!r}; {hint}known: {', '.join(known)}")
+        hint = f"{suggestion(name, known)}known: {', '.join(known)}"
+        raise ValueError(f"no runtime {name!r}; {hint}")
     return name
 
 
@@ -427,11 +426,9 @@ def find_framework(name: str, *, field: str = "framework") -> Framework:
     found = FRAMEWORKS.get(ALIASES.get(name, name))
     if found is None:
         known = (*get_args(FrameworkName), *ALIASES)
-        close = difflib.get_close_matches(name, known, n=1)
-        suggestion = f"did you mean {close[0]!r}? " if close else ""
         raise UnknownNameError(
             f"unknown runtime {name!r}.",
             field=field,
-            hint=f"{suggestion}Known: {', '.join(known)}.",
+            hint=f"{suggestion(name, known)}Known: {', '.join(known)}.",
         )
     return found
