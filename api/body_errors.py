@@ -289,8 +289,8 @@ def _check_fix(sent: Mapping[str, Any]) -> None:
     try:
         job_of(1, fix=fix)
     except DocumentError as error:
-        problems = tuple(map(_of_constraints, error.problems))
-        raise DocumentError("", problems=problems) from None
+        found = tuple(map(_of_constraints, error.problems))
+        raise DocumentError("", problems=found) from None
 
 
 def _value_problems(name: str, constraint: Any) -> Iterator[Problem]:
