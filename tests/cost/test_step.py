@@ -124,7 +124,7 @@ def test_step_ends_with_the_last_tail() -> None:
     """(S4): a long optimizer on the last stage ends the step there, though its pipeline ends first."""
     model = profile(layer(), layer("head", optimizer=1.0))
     found = priced(model, [1, 1], step=job(1))
-    assert found.breakdown.optimizer_seconds == 1.0
+    assert found.breakdown.optimizer_seconds == 0.5
     assert found.step_seconds == pytest.approx(1.0 + 1e-3 + 3e-3)
 
 
@@ -277,7 +277,7 @@ def test_models_without_a_sequence_count_samples() -> None:
 def test_breakdown_adds_up(
     forwards: list[int], micro_batches: int, data: st.DataObject
 ) -> None:
-    """The parts of the rank that ends last are the step, whatever the partition, and none of them is negative."""
+    """The mean parts of all ranks are the step, whatever the partition, and none of them is negative."""
     parts = [
         layer(
             f"k{place}",
@@ -319,6 +319,29 @@ def test_breakdown_by_hand() -> None:
         found.tensor_parallel_seconds,
         found.optimizer_seconds,
     ) == (0, 0, 0)
+
+
+def test_breakdown_is_the_mean_over_ranks() -> None:
+    """Stages of 1 and 3 layers, M = 4: of 3 x 3 ms + 12 x 3 ms the first rank works 12 ms and the second 36 ms."""
+    found = priced(profile(layer() * 4), [1, 3], step=job(4), schedule="1f1b")
+    step = found.step_seconds
+    assert step == pytest.approx(1e-3 + 4 * 9e-3 + 2e-3)
+    assert found.breakdown.compute_seconds == pytest.approx((12e-3 + 36e-3) / 2)
+    assert found.breakdown.bubble_seconds == pytest.approx(step - 24e-3)
+
+
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=4), st.integers(1, 6))
+def test_the_two_bubbles_agree(forwards: list[int], micro_batches: int) -> None:
+    """Without transfers and tails, the bubble's share of the step is that of the schedule."""
+    parts = [
+        layer(f"k{place}", forward=value * 1e-6) for place, value in enumerate(forwards)
+    ]
+    found = priced(
+        profile(*parts), [1] * len(parts), step=job(micro_batches), schedule="1f1b"
+    )
+    assert found.breakdown.pipeline_seconds == 0
+    share = found.breakdown.bubble_seconds / found.step_seconds
+    assert share == pytest.approx(found.bubble_fraction)
 
 
 def test_stage_durations_are_the_simulated_ones() -> None:

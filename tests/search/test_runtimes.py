@@ -98,13 +98,33 @@ def with_memory(machines: Cluster, memory_bytes: int) -> Cluster:
     return machines.model_copy(update={"node_groups": groups})
 
 
+def with_links(machines: Cluster, slowdown: int) -> Cluster:
+    """The same nodes with links that are slower: reductions take as long as compute."""
+    (group,) = machines.node_groups
+    slower = {
+        name: link.model_copy(
+            update={
+                "bandwidth_bytes_per_second": link.bandwidth_bytes_per_second / slowdown
+            }
+        )
+        for name in ("intra_node", "inter_node")
+        if (link := getattr(group, name)) is not None
+    }
+    return machines.model_copy(
+        update={"node_groups": (group.model_copy(update=slower),)}
+    )
+
+
+SLOWDOWNS = st.sampled_from((1, 3001, 30011))
+
+
 @settings(max_examples=60)
-@given(instances(), st.sampled_from(RUNTIMES), st.integers(0, 10**6))
+@given(instances(), st.sampled_from(RUNTIMES), SLOWDOWNS, st.integers(0, 10**6))
 def test_plan_is_the_optimum_for_the_runtime(
-    instance: Instance, runtime: str, place: int
+    instance: Instance, runtime: str, slowdown: int, place: int
 ) -> None:
     """The plan takes the least time of all stage maps that fit under the runtime's traits, and is proven."""
-    model, machines = instance.profile, instance.cluster
+    model, machines = instance.profile, with_links(instance.cluster, slowdown)
     step = for_runtime(instance.job, runtime, schedule=PARTITIONED)
     with fitted():
         cuts = price_all(model, machines, instance.job, ruled=False)
@@ -129,12 +149,12 @@ def test_plan_is_the_optimum_for_the_runtime(
 
 
 @settings(max_examples=60)
-@given(instances(), st.sampled_from((*RUNTIMES, "planner")), st.data())
+@given(instances(), st.sampled_from((*RUNTIMES, "planner")), SLOWDOWNS, st.data())
 def test_tables_price_segments_as_the_simulator_does(
-    instance: Instance, runtime: str, data: st.DataObject
+    instance: Instance, runtime: str, slowdown: int, data: st.DataObject
 ) -> None:
     """A cut that follows the longest path of a stage map adds up to its step: else a search never ends."""
-    model, machines = instance.profile, instance.cluster
+    model, machines = instance.profile, with_links(instance.cluster, slowdown)
     step = for_runtime(instance.job, runtime, schedule=PARTITIONED)
     possible = [
         one

@@ -48,7 +48,7 @@ def total(rank: RankAccount, ending: str, whole: str) -> float:
     framework=st.sampled_from(["planner", "megatron-core", "megatron-lm"]),
 )
 def test_parts_add_up(stages: int, data: int, schedule: str, framework: str) -> None:
-    """Seconds of every rank add up to its step, the last rank's step is the forecast's, bytes add up to the peak."""
+    """Seconds of every rank add up to the forecast's step, bytes to the peak; the last rank waits for nobody."""
     forecast, found = explained(
         framework,
         pipeline_parallel_degree=stages,
@@ -62,11 +62,25 @@ def test_parts_add_up(stages: int, data: int, schedule: str, framework: str) -> 
         assert total(rank, "_bytes", "peak_bytes") == rank.peak_bytes
         assert rank.idle_seconds >= -1e-12
         assert rank.hidden_seconds <= 0
-    steps = [rank.step_seconds for rank in found.ranks]
-    assert (
-        max(steps)
-        == steps[found.last_rank]
-        == pytest.approx(forecast.prediction.step_seconds)
+        assert rank.wait_seconds >= 0
+        assert rank.step_seconds == pytest.approx(forecast.prediction.step_seconds)
+    assert found.ranks[found.last_rank].wait_seconds == 0
+
+
+@given(
+    stages=st.sampled_from([1, 2, 4]), framework=st.sampled_from(["planner", "fsdp"])
+)
+def test_idle_time_is_the_bubble_and_the_transfers(stages: int, framework: str) -> None:
+    """The mean over the ranks of idle and waiting seconds is what the breakdown calls bubble and transfers."""
+    forecast, found = explained(
+        framework, pipeline_parallel_degree=stages, schedule="1f1b"
+    )
+    parts = forecast.prediction.breakdown
+    idle = sum(rank.idle_seconds + rank.wait_seconds for rank in found.ranks)
+    exchange = sum(stage.exchange_seconds for stage in found.stages)
+    mean = (idle + found.micro_batches * exchange) / len(found.ranks)
+    assert mean == pytest.approx(
+        parts.bubble_seconds + parts.pipeline_seconds, abs=1e-9
     )
 
 

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 import planner.search.answer.relaxations as relaxing
+from planner.cost import workload
 from planner.search import Callbacks, plan, predict
 from planner.spec import Cluster, Infeasible, Job, ModelProfile, Plan
 from planner.spec.layout import PredictionLayout
 from planner.spec.plan import Relaxation
+from planner.spec.short_form import cluster_of
 from planner.spec.words import gibibytes
 from planner.validate import check
 from tests.builders import cluster, job, layer, profile, request, with_recompute
@@ -218,16 +220,61 @@ def test_more_nodes_are_found() -> None:
     row = remedies(model, cluster(1, memory_bytes=memory), job(16, zero_stage=0))[
         "devices"
     ]
-    more = int(row.change.split()[0])
-    assert fits(
-        model,
-        cluster(1 + more, nodes=1 + more, memory_bytes=memory),
-        job(16, zero_stage=0),
-    )
-    assert row.layout.devices == 1 + more
-    assert not fits(
-        model, cluster(more, nodes=more, memory_bytes=memory), job(16, zero_stage=0)
-    )
+    assert row.devices is not None
+    assert row.layout.devices == row.devices
+    assert row.change.endswith("the fewest")
+    for devices in range(1, row.devices + 1):
+        larger = cluster(devices, nodes=devices, memory_bytes=memory)
+        is_enough = fits(model, larger, job(16, zero_stage=0))
+        assert is_enough is (devices == row.devices)
+
+
+def test_the_step_on_more_devices_is_that_of_the_plan_there() -> None:
+    """The best plan on the smallest cluster is found, not any that fits."""
+    model = profile(layer(parameters=1_000_000) * 16)
+    memory = 60_000_000
+    row = remedies(model, cluster(1, memory_bytes=memory), job(16))["devices"]
+    assert row.devices is not None
+    larger = cluster(row.devices, nodes=row.devices, memory_bytes=memory)
+    there = plan(request(model, larger, job(16)), model)
+    assert isinstance(there, Plan)
+    assert row.optimal
+    assert row.step_seconds == pytest.approx(there.prediction.step_seconds)
+
+
+@pytest.mark.parametrize(
+    ("devices", "tried"),
+    [
+        ("1xa100-sxm4-80gb", [2, 4, 8, 16, 24]),
+        ("2xa100-sxm4-80gb", [4, 8, 16, 24, 32]),
+        ("8xa100-sxm4-80gb", [16, 24, 32, 40, 48]),
+    ],
+)
+def test_sizes_are_divisors_of_a_node_then_whole_nodes(
+    devices: str, tried: list[int]
+) -> None:
+    """A part of a node grows to the next divisor of a full one; a full node gets another beside it."""
+    model = counted(2, parameters=1000).model_copy(update={"device": "a100-sxm4-80gb"})
+    work = workload(model, cluster_of(devices), job(64))
+    sizes = relaxing._larger_sizes(work)
+    assert [size.devices for size in sizes[:5]] == tried
+
+
+def test_fewer_sizes_are_tried_of_larger_clusters() -> None:
+    """Every number of nodes below 16, then multiples of 2, 4, 8: about eight for each doubling."""
+    sizes = [relaxing._Size(8 * nodes, nodes) for nodes in range(9, 73)]
+    nodes = [size.nodes for size in relaxing._few_of(sizes)]
+    assert nodes[:8] == [9, 10, 11, 12, 13, 14, 15, 16]
+    assert nodes[8:16] == [18, 20, 22, 24, 26, 28, 30, 32]
+    assert nodes[16:] == [36, 40, 44, 48, 52, 56, 60, 64, 72]
+
+
+def test_clusters_too_small_for_the_states_are_not_searched() -> None:
+    """Sixteen bytes for each of 16 million parameters do not fit on four devices of 60 MB, whatever the layout."""
+    model = profile(layer(parameters=1_000_000) * 16)
+    work = workload(model, cluster(1, memory_bytes=60_000_000), job(16))
+    sizes = relaxing._larger_sizes(work)
+    assert sizes[0].devices == -(-16 * 16_000_000 // 60_000_000)
 
 
 def test_missing_memory_is_told_of_several_kinds_of_devices() -> None:
