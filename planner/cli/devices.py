@@ -9,6 +9,7 @@ import click
 
 from planner.cli.console import data, table, to_json
 from planner.cli.failures import DONE
+from planner.cli.inputs import complete, device_names
 from planner.cli.options import option, verb
 from planner.cost.compute import matmul_fraction
 from planner.errors import SpecError
@@ -40,7 +41,12 @@ DATA_SHEET_RATES = (
 
 
 @verb("devices")
-@click.argument("identifier", required=False, metavar="[ID]")
+@click.argument(
+    "identifier",
+    required=False,
+    metavar="[ID]",
+    shell_complete=complete(device_names),
+)
 @option(
     "--file",
     "path",

@@ -26,10 +26,11 @@ CLUSTER, DOCUMENTS = "Cluster", "Documents instead of the short form"
 
 def request_options(function: Function) -> Function:
     """The options of a planning request: short form and documents."""
-    runtimes = [*FRAMEWORKS, *ALIASES]
     for decorate in reversed(
         (
-            click.argument("model", required=False, shell_complete=_complete_models),
+            click.argument(
+                "model", required=False, shell_complete=complete(model_names)
+            ),
             option(
                 "--devices",
                 metavar="NxID",
@@ -41,19 +42,19 @@ def request_options(function: Function) -> Function:
             option(
                 "--precision",
                 metavar="P",
-                shell_complete=_complete(get_args(Precision)),
+                shell_complete=complete(lambda: get_args(Precision)),
                 help=f"{', '.join(get_args(Precision))} [default: bf16-mixed]",
             ),
             option(
                 "--optimizer",
                 metavar="O",
-                shell_complete=_complete(get_args(OptimizerName)),
+                shell_complete=complete(lambda: get_args(OptimizerName)),
                 help="adamw, sgd, muon ... [default: adamw]",
             ),
             option(
                 "--runtime",
                 metavar="R",
-                shell_complete=_complete(runtimes),
+                shell_complete=complete(lambda: (*FRAMEWORKS, *ALIASES)),
                 help="Framework that runs the plan [default: planner]",
             ),
             option(
@@ -184,31 +185,35 @@ def _parts(words: Iterable[str]) -> list[str]:
 Completion = Callable[[click.Context, click.Parameter, str], list[str]]
 
 
-def _complete(values: Iterable[str]) -> Completion:
-    """Shell completion from a list of values."""
-    known = tuple(values)
+def complete(names: Callable[[], Iterable[str]]) -> Completion:
+    """Shell completion from names that are looked up when they are needed."""
 
-    def complete(
+    def matching(
         ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[str]:
-        return [value for value in known if value.startswith(incomplete)]
+        return [name for name in names() if name.startswith(incomplete)]
 
-    return complete
+    return matching
 
 
-def _complete_models(
-    ctx: click.Context, param: click.Parameter, incomplete: str
-) -> list[str]:
+def model_names() -> Iterable[str]:
+    """Names of the model catalogue."""
     from planner.profiler.catalogue import names
 
-    return [name for name in names() if name.startswith(incomplete)]
+    return names()
+
+
+def device_names() -> Iterable[str]:
+    """Ids of the device catalogue."""
+    from planner.spec.devices import catalogue
+
+    return catalogue()
 
 
 def _complete_devices(
     ctx: click.Context, param: click.Parameter, incomplete: str
 ) -> list[str]:
-    from planner.spec.devices import catalogue
-
+    """``64xh1`` -> ``64xh100-sxm5-80gb`` and others."""
     count, _, start = incomplete.rpartition("x")
     prefix = f"{count}x" if count else ""
-    return [f"{prefix}{name}" for name in catalogue() if name.startswith(start)]
+    return [f"{prefix}{name}" for name in device_names() if name.startswith(start)]

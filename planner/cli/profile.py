@@ -10,7 +10,7 @@ import click
 
 from planner.cli.console import STDOUT, Progress, check_output, note, publish, to_json
 from planner.cli.failures import DONE
-from planner.cli.inputs import option_of
+from planner.cli.inputs import complete, model_names, option_of
 from planner.cli.options import (
     POSITIVE_INT,
     POSITIVE_INTS,
@@ -51,7 +51,7 @@ class ModuleNames(click.ParamType[Any]):
 
 
 @verb("profile", json_help="Print the profile on stdout")
-@click.argument("model", metavar="MODEL")
+@click.argument("model", metavar="MODEL", shell_complete=complete(model_names))
 @output_option("Write profile.json to FILE instead of stdout")
 @option(
     "--device",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,6 +10,7 @@ import click
 
 from planner.cli.console import STDOUT, check_output, data, note, table, to_json, write
 from planner.cli.failures import DONE, INFEASIBLE
+from planner.cli.inputs import complete
 from planner.cli.options import (
     COSTS,
     POSITIVE_INT,
@@ -50,8 +51,19 @@ def _duration(
     return option(name, type=COSTS, group=DURATIONS, help=help_text, **settings)
 
 
+def _schedule_names() -> Iterable[str]:
+    from planner.schedule import names
+
+    return names()
+
+
 @verb("schedule")
-@click.argument("name", required=False, metavar="[NAME]")
+@click.argument(
+    "name",
+    required=False,
+    metavar="[NAME]",
+    shell_complete=complete(_schedule_names),
+)
 @option("--stages", type=POSITIVE_INT, required=True, help="Pipeline ranks")
 @option(
     "--micro-batches", type=POSITIVE_INT, required=True, help="Micro-batches per step"

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from click.shell_completion import ShellComplete
 
+from planner.cli.main import planner as planner_group
 from planner.profiler.catalogue import names
 from planner.spec import SCHEMAS, DeviceSpec, read
 from planner.spec.calibration import constants_for
@@ -143,3 +145,22 @@ def test_unknown_schema(planner: Command) -> None:
     ended = planner("schema", "custer")
     assert ended.code == 2
     assert "did you mean 'cluster'" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("words", "incomplete", "name"),
+    [
+        (("profile",), "gpt2-m", "gpt2-medium"),
+        (("devices",), "h100", "h100-sxm5-80gb"),
+        (("plan", "gpt2", "--devices"), "64xh100", "64xh100-sxm5-80gb"),
+        (("schedule",), "zb", "zb-h1"),
+        (("schema",), "cl", "cluster"),
+        (("partition", "--method"), "h", "histogram"),
+    ],
+)
+def test_completion(words: tuple[str, ...], incomplete: str, name: str) -> None:
+    """The shell completes names of models, devices, schedules and documents."""
+    shell = ShellComplete(planner_group, {}, "planner", "_PLANNER_COMPLETE")
+    found = shell.get_completions(list(words), incomplete)
+    assert name in [each.value for each in found]
+    assert all(each.value.startswith(incomplete) for each in found)
