@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from planner.cli.console import data, note, to_json
 from planner.cli.failures import DONE
-from planner.cli.options import WHOLE_NUMBER, OneOf, option, verb
+from planner.cli.options import Number, OneOf, option, verb
 from planner.errors import DocumentError, RunError
 
 if TYPE_CHECKING:
     from planner.api.keys import Scope
 
 KEYS = "API keys"
+PORT = Number("N", least=0, below=65536, whole=True, hint="give a port up to 65535")
 
 
 @verb("serve", json_help="Print the settings as JSON, then serve")
@@ -22,7 +23,7 @@ KEYS = "API keys"
     metavar="HOST",
     help="Address to listen on [default: 127.0.0.1, this machine only]",
 )
-@option("--port", type=WHOLE_NUMBER, help="Port; 0: any free one [default: 8000]")
+@option("--port", type=PORT, help="Port; 0: any free one [default: 8000]")
 @option(
     "--database",
     metavar="PATH",

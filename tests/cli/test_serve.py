@@ -64,7 +64,7 @@ def test_wrong_settings(planner: Command, tmp_path: Path) -> None:
     config = tmp_path / "planner.toml"
     config.write_text("prot = 8000")
     for words, named in (
-        (("--port", "70000"), "port"),
+        (("--port", "70000"), "--port: '70000' is not below 65536"),
         (("--port", "http"), "--port"),
         (("--make-key", "raed"), "did you mean 'read'"),
         (("--key-name", "grafana"), "--key-name"),
