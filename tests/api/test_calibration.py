@@ -9,8 +9,8 @@ import pytest
 from planner.api.calibration import row_of, rows_text
 from planner.api.settings import Settings
 from planner.api.store import Store
-from planner.cli.inputs import catalogue_profile
 from planner.fidelity.rows import Run, read_runs
+from planner.profiler.resolve import catalogue_profile
 from planner.search import make_request, plan_layout
 from planner.spec import Cluster, Job, MeasuredRun, NodeGroup, Plan, PredictionLayout
 from planner.spec.measured import MeasuredRank
