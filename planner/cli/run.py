@@ -37,6 +37,7 @@ from planner.errors import (
     Problem,
     RunError,
     SpecError,
+    UnsupportedError,
 )
 from planner.executor.elastic.nodes import (
     DEFAULT_HEARTBEAT_SECONDS,
@@ -723,7 +724,7 @@ def _option_names() -> Iterator[None]:
     """Name the options in errors that name fields of `RunSettings` or `NodesPolicy`."""
     try:
         yield
-    except SpecError as error:
+    except (SpecError, RunError, UnsupportedError) as error:
         problems = []
         for each in error.problems:
             hint = re.sub(r"\w+_\w+", lambda name: _option_of(name[0]), each.hint)

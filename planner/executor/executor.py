@@ -56,7 +56,7 @@ from planner.spec.plan import Plan
 
 VALIDATION_DATA = "validation_data"
 """The option that errors of held-out samples name."""
-STOPPED_EARLY = "it was told to stop"
+STOPPED_EARLY = "it was stopped before its last step"
 """What `MeasuredRun.unfinished` tells of a run that was."""
 
 

@@ -325,7 +325,7 @@ def _reference(
             text = process.stdout.read()
         if signals:
             raise StoppedError(
-                "the run was told to stop (SIGTERM), before its first step.",
+                "SIGTERM stopped the run before its first step.",
                 hint=RESUME,
             )
         if process.returncode != 0:

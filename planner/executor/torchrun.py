@@ -276,7 +276,7 @@ def stoppable() -> Iterator[None]:
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise StoppedError(
-            f"the run was told to stop ({signal.Signals(number).name}), between two launches.",
+            f"{signal.Signals(number).name} stopped the run between two launches.",
             hint=RESUME,
         )
 

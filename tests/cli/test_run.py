@@ -683,7 +683,9 @@ def test_a_run_that_is_stopped_tells_so(
     monkeypatch.setattr("planner.executor.launch.run_plan", run_plan)
     ended = planner("run", plan_path, "--model", "m:f")
     assert (ended.code, ended.out) == (143, "")
-    assert f"after 7 steps, kept in {tmp_path / 'step-00000007'}" in ended.err
+    assert (
+        f"after 7 steps; their checkpoint is {tmp_path / 'step-00000007'}" in ended.err
+    )
 
 
 @pytest.mark.parametrize("option", ["--resume", "--checkpoint-every=5", "--keep=9"])

@@ -76,7 +76,12 @@ def test_what_is_left_of_two_kinds_is_planned_for_by_the_service(
         port=0, database=tmp_path / "planner.db", concurrency=1, spare_solvers=1
     )
     with store() as (rendezvous, _), running(settings) as live:
-        ranks = ("-m", "planner.replan.node_rank", "--planner", str(live.client.base_url))
+        ranks = (
+            "-m",
+            "planner.replan.node_rank",
+            "--planner",
+            str(live.client.base_url),
+        )
         nodes = Nodes(
             tmp_path,
             rendezvous,
@@ -92,7 +97,7 @@ def test_what_is_left_of_two_kinds_is_planned_for_by_the_service(
         )
         nodes.wait_for(lambda line: line.startswith(f"step {LEAVES_AFTER:4d}"))
         leave(FIRST)
-        with pytest.raises(StoppedError, match="this node was told to leave"):
+        with pytest.raises(StoppedError, match="SIGTERM stopped this node"):
             slow.result(WAIT_SECONDS)
         nodes.wait_for(lambda line: "go on from step" in line)
         told = len(nodes.lines)
@@ -110,7 +115,7 @@ def test_what_is_left_of_two_kinds_is_planned_for_by_the_service(
         "1 fast node of 1 device and 1 slow node of 1 device",
         "1 fast node of 1 device",
     )
-    assert lost.text == f"told to stop on {both} after {lost.step} steps; {alone} left"
+    assert lost.text == f"SIGTERM stopped {both} after {lost.step} steps; {alone} left"
     assert lost.step == moved.step > LEAVES_AFTER
     first, second = (row for row in journal.rows() if row["kind"] == "launch")
     assert (first["plan_id"], second["first_step"]) == (plan.id, moved.step)

@@ -121,7 +121,7 @@ def sleeping_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     """The error tells who waited in which action for what, and which rank was busy."""
-    told = r"rank 0 waited in vain in step 0, in 0B0, for the gradient of stage 1; ranks that did not wait themselves: 1"
+    told = r"rank 0 timed out in step 0, in 0B0, for the gradient of stage 1; ranks that did not respond: 1"
     with pytest.raises(RunError, match=told):
         run_with_loss("sleeping_loss", timeout_seconds=10)
 

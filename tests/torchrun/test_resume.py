@@ -219,14 +219,14 @@ def test_sigterm_leaves_a_checkpoint(tmp_path: Path) -> None:
     (kept,) = folder.iterdir()
     manifest = read(Manifest, kept / MANIFEST)
     assert damaged(kept, manifest) == []
-    assert f"after {manifest.step} steps, kept in {kept}" in told
+    assert f"after {manifest.step} steps; their checkpoint is {kept}" in told
     steps = [line for line in told.splitlines() if line.startswith("step ")]
     assert (
         int(steps[-1].split()[1]) + 1 == manifest.step if steps else manifest.step == 1
     )
     left = read(MeasuredRun, tmp_path / "measured.json")
     assert (left.unfinished, left.steps, len(left.ranks)) == (
-        "it was told to stop",
+        "it was stopped before its last step",
         manifest.step,
         2,
     )
@@ -276,7 +276,7 @@ def test_a_step_longer_than_the_grace_keeps_the_checkpoint_before(
 
     with pytest.raises(
         StoppedError,
-        match=r"within the grace of 5 seconds, and are lost; kept is .*step-0000000\d",
+        match=r"within the grace period of 5 seconds and are lost; the newest checkpoint is .*step-0000000\d",
     ):
         run_plan(
             plan,

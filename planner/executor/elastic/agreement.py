@@ -92,7 +92,7 @@ class Agreement:
         if end is not None and end["how"] != "stopped":
             return
         if end is not None:
-            text = f"told to stop on {before} after {counted(trained, 'step')}; {roster} left"
+            text = f"SIGTERM stopped {before} after {counted(trained, 'step')}; {roster} left"
             self._decide(decided(trained, "lost", text, figures))
             return
         left = f"{roster} left, {counted(kept, 'step')} kept"
@@ -102,7 +102,7 @@ class Agreement:
             raise RunError(
                 f"nodes or ranks were lost {counted(broken, 'time')}; restarts allowed: {self._restarts}.",
                 field="restarts",
-                hint="look why they are lost; the run can be resumed.",
+                hint="find out why they are lost; the run can be resumed.",
             )
 
     def _plan_of(self, roster: Roster) -> Plan:
@@ -124,7 +124,7 @@ class Agreement:
             raise RunError(
                 f"no plan can be run on {roster}: {refusal}",
                 field="nodes",
-                hint="resume when more are there, or give a larger MIN; the checkpoints are kept.",
+                hint="resume when more nodes are available; the checkpoints are kept.",
             )
         assert isinstance(found, Plan)
         return found

@@ -169,7 +169,7 @@ def run_node(
         command = _agent(folder, settings, policy, metrics)
         mine = Roster.of_nodes([(policy.devices, policy.group)])
         log(
-            f"run {policy.run_id}: {mine} takes part; the one of rank 0 tells of the steps"
+            f"run {policy.run_id}: {mine} takes part; the node of rank 0 prints the steps"
         )
         variables = environment(plan, policy.devices) | grace(settings)
         with (
@@ -181,12 +181,12 @@ def run_node(
                 on_line(line)
         if signals or process.returncode == STOPPED:
             raise read_late(folder, seconds=2 * settings.grace_seconds) or StoppedError(
-                "this node was told to leave (SIGTERM), and did; the nodes that are left go on where it stopped.",
+                "SIGTERM stopped this node; the other nodes continue from the step where it stopped.",
                 hint="start the command again to come back.",
             )
         if process.returncode < 0:
             raise RunError(
-                f"the agent of this node was killed (signal {-process.returncode}); other nodes go on without it.",
+                f"the agent of this node was killed (signal {-process.returncode}); the other nodes continue without it.",
                 hint="start the command again to come back.",
             )
         if process.returncode != 0:

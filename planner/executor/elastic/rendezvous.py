@@ -212,7 +212,7 @@ def endpoint(address: str) -> tuple[str, int]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Hold a rendezvous' store until SIGTERM or Ctrl-C, on a machine that no node of the run is lost with."""
     parser = argparse.ArgumentParser(
-        description="Hold the store of elastic runs' rendezvous until it is told to stop."
+        description="Serve the rendezvous store of elastic runs until SIGTERM."
     )
     parser.add_argument(
         "address",

@@ -111,11 +111,11 @@ def write_late(folder: Path | None, checkpoints: Path, grace_seconds: float) -> 
     """Leave word of a step that was not done within the grace; returns it in words."""
     kept = complete(checkpoints)
     text = (
-        f"the step at hand and its checkpoint were not done within the grace of {grace_seconds:g} seconds, and are "
+        f"the current step and its checkpoint were not finished within the grace period of {grace_seconds:g} seconds "
         + (
-            f"lost; kept is {kept[-1]}."
+            f"and are lost; the newest checkpoint is {kept[-1]}."
             if kept
-            else "lost; no checkpoint was kept before."
+            else "and are lost; there is no earlier checkpoint."
         )
     )
     if folder is not None:
@@ -133,9 +133,8 @@ def read_late(folder: Path, *, seconds: float) -> StoppedError | None:
     if not path.exists() or time.time() - path.stat().st_mtime > seconds:
         return None
     return StoppedError(
-        f"the run was told to stop (SIGTERM); {path.read_text(encoding='utf-8')}",
-        hint="resume to go on; keep checkpoints more often, or give a longer --grace where whoever sends SIGTERM waits "
-        "so long.",
+        f"SIGTERM stopped the run; {path.read_text(encoding='utf-8')}",
+        hint="resume to continue; save checkpoints more often, or pass a longer --grace if SIGKILL comes later.",
     )
 
 
@@ -144,13 +143,13 @@ def read_stopped(folder: Path) -> StoppedError:
     path = folder / STOPPED_NOTE
     if not path.exists():
         return read_late(folder, seconds=math.inf) or StoppedError(
-            "the run was told to stop (SIGTERM), and kept nothing of the steps since the last checkpoint.",
-            hint="resume to go on from the newest checkpoint; where none is kept, give checkpoint_dir.",
+            "SIGTERM stopped the run; the steps since the last checkpoint are lost.",
+            hint="resume from the newest checkpoint; pass checkpoint_dir to have checkpoints.",
         )
     note = json.loads(path.read_text(encoding="utf-8"))
     return StoppedError(
-        f"the run was told to stop (SIGTERM), and did after {note['step']} steps, kept in {note['checkpoint']}.",
-        hint="resume to go on.",
+        f"SIGTERM stopped the run after {note['step']} steps; their checkpoint is {note['checkpoint']}.",
+        hint="resume to continue.",
     )
 
 

@@ -32,9 +32,9 @@ def waited_in_vain(rank: int, ranks: int, when: str, place: str) -> RunError:
     silent = _without_word(rank, ranks)
     suspects = ", ".join(map(str, silent)) or "none"
     return RunError(
-        f"rank {rank} waited in vain {when}, {place}; ranks that did not wait themselves: {suspects}.",
+        f"rank {rank} timed out {when}, {place}; ranks that did not respond: {suspects}.",
         field="timeout",
-        hint="look what those ranks were doing; where a step takes so long, give a longer timeout.",
+        hint="find out what those ranks were doing; pass a longer --timeout if a step takes so long.",
     )
 
 

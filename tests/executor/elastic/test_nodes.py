@@ -342,7 +342,7 @@ def test_a_move_is_no_loss(agree: Any) -> None:
     journal.write("end", launch="1.0", how="stopped")
     agreement.choose(Roster((1,)))
     assert (
-        "told to stop on 2 nodes of 1 device after 10 steps"
+        "SIGTERM stopped 2 nodes of 1 device after 10 steps"
         in journal.decisions()[1].text
     )
 

@@ -70,10 +70,10 @@ def test_the_launcher_tells_what_is_kept(tmp_path: Path) -> None:
     """A checkpoint of the stop itself, the one before, or none."""
     notes, checkpoints = tmp_path / "notes", tmp_path / "checkpoints"
     notes.mkdir()
-    assert "kept nothing" in str(read_stopped(notes))
+    assert "since the last checkpoint are lost" in str(read_stopped(notes))
     assert read_late(notes, seconds=10) is None
     write_late(notes, checkpoints, 7.5)
-    assert "within the grace of 7.5 seconds, and are lost; no checkpoint" in str(
+    assert "within the grace period of 7.5 seconds and are lost; there is no" in str(
         read_stopped(notes)
     )
     (checkpoints / "step-00000004").mkdir(parents=True)
@@ -81,11 +81,11 @@ def test_the_launcher_tells_what_is_kept(tmp_path: Path) -> None:
     write_late(notes, checkpoints, 7.5)
     late = read_late(notes, seconds=10)
     assert isinstance(late, StoppedError)
-    assert f"kept is {checkpoints / 'step-00000004'}." in str(late)
+    assert f"checkpoint is {checkpoints / 'step-00000004'}." in str(late)
     assert "--grace" in late.problems[0].hint
     assert read_late(notes, seconds=-1) is None, "word of another time"
     write_stopped(notes, 5, checkpoints / "step-00000005")
-    assert "did after 5 steps" in str(read_stopped(notes))
+    assert "after 5 steps" in str(read_stopped(notes))
 
 
 @pytest.mark.filterwarnings(
