@@ -35,6 +35,6 @@ def written(value: bool | int | str | None) -> str:
 
 
 def suggestion(name: str, known: Collection[str]) -> str:
-    """Return ``did you mean 'plan'? `` for a misspelled name; empty if no name is near."""
+    """Return ``did you mean 'plan'? `` for a misspelled name; empty if none is near."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}? " if close else ""
