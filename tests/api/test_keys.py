@@ -315,7 +315,7 @@ def test_a_line_of_a_key_reads_back(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("ci plan", "line 1: has 2 words"),
-        ("\nci boss " + "0" * 64, "line 2: has no scope"),
+        ("\nci boss " + "0" * 64, "line 2: .*read, plan, admin"),
         ("ci plan planner_secret", "has no SHA-256"),
         ("c/i plan " + "0" * 64, "name of a key"),
         (f"ci plan {'0' * 64}\nci read {'1' * 64}", "two keys named 'ci'"),
