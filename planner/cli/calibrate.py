@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from planner.cli.console import Progress, bold, check_output, note, publish, table
 from planner.cli.failures import DONE
@@ -96,7 +96,7 @@ def errors_text(before: Sequence[Outcome], after: Sequence[Outcome]) -> str:
     from planner.fidelity.metrics import errors_of
     from planner.fidelity.outcomes import Pair, pair_of
 
-    def errors(outcomes: Sequence[Outcome], pair: Pair, quantity: str) -> list[float]:
+    def errors(outcomes: Sequence[Outcome], pair: Pair, quantity: str) -> list[Any]:
         of_pair = [one for one in outcomes if pair_of(one.run) == pair]
         return [getattr(one, f"{quantity}_error") for one in of_pair]
 

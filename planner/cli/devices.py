@@ -28,7 +28,7 @@ HEADER = (
     "scale-up",
     "per node",
     "in node",
-    "between nodes",
+    "between",
 )
 TOPOLOGY = {"switch": "switch", "mesh": "mesh", "ring": "ring", "pcie": "PCIe"}
 MATRIX_SIZES = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
