@@ -231,7 +231,8 @@ def refuse(values: Mapping[str, Any], message: str, hint: str) -> None:
         DocumentError: names the first that was given.
     """
     for name, value in values.items():
-        if value not in (None, False, ()):
+        is_absent = value is None or value is False or value == ()
+        if not is_absent:  # 0 is a value
             raise DocumentError(message, field=name, hint=hint.replace("OPTION", name))
 
 

@@ -195,6 +195,7 @@ def test_elastic_reaches_the_launcher(
     [
         ("--planner", "http://h:1"),
         ("--max-restarts", "1"),
+        ("--max-restarts", "0"),
         ("--cooldown", "1"),
         ("--discover", "x"),
     ],
