@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, groupby
+from typing import cast
 
 from planner.cli.console import table
 from planner.spec import Cluster, Forecast, Infeasible, Job, Layout, Plan, Prediction
+from planner.spec.cluster import PeakType
 from planner.spec.devices import find_device
 from planner.spec.job import COMPUTE_TYPE
 from planner.spec.plan import Miss, RankMemory, Relaxation, SearchReport, Stage
@@ -35,15 +39,11 @@ def plan_text(plan: Plan, next_command: str) -> str:
     """Layout, time, memory, proof, pipeline ranks and alternatives of a plan."""
     request = plan.request
     model = request.model or (request.profile.model if request.profile else "the model")
-    found = Priced(
-        model, plan.cluster, request.job, plan.layout, plan.micro_batches,
-        plan.stages, plan.prediction, request.cluster.devices,
-    )  # fmt: skip
-    lines = [*_summary(found), _line("Optimal", _optimal(plan.search))]
+    subject = Subject(model, plan.cluster, request.job, request.cluster.devices)
+    lines = [*_summary(plan, subject), _line("Optimal", _optimal(plan.search))]
     if plan.cost_per_token is not None:
-        unit = "tokens" if request.job.sequence_length else "samples"
         price = significant(plan.cost_per_token * 1e6)
-        lines.append(_line("Price", f"{price} per million {unit}"))
+        lines.append(_line("Price", f"{price} per million {_unit(request.job)}"))
     parts = ["\n".join(lines)]
     if plan.layout.pipeline_parallel_degree > 1:
         parts.append(_pipeline_ranks(plan.stages, plan.prediction.memory))
@@ -61,11 +61,7 @@ def plan_text(plan: Plan, next_command: str) -> str:
 
 def prediction_text(forecast: Forecast, model: str, cluster: Cluster, job: Job) -> str:
     """Time and memory of one given layout, and whether it fits."""
-    found = Priced(
-        model, cluster, job, forecast.layout, forecast.micro_batches,
-        forecast.stages, forecast.prediction,
-    )  # fmt: skip
-    lines = _summary(found)
+    lines = _summary(forecast, Subject(model, cluster, job, cluster.devices))
     if all(row.peak_bytes <= row.capacity_bytes for row in forecast.prediction.memory):
         lines += [_line("Too large", reason) for reason in forecast.reasons[:3]]
     return "\n".join(lines)
@@ -94,30 +90,28 @@ def infeasible_text(result: Infeasible) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Priced:
-    """A layout with its prediction, whether searched or given."""
+class Subject:
+    """What a layout is for."""
 
     model: str
     cluster: Cluster
+    """The devices that the layout uses."""
     job: Job
-    layout: Layout
-    micro_batches: int
-    stages: Sequence[Stage]
-    prediction: Prediction
-    available_devices: int | None = None
-    """Of the cluster, if the layout uses only some of them."""
+    available_devices: int
+    """All devices of the request's cluster."""
 
 
-def _summary(found: Priced) -> list[str]:
+def _summary(found: Plan | Forecast, subject: Subject) -> list[str]:
     """What was planned, the layout, and the figures of its prediction."""
+    prediction = found.prediction
     return [
-        _subject(found),
+        _subject_line(subject),
         "",
         *_layout_lines(found),
-        _line("Step time", seconds(found.prediction.step_seconds)),
-        _line("Throughput", _throughput(found)),
-        _line("Memory", _fullest(found.prediction.memory)),
-        _line("Time", _shares(found.prediction)),
+        _line("Step time", seconds(prediction.step_seconds)),
+        _line("Throughput", _throughput(prediction, subject)),
+        _line("Memory", _fullest(prediction.memory)),
+        _line("Time", _shares(prediction)),
     ]
 
 
@@ -125,14 +119,14 @@ def _line(label: str, text: str) -> str:
     return f"{label:<{LABEL_WIDTH}}{text}"
 
 
-def _subject(found: Priced) -> str:
+def _subject_line(subject: Subject) -> str:
     """``llama-3.1-70b on 64 h100-sxm5-80gb (8 nodes), 128 x 8,192 tokens, ...``."""
-    job = found.job
+    job = subject.job
     sequence = (
         f" x {job.sequence_length:,} tokens" if job.sequence_length else " samples"
     )
     parts = (
-        f"{found.model} on {_devices(found)}",
+        f"{subject.model} on {_devices(subject)}",
         f"{job.global_batch_size:,}{sequence}",
         job.precision,
         f"runtime {job.runtime}",
@@ -140,21 +134,21 @@ def _subject(found: Priced) -> str:
     return ", ".join(parts)
 
 
-def _devices(found: Priced) -> str:
+def _devices(subject: Subject) -> str:
     """``16 h100-sxm5-80gb + 32 a100-sxm4-80gb (6 nodes)``, ``2 of 4 cpu (1 node)``."""
-    cluster, available = found.cluster, found.available_devices
+    cluster, available = subject.cluster, subject.available_devices
     counts: dict[str, int] = {}
     for group in cluster.node_groups:
         device = find_device(group.device).id
         counts[device] = counts.get(device, 0) + group.nodes * group.devices_per_node
     nodes = sum(group.nodes for group in cluster.node_groups)
     kinds = " + ".join(f"{count:,} {device}" for device, count in counts.items())
-    if available is not None and available != cluster.devices:
+    if available != cluster.devices:
         kinds = f"{kinds} of {counted(available, 'device')}"
     return f"{kinds} ({nodes:,} {'node' if nodes == 1 else 'nodes'})"
 
 
-def _layout_lines(found: Priced) -> list[str]:
+def _layout_lines(found: Plan | Forecast) -> list[str]:
     layout = found.layout
     size = layout.micro_batch_size
     most = "up to " if layout.has_uneven_shares else ""
@@ -210,27 +204,29 @@ def _recomputed(layout: Layout, stages: Sequence[Stage]) -> str:
     return f"{count} of {counted(len(modes), 'layer')}"
 
 
-def _throughput(found: Priced) -> str:
-    prediction, devices = found.prediction, found.cluster.devices
-    unit = "tokens" if found.job.sequence_length else "samples"
-    rate = prediction.tokens_per_second
-    parts = [f"{_rounded(rate)} {unit}/s", f"{_rounded(rate / devices)} {unit}/s/GPU"]
+def _throughput(prediction: Prediction, subject: Subject) -> str:
+    unit, rate = _unit(subject.job), prediction.tokens_per_second
+    each = rate / subject.cluster.devices
+    parts = [f"{_rounded(rate)} {unit}/s", f"{_rounded(each)} {unit}/s/GPU"]
     if prediction.mfu is not None:
-        flops = prediction.mfu * _mean_peak(found)
+        flops = prediction.mfu * _mean_peak(subject)
         parts.append(f"{significant(flops / 1e12)} TFLOP/s/GPU")
         parts.append(f"MFU {percent(prediction.mfu)}")
     return "   ".join(parts)
 
 
-def _mean_peak(found: Priced) -> float:
+def _unit(job: Job) -> str:
+    return "tokens" if job.sequence_length else "samples"
+
+
+def _mean_peak(subject: Subject) -> float:
     """Peak of one device in FLOP/s for the job's precision, the mean over all devices."""
-    kind = COMPUTE_TYPE[found.job.precision]
+    kind = cast(PeakType, COMPUTE_TYPE[subject.job.precision])
     total = 0.0
-    for group in found.cluster.node_groups:
-        peaks = find_device(group.device).peak_flops_per_second
-        peak = {str(name): value for name, value in peaks.items()}.get(kind, 0.0)
+    for group in subject.cluster.node_groups:
+        peak = find_device(group.device).peak_flops_per_second.get(kind, 0.0)
         total += peak * group.nodes * group.devices_per_node
-    return total / found.cluster.devices
+    return total / subject.cluster.devices
 
 
 def _rounded(value: float) -> str:
@@ -278,79 +274,45 @@ def _optimal(search: SearchReport) -> str:
     return f"not proven: bound {bound}, gap {gap}, {count}, {seconds(search.seconds)}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Column:
-    """Pipeline ranks that the table shows as one."""
-
-    first: int
-    last: int
-    layers: tuple[int, int]
-    """Fewest and most on one rank."""
-    bytes: tuple[int, int]
-
-    @property
-    def cells(self) -> tuple[str, str, str]:
-        """Ranks, layers and memory."""
-        gigabytes = tuple(round(each / GB) for each in self.bytes)
-        return (
-            _span(self.first, self.last),
-            _span(*self.layers),
-            _span(gigabytes[0], gigabytes[1]),
-        )
-
-    def joined(self, other: _Column) -> _Column:
-        """This column and its right neighbour as one."""
-        layers, sizes = (*self.layers, *other.layers), (*self.bytes, *other.bytes)
-        return _Column(
-            self.first, other.last, (min(layers), max(layers)), (min(sizes), max(sizes))
-        )
-
-
-def _span(first: int, last: int) -> str:
-    return str(first) if first == last else f"{first}-{last}"
-
-
 def _pipeline_ranks(stages: Sequence[Stage], memory: Sequence[RankMemory]) -> str:
     """Layers and memory of every pipeline rank, in columns."""
-    layers: dict[int, int] = {}
+    layers: Counter[int] = Counter()
     for stage in stages:
-        rank = stage.pipeline_rank
-        layers[rank] = layers.get(rank, 0) + len(stage.layers)
-    columns = [
-        _Column(
-            row.pipeline_rank,
-            row.pipeline_rank,
-            (layers.get(row.pipeline_rank, 0),) * 2,
-            (row.peak_bytes,) * 2,
-        )
+        layers[stage.pipeline_rank] += len(stage.layers)
+    ranks = [
+        (row.pipeline_rank, layers[row.pipeline_rank], round(row.peak_bytes / GB))
         for row in memory
     ]
+    columns = [_column(group) for group in _folded(ranks)]
     names = ("Pipeline rank", "Layers", "Memory (GB)")
-    cells = zip(*(column.cells for column in _folded(columns)), strict=True)
-    header, *rows = ((name, *row) for name, row in zip(names, cells, strict=True))
+    header, *rows = zip(names, *columns, strict=True)
     return table(header, rows)
 
 
-def _folded(columns: list[_Column]) -> list[_Column]:
-    """At most `MOST_COLUMNS`: equal neighbours are joined, then runs of equal length."""
-    if len(columns) <= MOST_COLUMNS:
-        return columns
-    equal: list[_Column] = []
-    for column in columns:
-        if equal and equal[-1].cells[1:] == column.cells[1:]:
-            equal[-1] = equal[-1].joined(column)
-        else:
-            equal.append(column)
-    run = -(-len(equal) // (MOST_COLUMNS // 2))
-    if len(equal) <= MOST_COLUMNS:
-        return equal
-    folded = []
-    for start in range(0, len(equal), run):
-        joined, *others = equal[start : start + run]
-        for other in others:
-            joined = joined.joined(other)
-        folded.append(joined)
-    return folded
+Rank = tuple[int, int, int]
+"""Pipeline rank, layers, and memory in GB."""
+
+
+def _folded(ranks: Sequence[Rank]) -> list[list[Rank]]:
+    """Ranks that share a column; more than `MOST_COLUMNS` of them are folded.
+
+    Equal neighbours share one, and then as many of these runs as needed.
+    """
+    if len(ranks) <= MOST_COLUMNS:
+        return [[rank] for rank in ranks]
+    runs = [list(run) for _, run in groupby(ranks, key=lambda rank: rank[1:])]
+    size = -(-len(runs) // MOST_COLUMNS)
+    batches = (runs[start : start + size] for start in range(0, len(runs), size))
+    return [list(chain(*batch)) for batch in batches]
+
+
+def _column(ranks: Sequence[Rank]) -> list[str]:
+    """The cells of ranks that share a column: one value, or least and most."""
+    cells = []
+    for values in zip(*ranks, strict=True):
+        least, most = min(values), max(values)
+        cells.append(str(least) if least == most else f"{least}-{most}")
+    return cells
 
 
 def _alternatives(plan: Plan) -> str:
@@ -393,6 +355,6 @@ def _closest(miss: Miss) -> str:
 
 def _fits_with(relaxation: Relaxation) -> str:
     """``Fits     on 128 GPUs: 185.0 s``."""
-    devices = getattr(relaxation, "devices", None)
+    devices = relaxation.devices
     change = f"on {devices:,} GPUs" if devices else f"with {relaxation.change}"
     return f"Fits     {change}: {seconds(relaxation.step_seconds)}"
