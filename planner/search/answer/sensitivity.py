@@ -42,11 +42,11 @@ _BRIEF_ACTIONS = 400_000
 COUNTED_UNCERTAINTY = 0.1
 FP8_UNCERTAINTY = 0.15
 """Of counted profiles in fp8: published runs held out by source are missed by that, on average (docs/concepts/
-fidelity.md)."""
+accuracy.md)."""
 BANDWIDTH_UNCERTAINTY = 0.2
 LATENCY_UNCERTAINTY = 0.5
 _NOT_MEASURED = "assumed, the links were not measured (planner links measures them)"
-_DATA_SHEET = "assumed, eight tenths of the link's data sheet"
+_DATA_SHEET = "assumed, 80 % of the link's data sheet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,12 +300,12 @@ def _compute_error(best: Candidate) -> tuple[float, str]:
     if any(row.source == "measured" for options in rows for row in options.values()):
         return (
             COUNTED_UNCERTAINTY,
-            "assumed, the profile tells no spread of its samples",
+            "assumed, the profile has no spread of its samples",
         )
     if work.casts is not None:
         return (
             FP8_UNCERTAINTY,
-            "assumed, the profile is counted, and few published runs tell of products in fp8",
+            "assumed, the profile is counted, and few published runs have fp8 matrix products",
         )
     return (
         COUNTED_UNCERTAINTY,
