@@ -130,7 +130,7 @@ def columns_of(work: Workload, layout: Layout) -> tuple[Column, ...]:
     if rows is None:
         size = layout.context_parallel_degree * layout.tensor_parallel_degree
         raise LayoutError(
-            f"ranks of one tensor- and context-parallel group of {size} would stand in two node groups.",
+            f"ranks of one tensor- and context-parallel group of {size} would be in two node groups.",
             field="layout.tensor_parallel_degree",
             hint="choose a tensor_parallel_degree that divides the devices of every node group.",
         )
@@ -178,8 +178,8 @@ def check_mixed(work: Workload, layout: Layout, columns: Sequence[Column]) -> No
         tuple(rows.values()), layout.context_parallel_degree, layout.zero_shard_degree
     ):
         raise UnsupportedError(
-            f"groups of {layout.zero_shard_degree} data- and context-parallel ranks that share out ZeRO's states would "
-            "stand in two node groups.",
+            f"groups of {layout.zero_shard_degree} data- and context-parallel ranks that share ZeRO's states would be "
+            "in two node groups.",
             field="layout.zero_shard_degree",
             hint="choose a divisor of the replicas in every node group, or leave it out.",
         )

@@ -400,7 +400,7 @@ def _check_device(work: Workload, field: str) -> None:
     measured_on = work.profile.device
     if measured_on not in (COUNTED, work.device.id):
         raise MismatchError(
-            f"the profile holds seconds of device {measured_on!r}, but the cluster has {work.device.id!r}.",
+            f"the profile has seconds of device {measured_on!r}, but the cluster has {work.device.id!r}.",
             field=field,
             hint="profile the model on that device, or with --device analytic:"
             + work.device.id

@@ -70,7 +70,7 @@ def plan_layout(
             gap=1.0,
             optimal=False,
         ),
-        explanation=("The layout was given; no other was compared.",),
+        explanation=("The layout was given; no other layout was compared.",),
         actions=order_of(
             layout_costs(work, forecast.layout), forecast.actions
         ).to_text(),

@@ -192,7 +192,7 @@ def _explained(
         sentences += (
             ()
             if is_whole
-            else ("The Pareto front is not whole: the time limit ended its search.",)
+            else ("The Pareto front is incomplete: the time limit ended its search.",)
         )
     return answer.model_copy(
         update={**more, "explanation": answer.explanation + sentences}
@@ -275,7 +275,7 @@ def _too_slow(job: Job, ended: Contest) -> Infeasible:
     met = math.ceil(fastest * 10**digits) / 10**digits
     return Infeasible(
         reasons=(
-            f"no plan of any part of the cluster meets the deadline of {job.deadline_seconds} s per step; the fastest "
+            f"no plan on any part of the cluster meets the deadline of {job.deadline_seconds} s per step; the fastest "
             f"on {counted(ended.winner.part.devices, 'device')} takes {met:.{digits}f} s",
         ),
         search=ended.report,
@@ -292,18 +292,16 @@ def _infeasible(
         reason = f"no plan was found within the time limit over {counted(considered, 'layout')}; there may be one"
     else:
         reason = (
-            f"none of the {counted(considered, 'layout')} fits: every stage map needs more than the job may use, "
+            f"none of the {counted(considered, 'layout')} fits in memory: the job may use "
             + ", ".join(map(_room_text, work.groups or (work,)))
         )
         if any(family.offloading != NOTHING for family in space.families):
             host = gibibytes(work.host_capacity_bytes or 0, is_room=True)
-            reason += (
-                f", or than the {host} that are a device's part of its node's memory"
-            )
+            reason += f", and {host} of host memory per device"
     advice = [
-        f"nearest: pipeline rank {miss.pipeline_rank} of {degrees_text(miss.layout)}, micro-batch "
-        f"{miss.layout.micro_batch_size}, needs {gibibytes(miss.needed_bytes)}"
-        f"{' of its host' * (miss.memory == 'host')}, {gibibytes(miss.missing_bytes)} too much"
+        f"closest: {degrees_text(miss.layout)}, micro-batch {miss.layout.micro_batch_size}, needs "
+        f"{gibibytes(miss.needed_bytes)}{' of host memory' * (miss.memory == 'host')} on pipeline rank "
+        f"{miss.pipeline_rank}, {gibibytes(miss.missing_bytes)} too much"
         for miss in nearest[:1]
         if found.report.optimal
     ]
@@ -448,8 +446,8 @@ def _check_full_backwards(costs: LayoutCosts) -> None:
         schedule_of(costs)
     ):
         raise LayoutError(
-            f"activation_offload does not go with the schedule {layout.schedule!r}, which splits backwards: each half "
-            "would want what was saved.",
+            f"activation_offload does not work with the schedule {layout.schedule!r}, which splits backwards: both "
+            "halves need the saved activations.",
             field="layout.schedule",
             hint="give a schedule of full backwards, such as 1f1b, or leave activations on the device.",
         )
@@ -555,7 +553,7 @@ def _overflows(row: RankMemory) -> Iterator[str]:
         )
     if row.host_capacity_bytes is not None and not row.fits_host:
         yield (
-            f"pipeline rank {row.pipeline_rank} needs {gibibytes(row.host_bytes)} of its node's memory, "
+            f"pipeline rank {row.pipeline_rank} needs {gibibytes(row.host_bytes)} of host memory per device, "
             f"{gibibytes(row.host_bytes - row.host_capacity_bytes)} more than the "
-            f"{gibibytes(row.host_capacity_bytes, is_room=True)} that are its part"
+            f"{gibibytes(row.host_capacity_bytes, is_room=True)} available"
         )

@@ -84,7 +84,7 @@ def _check_once(
             if stage < len(owners) and owners[stage] != rank:
                 findings.wrong(
                     where,
-                    f"{action} stands on rank {rank}, its stage on rank {owners[stage]}.",
+                    f"{action} is on rank {rank}, its stage on rank {owners[stage]}.",
                 )
             if stage >= len(owners) or action.micro_batch >= units:
                 findings.wrong(
@@ -166,5 +166,5 @@ def _check_held(plan: Plan, actions: Actions, findings: Findings) -> None:
             )
     if any(promised is not None for promised in promises):
         findings.checked.append(
-            f"every rank holds as many micro-batches as {layout.schedule} lets it"
+            f"every rank has as many micro-batches in flight as {layout.schedule} lets it"
         )

@@ -24,7 +24,7 @@ def check_answers(plan: Plan, facts: Facts, findings: Findings) -> None:
     if deadline is not None and step > deadline * (1 + _RELATIVE):
         findings.wrong(
             "prediction.step_seconds",
-            f"{step!r} is behind the deadline of {deadline!r}.",
+            f"{step!r} is after the deadline of {deadline!r}.",
         )
     _check_price(
         "cost_per_token", plan.cost_per_token, step, _hourly(facts), facts, findings

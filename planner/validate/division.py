@@ -40,7 +40,7 @@ def uneven(names: Sequence[str], rule: str, counts: Sequence[int]) -> str:
         counts: layers of every stage.
     """
     if sum(counts) != len(names) or min(counts, default=0) < 1:
-        return "each layer stands on one stage, and each stage has a layer."
+        return "each layer must be on one stage, and each stage must have a layer."
     shared = _numbered(names) if rule == "even" else [True] * len(names)
     stops = list(accumulate(counts))
     held = [
@@ -52,7 +52,7 @@ def uneven(names: Sequence[str], rule: str, counts: Sequence[int]) -> str:
         return f"the stages have {held} of the {total} layers to be shared out evenly, the first ones one more."
     late = [names[stop] for stop in stops[:-1] if not shared[stop]]
     return (
-        f"{late[0]!r} begins a stage, and goes with the layer before it."
+        f"{late[0]!r} begins a stage, but belongs to the stage of the layer before it."
         if late
         else ""
     )

@@ -43,7 +43,7 @@ def copied_seconds(size_bytes: int, group: UsedGroup) -> float:
         raise UnsupportedError(
             f"copies between {group.device.id} and its host cannot be timed.",
             field="device.host_bandwidth_bytes_per_second",
-            hint="tell it, or offload nothing.",
+            hint="give it, or offload nothing.",
         )
     return size_bytes / (bandwidth * HOST_ACHIEVABLE_FRACTION)
 
@@ -70,7 +70,7 @@ def check_offload(plan: Plan, facts: Facts, findings: Findings) -> None:
         )
     if names:
         findings.checked.append(
-            "what is offloaded goes to hosts of known memory and bandwidth, beside nothing that forbids it"
+            "offloading uses hosts of known memory and bandwidth, and nothing in the layout forbids it"
         )
 
 
@@ -87,7 +87,7 @@ def check_offload_of(layout: Layout, where: str, findings: Findings) -> None:
     if layout.recompute != "none":
         findings.wrong(
             f"{where}.recompute",
-            f"beside {layout.recompute} recomputation no activations are offloaded.",
+            f"activations are not offloaded with {layout.recompute} recomputation.",
         )
     if layout.sequence_chunks > 1:
         findings.wrong(
@@ -105,10 +105,10 @@ def _check_host(where: str, facts: Facts, findings: Findings) -> None:
     for group in facts.groups:
         if group.device.host_bandwidth_bytes_per_second is None:
             findings.wrong(
-                where, f"{group.device.id} tells no host_bandwidth_bytes_per_second."
+                where, f"{group.device.id} has no host_bandwidth_bytes_per_second."
             )
         if group.whole.host_memory_bytes is None:
             findings.wrong(
                 where,
-                f"the node group of {group.device.id} tells no host_memory_bytes.",
+                f"the node group of {group.device.id} has no host_memory_bytes.",
             )

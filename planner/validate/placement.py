@@ -36,7 +36,7 @@ def check_placement(plan: Plan, facts: Facts, findings: Findings) -> None:
     _check_filled(plan.placement, facts, findings)
     _check_cells(plan.placement, facts, findings)
     findings.checked.append(
-        "ranks are in the layout's order, fill node after node, and cells stand in one node group"
+        "ranks are in the layout's order, fill node after node, and every cell is in one node group"
     )
 
 
@@ -55,7 +55,7 @@ def _check_grid(plan: Plan, findings: Findings) -> None:
     for place in sorted((wanted - found).keys()):
         findings.wrong(
             "placement",
-            f"no rank stands at (pipeline, data, tensor, context) = {place}.",
+            f"no rank is at (pipeline, data, tensor, context) = {place}.",
         )
     for place, count in sorted((found - wanted).items()):
         findings.wrong(
@@ -128,7 +128,7 @@ def _check_cells(
         )
     for (pipeline, data), found in sorted(groups.items()):
         if len(found) > 1:
-            message = f"pipeline rank {pipeline} of data rank {data} stands in {len(found)} node groups."
+            message = f"pipeline rank {pipeline} of data rank {data} is in {len(found)} node groups."
             findings.wrong("placement", message)
 
 

@@ -172,7 +172,7 @@ def _dead_lock(actions: Actions, place: Sequence[int]) -> ScheduleError:
         if position < len(one)
     )
     return ScheduleError(
-        f"dead-lock: {waiting} wait for ever.",
+        f"dead-lock: {waiting} wait forever.",
         field="actions",
         hint="order the lists so that what an action waits for runs before it.",
     )

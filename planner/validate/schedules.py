@@ -119,7 +119,7 @@ class Rules:
     """Why no plan can be made of it; empty: it can."""
 
 
-_SECOND_COPIES = "keeps two copies of every stage, and a plan's stage map tells one"
+_SECOND_COPIES = "has two copies of every stage, and a plan's stage map has one"
 _ONE_AHEAD = _after(lambda shape, rank: shape.ranks - 1 - rank)
 RULES: dict[str, Rules] = {
     "gpipe": Rules(held=_all),

@@ -140,7 +140,7 @@ def _check_near_shards(plan: Plan, facts: Facts, findings: Findings) -> None:
         )
     for (pipeline, neighbours), groups in homes.items():
         if len(groups) > 1:
-            message = f"group {neighbours} of {degree} on pipeline rank {pipeline} stands in {len(groups)} node groups."
+            message = f"group {neighbours} of {degree} on pipeline rank {pipeline} is in {len(groups)} node groups."
             findings.wrong("layout.zero_shard_degree", message)
 
 
@@ -249,7 +249,7 @@ def check_stages(plan: Plan, facts: Facts, findings: Findings) -> None:
     )
     _check_recompute(plan, facts, findings)
     findings.checked.append(
-        "every layer stands on one stage, in the model's order, every stage on its pipeline rank"
+        "every layer is on one stage, in the model's order, every stage on its pipeline rank"
     )
     findings.checked.append(
         "every recompute mode is one that the profile offers and the job permits"

@@ -8,8 +8,11 @@ import pytest
 
 from planner.cost import workload
 from planner.errors import DocumentError, MismatchError, PlannerError, UnknownNameError
+from planner.profiler.counted import counted_profile
 from planner.spec import Cluster, ModelProfile
+from planner.spec.calibration import constants_for
 from planner.spec.recipes import recipe
+from planner.spec.short_form import cluster_of, job_of
 from tests.builders import cluster, four_equal_layers, job, layer, profile
 
 
@@ -152,3 +155,30 @@ def test_inline_device_needs_its_links() -> None:
     """An inline device of a node of several tells no link by itself."""
     group = cluster().node_groups[0].model_copy(update={"intra_node": None})
     assert "intra_node" in refused(DocumentError, cluster=Cluster(node_groups=(group,)))
+
+
+@pytest.mark.parametrize(
+    ("runtime", "framework"),
+    [
+        ("planner", "planner"),
+        ("torchtitan", "torchtitan"),
+        ("nemo", "megatron-core"),
+        ("megatron-bridge", "megatron-core"),
+    ],
+)
+def test_prices_are_those_of_the_jobs_runtime(runtime: str, framework: str) -> None:
+    """Traits and fitted constants follow from the job; aliases are resolved, on one node group and on several."""
+    model = counted_profile("llama-3.2-1b", sequence_length=2048, dtype="bf16")
+    step = job_of(64, 2048, runtime=runtime)
+    for devices in ("8xa100-sxm4-80gb", "8xa100-sxm4-80gb,8xh100-sxm5-80gb"):
+        found = workload(model, cluster_of(devices), step)
+        assert found.framework.name == framework
+        assert found.constants == constants_for(framework, "Ampere")
+        assert {group.framework.name for group in found.groups} <= {framework}
+
+
+def test_a_given_framework_goes_before_the_jobs_runtime() -> None:
+    """`predict --framework` asks for another runtime than the job's."""
+    step = job().model_copy(update={"runtime": "torchtitan"})
+    found = workload(four_equal_layers(), cluster(), step, framework="megatron-lm")
+    assert found.framework.name == "megatron-lm"

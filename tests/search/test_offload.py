@@ -248,8 +248,7 @@ def test_activations_go_to_the_host_where_they_do_not_fit() -> None:
         8 * 2 * 2 * 20 * MIB / 8e9
     )
     assert any(
-        "keeps most in its node's memory: 0.08 of the 0.49 GiB" in sentence
-        for sentence in tight.explanation
+        "0.08 of 0.49 GiB of host memory" in sentence for sentence in tight.explanation
     )
     assert check(tight, keeps_much()).problems == ()
 
@@ -312,7 +311,7 @@ def test_of_several_node_groups_a_plan_that_offloads_uses_one(
         plan(request(keeps_much(), two_groups(None, None), asked), keeps_much())
     short = plan(request(keeps_much(), two_groups(None, 1), asked), keeps_much())
     assert isinstance(short, Infeasible)
-    assert "part of its node's memory" in short.reasons[0]
+    assert "of host memory per device" in short.reasons[0]
 
 
 def test_states_that_do_not_exist_stay_where_they_are() -> None:
@@ -342,7 +341,7 @@ def test_a_host_that_is_too_small_is_named() -> None:
     assert isinstance(found, Infeasible)
     assert found.nearest[0].memory == "host"
     assert found.nearest[0].capacity_bytes == 10 * MIB
-    assert "node's memory" in found.reasons[0]
+    assert "host memory" in found.reasons[0]
     row = next(one for one in found.relaxations if one.constraint == "host_memory")
     more = planned(
         hosted(memory_mib=60, host_mib=20 + 2 * found.nearest[0].missing_bytes // MIB)
@@ -384,7 +383,7 @@ def test_predict_says_what_the_host_lacks() -> None:
     told = predict(keeps_much(), hosted(host_mib=100), job(8), wanted)
     assert not told.fits
     assert told.reasons == (
-        "pipeline rank 0 needs 80 MiB of its node's memory, 30 MiB more than the 50 MiB that are its part",
+        "pipeline rank 0 needs 80 MiB of host memory per device, 30 MiB more than the 50 MiB available",
     )
     assert predict(keeps_much(), hosted(host_mib=160), job(8), wanted).fits
 

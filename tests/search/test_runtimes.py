@@ -27,11 +27,20 @@ from planner.cost import (
 from planner.errors import LayoutError
 from planner.profiler.counted import counted_profile
 from planner.search import plan, plan_layout, predict
+from planner.search.solve import single
 from planner.search.stage_maps.division import runtime_sizes
 from planner.search.stage_maps.lanes import Lane
 from planner.search.stage_maps.segments import allowed_modes
 from planner.search.stage_maps.windows import Windows
-from planner.spec import Cluster, Infeasible, Job, Layout, ModelProfile, Plan
+from planner.spec import (
+    Cluster,
+    Infeasible,
+    Job,
+    Layout,
+    ModelProfile,
+    Plan,
+    canonical_json,
+)
 from planner.spec.calibration import Constants
 from planner.spec.frameworks import FRAMEWORKS
 from planner.spec.layout import PredictionLayout
@@ -377,3 +386,28 @@ def test_the_breakdown_of_a_runtime_adds_up() -> None:
     found = predict_step(costs, schedule_of(costs), choose(costs, cut))  # type: ignore[arg-type]
     assert found.breakdown.total_seconds == pytest.approx(found.step_seconds)
     assert found.breakdown.pipeline_seconds > 0
+
+
+@settings(max_examples=60)
+@given(instances(), st.sampled_from(RUNTIMES), SLOWDOWNS)
+def test_bounds_stay_below_what_compute_hides(
+    instance: Instance, runtime: str, slowdown: int
+) -> None:
+    """No stage map is faster than its layout's lower bound, though the runtime overlaps reductions with compute."""
+    model, machines = instance.profile, with_links(instance.cluster, slowdown)
+    step = for_runtime(instance.job, runtime, schedule=PARTITIONED)
+    with fitted():
+        work = workload(model, machines, step)
+        fastest: dict[str, tuple[Layout, int]] = {}
+        for one in price_all(model, machines, instance.job, ruled=False):
+            if one.layout.schedule not in PARTITIONED or one.layout.has_uneven_shares:
+                continue
+            found = priced(model, machines, step, one.layout, one.stage_map)
+            key = canonical_json(one.layout)
+            _, ticks = fastest.get(key, (one.layout, found.ticks))
+            fastest[key] = one.layout, min(ticks, found.ticks)
+        for layout, ticks in fastest.values():
+            if layout.activation_offload:
+                continue
+            free = layout.model_copy(update={"recompute": "per-layer"})
+            assert single(work, free, ("per-layer",)).bound_ticks <= ticks

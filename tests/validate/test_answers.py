@@ -183,7 +183,7 @@ def test_a_missed_deadline_is_named() -> None:
         document["prediction"]["step_seconds"] / 2
     )
     problems = check(parse(Plan, document), model()).problems
-    assert any("is behind the deadline" in problem for problem in problems)
+    assert any("is after the deadline" in problem for problem in problems)
 
 
 def test_the_default_objective_uses_every_device() -> None:

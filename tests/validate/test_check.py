@@ -240,7 +240,7 @@ LIES: dict[str, tuple[Lie, str]] = {
     "stage missing": (lambda d: d["stages"].pop(), "stages: number: "),
     "rank moved": (
         lambda d: d["placement"][1].update(pipeline=2),
-        "placement: no rank stands at",
+        "placement: no rank is at",
     ),
     "rank swapped": (
         lambda d: (
@@ -271,7 +271,7 @@ LIES: dict[str, tuple[Lie, str]] = {
     "action lost": (lambda d: d["actions"][2].pop(), "actions[2]: one F and one B"),
     "action on the wrong rank": (
         lambda d: d["actions"][0].append("1F9"),
-        "actions[0]: 1F9 stands on rank 0",
+        "actions[0]: 1F9 is on rank 0",
     ),
     "action of no micro-batch": (
         lambda d: d["actions"][0].append("0F99"),

@@ -372,7 +372,7 @@ def lie(change: Callable[[dict[str, Any]], object], name: str) -> list[str]:
         (
             "V",
             lambda d: d["actions"][0].append("2F0"),
-            "actions[0]: 2F0 stands on rank 0, its stage on rank 1.",
+            "actions[0]: 2F0 is on rank 0, its stage on rank 1.",
         ),
         (
             "V",
@@ -417,7 +417,7 @@ def lie(change: Callable[[dict[str, Any]], object], name: str) -> list[str]:
         (
             "context parallel",
             lambda d: d["placement"][1].update(context=0),
-            "placement: no rank stands at",
+            "placement: no rank is at",
         ),
         (
             "sequence parallel",

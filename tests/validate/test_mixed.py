@@ -265,7 +265,7 @@ LIES: list[Lie] = [
     (
         "shares",
         across_groups,
-        "placement: pipeline rank 0 of data rank 0 stands in 2 node groups.",
+        "placement: pipeline rank 0 of data rank 0 is in 2 node groups.",
     ),
     ("shares", swap_nodes, "prediction.step_seconds: "),
     (

@@ -225,9 +225,7 @@ def test_unknown_hosts_are_refused() -> None:
     """Without its memory nothing is known to fit, and without its bandwidth nothing can be timed."""
     report = check(staged(machines=hosts(memory_bytes=None), **BOTH), MODEL)
     assert [
-        problem
-        for problem in report.problems
-        if "tells no host_memory_bytes" in problem
+        problem for problem in report.problems if "has no host_memory_bytes" in problem
     ] == list(report.problems)
     assert len(report.problems) == 2
     known = staged(**BOTH)
@@ -237,7 +235,7 @@ def test_unknown_hosts_are_refused() -> None:
     ]
     report = check(parse(Plan, document), MODEL)
     assert any(
-        "tells no host_bandwidth_bytes_per_second" in problem
+        "has no host_bandwidth_bytes_per_second" in problem
         for problem in report.problems
     )
     with pytest.raises(UnsupportedError, match="cannot be timed"):
@@ -251,6 +249,5 @@ def test_on_several_node_groups_every_host_must_be_known() -> None:
     silent = hosts(1).model_copy(update={"host_memory_bytes": None})
     plan = planned(MODEL, [hosts(1), silent], (2, 2), optimizer_offload=True)
     assert any(
-        "tells no host_memory_bytes" in problem
-        for problem in check(plan, MODEL).problems
+        "has no host_memory_bytes" in problem for problem in check(plan, MODEL).problems
     )

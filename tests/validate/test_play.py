@@ -96,7 +96,7 @@ def test_dead_lock_names_who_waits() -> None:
     """Two ranks that wait for each other are told, each with the action it stands at."""
     actions = parse([["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]])
     with pytest.raises(
-        ScheduleError, match="dead-lock: 0B0 on rank 0, 1F1 on rank 1 wait for ever"
+        ScheduleError, match="dead-lock: 0B0 on rank 0, 1F1 on rank 1 wait forever"
     ):
         end_nanoseconds(actions, [UNIT, UNIT])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.cost import LayoutCosts, choose, predict_step
+from planner.cost import LayoutCosts, Workload, choose, predict_step
 from planner.search.answer.nearest import least_need
 from planner.search.answer.words import (
     changes_text,
@@ -16,6 +16,7 @@ from planner.search.bounds.layout import BOUNDED
 from planner.search.layouts.orders import recompute_wish
 from planner.search.result import Candidate, Found
 from planner.search.stage_maps.synthesized import order_gap
+from planner.spec.frameworks import OURS
 from planner.spec.job import DIVISION, Job
 from planner.spec.layout import Layout
 from planner.spec.plan import (
@@ -117,7 +118,7 @@ def difference(
         if more
         else "as much as the plan's"
     )
-    return f"{text}; its fullest device holds {gibibytes(_fullest_bytes(theirs))}, {memory}"
+    return f"{text}; its fullest device needs {gibibytes(_fullest_bytes(theirs))}, {memory}"
 
 
 def _fullest_bytes(prediction: Prediction) -> int:
@@ -142,13 +143,21 @@ def explanation(
         f"{degrees_text(layout)}, {counted(best.costs.micro_batches, 'micro-batch')} of {layout.micro_batch_size} "
         f"under {layout.schedule}: {seconds_text(prediction.step_seconds)} per step.",
         *_objective_text(best.costs.work.job, found),
-        f"The step, as the mean over pipeline ranks, is {spent}.",
+        *_runtime_text(best.costs.work),
+        f"Step time, averaged over pipeline ranks: {spent}.",
         f"The fullest device is on pipeline rank {fullest.pipeline_rank}: {fullest.peak_bytes / 2**30:.2f} of "
         f"{fullest.capacity_bytes / 2**30:.2f} GiB.",
         *_order_text(best),
         *_host_text(prediction),
         _proof_text(report, best.costs.work.job),
     )
+
+
+def _runtime_text(work: Workload) -> tuple[str, ...]:
+    """Return the runtime that the figures are for, unless it is our own executor."""
+    if work.framework.name == OURS:
+        return ()
+    return (f"Time and memory are predicted for the runtime {work.framework.name}.",)
 
 
 def _host_text(prediction: Prediction) -> tuple[str, ...]:
@@ -160,8 +169,8 @@ def _host_text(prediction: Prediction) -> tuple[str, ...]:
         size / 2**30 for size in (fullest.host_bytes, fullest.host_capacity_bytes or 0)
     )
     return (
-        f"A device of pipeline rank {fullest.pipeline_rank} keeps most in its node's memory: {kept:.2f} of the "
-        f"{part:.2f} GiB that are its part.",
+        f"The fullest host serves pipeline rank {fullest.pipeline_rank}: {kept:.2f} of {part:.2f} GiB of host memory "
+        "per device.",
     )
 
 
@@ -174,13 +183,14 @@ def _objective_text(job: Job, found: Found) -> tuple[str, ...]:
             train = "trains" if devices == 1 else "train"
             among = "" if found.report.optimal else " of the plans found"
             return (
-                f"Of {counted(parts, 'part')} of the cluster, {used} {train} a token at the least price{among}.",
+                f"Among {counted(parts, 'part')} of the cluster, {used} {train} a token at the lowest price{among}.",
             )
         case "devices":
             fewest = f"{'is' if devices == 1 else 'are'} the fewest{'' if found.report.optimal else ' found'}"
             return (
                 f"{used} {fewest} whose step meets the deadline of {job.deadline_seconds:g} s: "
-                f"of the cluster's parts {parts} {'was' if parts == 1 else 'were'} looked at, fewest devices first.",
+                f"{counted(parts, 'part')} of the cluster {'was' if parts == 1 else 'were'} searched, fewest devices "
+                "first.",
             )
     return ()
 
@@ -203,9 +213,9 @@ def _proof_text(report: SearchReport, job: Job) -> str:
         "cost": "cheaper",
         "devices": "on fewer devices, or faster on as many",
     }[job.objective]
-    proof = f"proven: no plan of the space is {best} under the cost model"
+    proof = f"proven: no plan in the search space is {best} under the cost model"
     if not report.optimal:
-        bound = f"the bound is {seconds_text(report.lower_bound_seconds)}, {100 * report.gap:.2g} % below"
+        bound = f"the lower bound is {seconds_text(report.lower_bound_seconds)}, {100 * report.gap:.2g} % below"
         proof = f"not proven: {bound if report.lower_bound_seconds else 'the search ended before it had a bound'}"
     left = report.layouts_considered - report.layouts_solved - report.layouts_pruned
     return (
@@ -225,7 +235,7 @@ def sensitivity_text(
         f"{_QUANTITIES[one.quantity]} {100 * one.uncertainty:.2g} %" for one in found
     )
     stands = (
-        f"No alternative overtakes the plan within the errors to expect: {bars}.",
+        f"No alternative is faster than the plan within the expected errors: {bars}.",
     )
     sways = tuple(
         _overtaking_text(
@@ -244,14 +254,14 @@ def _overtaking_text(one: Sensitivity, nearest: Overtaking, rival: str) -> str:
     text = f"With {change} {_QUANTITIES[one.quantity]}, {rival} wins"
     if abs(nearest.change) > one.uncertainty:
         return f"{text}."
-    return f"{text}; {100 * one.uncertainty:.2g} % is to be expected: {one.reason}."
+    return f"{text}; the expected error is {100 * one.uncertainty:.2g} %: {one.reason}."
 
 
 def relaxations_text(found: tuple[Relaxation, ...]) -> tuple[str, ...]:
     """What each limit costs."""
     if not found:
         return (
-            "Neither more memory per device nor the job without any one of its constraints was found to gain.",
+            "Neither more memory per device nor removing any one constraint makes the plan faster.",
         )
     return tuple(
         f"{one.change[0].upper()}{one.change[1:]}: {-100 * (one.gain or 0):+.1f} % time per sample, "

@@ -74,13 +74,15 @@ def why_none(work: Workload) -> str:
     if not length:
         return "the job has no sequence"
     if work.groups:
-        return "chunks are searched on devices that are alike"
+        return "chunks are searched only on identical devices"
     if all(length % count for count in CHUNKS):
         return f"{length} tokens are no multiple of {', '.join(map(str, CHUNKS[:-1]))} or {CHUNKS[-1]}"
     if missing := sorted(_types(work) - work.device.peak_flops_per_second.keys()):
-        return f"what a chunk takes is not known, for the device tells no peak in {missing[0]}"
+        return (
+            f"the time of a chunk is unknown: the device has no peak for {missing[0]}"
+        )
     if not any(_is_priced(work, rows) for rows in work.sizes.values()):
-        return "what a chunk takes is not known, for the profile has no operation that is attention"
+        return "the time of a chunk is unknown: the profile has no attention operation"
     return ""
 
 

@@ -315,13 +315,13 @@ def check_per_layer(costs: LayoutCosts, schedule: Schedule) -> None:
             schedule itself says which micro-batches do.
     """
     for is_wrong, why in (
-        (bool(schedule.replica_ranks), "of stages that stand on two ranks"),
-        (bool(costs.columns or costs.ranks), "of ranks that differ"),
+        (bool(schedule.replica_ranks), "for stages that are on two ranks"),
+        (bool(costs.columns or costs.ranks), "for ranks that differ"),
         (
             bool(find(costs.layout.schedule).recompute_modes),
             "where the schedule says which micro-batches recompute",
         ),
-        (costs.layout.activation_offload, "beside activations that go to the host"),
+        (costs.layout.activation_offload, "with activation offload"),
     ):
         if is_wrong:
             raise UnsupportedError(

@@ -173,7 +173,7 @@ def check_synthesis(costs: LayoutCosts) -> None:
         (
             layout.activation_offload,
             "activation_offload",
-            "for activations that go to the host",
+            "with activation offload",
             "give false",
         ),
         (

@@ -165,7 +165,7 @@ def test_a_front_that_was_stopped_says_so() -> None:
     )
     assert isinstance(found, Plan)
     assert found.pareto == ()
-    assert "not whole" in found.explanation[-1]
+    assert "incomplete" in found.explanation[-1]
 
 
 def test_no_front_unless_asked() -> None:

@@ -260,5 +260,5 @@ def test_a_stage_that_begins_between_numbered_layers_is_uneven() -> None:
     assert uneven(GPT2, "even", (4, 3, 1)).startswith("the stages have")
     assert (
         uneven(["a", "b.0", "b.1", "c", "b.2", "b.3"], "even", (3, 3))
-        == "'c' begins a stage, and goes with the layer before it."
+        == "'c' begins a stage, but belongs to the stage of the layer before it."
     )
