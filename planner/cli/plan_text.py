@@ -22,6 +22,8 @@ LABEL_WIDTH = 12
 LINE_WIDTH = 100
 MOST_COLUMNS = 16
 """More pipeline ranks than that are folded: equal neighbours share a column."""
+MOST_RUNS = 8
+"""Columns of ranks that differ; they are wider."""
 SMALL_SHARE = 0.005
 """Shares of the step below this are summed up as "other"."""
 SCHEDULE_NAMES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved-1f1b": "interleaved"}
@@ -231,7 +233,7 @@ def _mean_peak(subject: Subject) -> float:
 
 def _rounded(value: float) -> str:
     """Three significant digits with thousands separators."""
-    return f"{float(significant(value)):,.0f}" if value >= 100 else significant(value)
+    return f"{float(f'{value:.3g}'):,.0f}" if value >= 100 else significant(value)
 
 
 def _fullest(memory: Sequence[RankMemory]) -> str:
@@ -301,7 +303,7 @@ def _folded(ranks: Sequence[Rank]) -> list[list[Rank]]:
     if len(ranks) <= MOST_COLUMNS:
         return [[rank] for rank in ranks]
     runs = [list(run) for _, run in groupby(ranks, key=lambda rank: rank[1:])]
-    size = -(-len(runs) // MOST_COLUMNS)
+    size = -(-len(runs) // MOST_RUNS) if len(runs) > MOST_COLUMNS else 1
     batches = (runs[start : start + size] for start in range(0, len(runs), size))
     return [list(chain(*batch)) for batch in batches]
 
