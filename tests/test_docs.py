@@ -359,5 +359,6 @@ def test_bodies_of_requests_are_valid(page: str) -> None:
     text = text_of(ROOT / page)
     bodies = re.findall(r"-d '(\{.*?\})'", text, re.DOTALL)
     assert bodies
+    bodies += re.findall(r"^```text\n(\{.*?\})\n```", text, re.MULTILINE | re.DOTALL)
     for body in bodies:
         PlanCreate.model_validate_json(body)
