@@ -34,9 +34,10 @@ fmt: venv
 	$(VENV)/bin/ruff format
 	$(VENV)/bin/ruff check --fix
 
-# docs/reference and the pictures; a test compares them with the committed ones.
+# The reference, the pictures, and what the commands on the pages print; tests compare them.
 docs: venv
 	$(VENV)/bin/python -m docs.generate
+	$(VENV)/bin/python -m docs.outputs
 
 # The source distribution, and the wheel built from it, in dist/.
 build: venv

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import importlib
 import re
-import shlex
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 
 import click
 import pytest
 
 from docs.generate import out_of_date, pictures, reference
+from docs.outputs import (
+    Shown,
+    console_blocks,
+    folder_of,
+    is_repeatable,
+    missing_line,
+    run,
+)
 from planner.api.documents import PlanCreate
-from planner.cli.main import VERBS, main
+from planner.cli.main import VERBS
 from planner.spec import Job, read
 from planner.spec.cluster_file import read_cluster
 
@@ -188,40 +193,9 @@ def test_every_picture_is_shown() -> None:
 # Commands
 
 
-def simple_command(line: str) -> list[str]:
-    """Return the words of a command up to a pipe or a redirection.
-
-    Of other programs than `planner` and `cat`, return the name only.
-    """
-    if not line.startswith(("planner ", "cat ")):
-        return line.split()[:1]
-    words = shlex.shlex(line, posix=True, punctuation_chars=True)
-    words.whitespace_split = True
-    return list(takewhile(lambda word: not set(word) <= set("|&;<>"), words))
-
-
-@dataclass(frozen=True)
-class Shown:
-    """A command of a page, and the lines that the page shows of what it prints."""
-
-    words: list[str]
-    lines: list[str]
-
-
-def joined(block: str) -> str:
-    """Return a block with each command on one line."""
-    return block.replace("\\\n", " ")
-
-
 def shown_by(page: Path) -> list[list[Shown]]:
     """Return the commands of a page by console block."""
-    return [
-        [
-            Shown(simple_command(part.splitlines()[0]), part.splitlines()[1:])
-            for part in re.split(r"^\$ ", joined(block), flags=re.MULTILINE)[1:]
-        ]
-        for block in blocks(page, "console")
-    ]
+    return console_blocks(text_of(page))
 
 
 def planner_commands(page: Path) -> Iterator[list[str]]:
@@ -273,59 +247,18 @@ def test_options_in_sentences_are_options(page: Path) -> None:
         assert named <= (options_of(words[1]) if is_command else known), span
 
 
-def comparable(line: str) -> str:
-    """Return a printed line without the seconds of a search, which vary."""
-    return re.sub(r", [\d.,]+ m?s$", "", line.rstrip())
-
-
-def output_of(
-    words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
-) -> str:
-    """Run a command of a page and return what it prints."""
-    if words[0] == "cat":
-        return (folder / words[1]).read_text(encoding="utf-8")
-    code = main(words[1:])
-    captured = capsys.readouterr()
-    assert code in (0, 2, 3), captured.err
-    return captured.err + captured.out
-
-
 @pytest.mark.parametrize("page", RUN_AGAIN)
-def test_outputs_are_real(
-    page: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Commands of a page print the lines shown below them, in that order."""
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    for code in blocks(ROOT / page, "python"):
-        if name := re.match(r"# (\w+\.py)\n", code):
-            (tmp_path / name[1]).write_text(code, encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("COLUMNS", "120")
-    repeated = [block for block in shown_by(ROOT / page) if is_repeatable(block)]
-    assert repeated
-    for command in [command for block in repeated for command in block]:
-        printed = output_of(command.words, tmp_path, capsys).splitlines()
-        remaining = [comparable(line) for line in printed]
-        for line in command.lines:
-            if line not in ("", "..."):
-                shown = comparable(line)
-                assert shown in remaining, f"{shlex.join(command.words)}: {line!r}"
-                remaining = remaining[remaining.index(shown) + 1 :]
+def test_outputs_are_real(page: str, tmp_path: Path) -> None:
+    """Commands of a page print the lines shown below them, in that order.
 
-
-def is_repeatable(block: list[Shown]) -> bool:
-    """Return whether a block shows output and has only commands that can run here."""
-    if not any(command.lines for command in block):
-        return False
-    return all(
-        command.words[0] == "cat"
-        or (command.words[0] == "planner" and command.words[1] != "links")
-        for command in block
-    )
+    `python -m docs.outputs` writes what they print today.
+    """
+    blocks = [block for block in shown_by(ROOT / page) if is_repeatable(block)]
+    assert blocks
+    with folder_of(ROOT / page, tmp_path):
+        for command in [command for block in blocks for command in block]:
+            out, err = run(command.words)
+            assert missing_line(command, err + out) is None, command.text
 
 
 # Code and documents
