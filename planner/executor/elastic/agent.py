@@ -152,7 +152,7 @@ def explain(error: Exception, address: str) -> Exception:
         return RunError(
             "the run of this id has ended, without this node.",
             field="run_id",
-            hint="look at its report; to train on, start with --resume and another --run-id.",
+            hint="look at its report; to train on, start with --resume and another --rdzv-id.",
         )
     if isinstance(error, RendezvousTimeoutError):
         return RunError(

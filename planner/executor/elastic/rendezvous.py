@@ -51,7 +51,7 @@ LEAVE_SECONDS = 5.0
 ENDED = Problem(
     "run_id",
     "a store knows no other run of this id.",
-    "when it is fixed, start with --resume and another --run-id.",
+    "when it is fixed, start with --resume and another --rdzv-id.",
 )
 """What is told besides the error that a run has ended by."""
 
