@@ -36,7 +36,7 @@ from planner.spec import (
 )
 from planner.spec import Plan as PlanDocument
 from planner.spec import Prediction as Figures
-from planner.spec.constraint_words import full_name
+from planner.spec.constraint_words import with_full_names
 from planner.spec.layout import Layout
 from planner.spec.plan import (
     Alternative,
@@ -390,7 +390,7 @@ def _layout(given: Mapping[str, Any] | Document | PredictionLayout) -> Predictio
         return given
     if isinstance(given, str | Path):
         return read(PredictionLayout, given)
-    fields = {full_name(name): value for name, value in given.items()}
+    fields = with_full_names(given, where="layout")
     return parse(PredictionLayout, fields, where="layout")
 
 

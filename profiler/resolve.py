@@ -26,7 +26,7 @@ from planner.spec import (
     read_data,
 )
 from planner.spec.cluster_file import read_cluster
-from planner.spec.constraint_words import full_name
+from planner.spec.constraint_words import with_full_names
 from planner.spec.frameworks import find_framework
 from planner.spec.job import COMPUTE_TYPE
 from planner.spec.profile import DataType
@@ -150,7 +150,7 @@ def job_of_request(request: Request, spelling: Callable[[str], str] = str) -> Jo
             fields[name] = value
     if request.runtime is not None:
         find_framework(request.runtime, field=spelling("runtime"))
-    fixed = {full_name(name): value for name, value in request.fix.items()}
+    fixed = with_full_names(request.fix, where=spelling("fix"))
     fields["constraints"] = {**fields.get("constraints", {}), **fixed}
     try:
         return parse(Job, fields)

@@ -109,6 +109,7 @@ def test_documents_are_arguments(tmp_path: Path) -> None:
         ({"runtime": "megatron-cor"}, "runtime"),
         ({"precision": "int4"}, "precision"),
         ({"fix": {"tensor": 8}}, ""),
+        ({"fix": {"tp": 8, "tensor_parallel_degree": 4}}, "fix"),
         ({"top": -1}, "options: top"),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from planner.errors import DocumentError, UnknownNameError
@@ -29,6 +29,29 @@ SHORT_NAMES = {
 def full_name(name: str) -> str:
     """Return the layout field of an abbreviation, such as ``tp``; or else the name."""
     return SHORT_NAMES.get(name, name)
+
+
+def with_full_names(fields: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+    """Return the fields of a layout or its constraints by their full names.
+
+    Args:
+        fields: by long or short name.
+        where: name of the argument in error messages.
+
+    Raises:
+        DocumentError: a field is given by its long and its short name.
+    """
+    named: dict[str, Any] = {}
+    for name, value in fields.items():
+        field = full_name(name)
+        if field in named:
+            raise DocumentError(
+                f"{field} is given twice.",
+                field=where,
+                hint=f"give {field} or {short_name(field)}.",
+            )
+        named[field] = value
+    return named
 
 
 def short_name(name: str) -> str:

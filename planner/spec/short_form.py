@@ -14,7 +14,7 @@ from pydantic import Field, JsonValue
 
 from planner.errors import DocumentError
 from planner.spec.cluster import Cluster, NodeGroup
-from planner.spec.constraint_words import full_name
+from planner.spec.constraint_words import with_full_names
 from planner.spec.devices import find_entry, nearest_devices
 from planner.spec.document import Document, parse
 from planner.spec.job import MOST_SAMPLES, Job, OptimizerName, Precision
@@ -166,9 +166,7 @@ def job_of(
             "precision": precision,
             "optimizer": optimizer,
             "runtime": runtime,
-            "constraints": {
-                full_name(name): value for name, value in (fix or {}).items()
-            },
+            "constraints": with_full_names(fix or {}, where="fix"),
         },
         where=field,
     )
