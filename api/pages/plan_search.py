@@ -150,9 +150,8 @@ def relaxations(found: Sequence[Relaxation]) -> Element | None:
 def fitting(found: Sequence[Relaxation]) -> Iterator[str]:
     """``Fits on 128 GPUs: 185 s``, for every larger cluster on which a layout fits."""
     for each in found:
-        devices: int | None = getattr(each, "devices", None)
-        if devices is not None:
-            yield f"Fits on {devices} GPUs: {seconds(each.step_seconds)}"
+        if each.devices is not None:
+            yield f"Fits on {each.devices} GPUs: {seconds(each.step_seconds)}"
 
 
 def misses(nearest: Sequence[Miss]) -> Element:

@@ -191,7 +191,21 @@ class Unfit(Instant):
             missing_bytes=2 * GIB,
         )
         report_of_search = REPORT.model_copy(update={"optimal": self.proven})
-        return Infeasible(reasons=("memory",), nearest=(miss,), search=report_of_search)
+        larger = Relaxation(
+            constraint="devices",
+            change="4 devices instead of 2",
+            layout=Layout(),
+            step_seconds=1.5,
+            gain=None,
+            optimal=True,
+            devices=4,
+        )
+        return Infeasible(
+            reasons=("memory",),
+            nearest=(miss,),
+            relaxations=(larger,),
+            search=report_of_search,
+        )
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ def test_a_filled_form_leads_to_the_plans_page(
         page.wait_for_url("**/plans/*")
         assert page.get_by_role("heading", name="gpt2 on 8 devices").is_visible()
         assert (
-            page.get_by_role("img", name="One training step").first.bounding_box()[
+            page.get_by_role("img", name="One predicted training step").first.bounding_box()[
                 "width"
             ]
             > 300
@@ -160,7 +160,7 @@ def test_a_browser_asks_for_the_key(
     ) as live:
         address = f"{live.client.base_url}/plan"
         for key, place, told in (
-            (reading, "**/plan", "needs the scope plan"),
+            (reading, "**/plan", "requires the scope plan"),
             (secret, "**/plans/*", "Why this plan"),
         ):
             context = browser.new_context(

@@ -202,6 +202,7 @@ def test_a_refusal_names_field_and_hint(settings: Settings, journal: Path) -> No
             "field": "profile.device",
             "message": "the profile is of another device.",
             "hint": "profile it again.",
+            "mend": "profile it again.",
         }
 
 
@@ -213,7 +214,7 @@ def test_an_overrunning_solver_is_killed(
     with running(settings, Gated(journal, tmp_path / "gate")) as live:
         answer = live.plan(plan_body(options={"time_limit_seconds": 0.2}))
         assert (answer.status_code, answer.json()["code"]) == (500, "solver-failed")
-        assert "0.5 seconds" in answer.json()["detail"]
+        assert "0.5 s" in answer.json()["detail"]
         assert not is_alive(pids(journal)[0])
 
 

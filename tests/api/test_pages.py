@@ -122,6 +122,7 @@ def test_no_plan_has_a_page_too(settings: Settings, journal: Path) -> None:
         page = read_page(live.get(url))
         assert page.all("h1")[0].text == f"{MARKUP} on 2 devices: no layout fits"
         assert "2.00 GiB" in page.table("Minimum memory of each layout")
+        assert "Fits on 4 GPUs: 1.50 s" in page.all("main")[0].text
         assert "There may be a plan" in page.all("main")[0].text
         assert "no layout fits" in read_page(live.get("/")).table("Plans")
 

@@ -250,7 +250,7 @@ def test_a_slow_plan_is_a_job(
 def test_the_page_shows_plans_escaped(settings: Settings, journal: Path) -> None:
     """The start page lists plans, escapes what clients sent, and loads nothing from elsewhere."""
     with running(settings, Instant(journal)) as live:
-        assert "None yet" in live.get("/").text
+        assert "No plans yet" in live.get("/").text
         plan_id = live.plan(
             plan_body(four_equal_layers("<script>alert(1)</script>"))
         ).json()["id"]

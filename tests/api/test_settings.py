@@ -87,25 +87,21 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         load_settings(config=tmp_path / "none.toml", environment={})
 
 
-def guide_rows(heading: str) -> dict[str, list[str]]:
-    """Rows of the guide's table under a heading, by the code in their first cell."""
-    guide = Path(__file__).parents[2] / "docs" / "guides" / "serve.md"
-    part = (
-        guide.read_text(encoding="utf-8")
-        .split(f"## {heading}\n", 1)[1]
-        .split("\n## ", 1)[0]
-    )
-    rows = [
-        [cell.strip() for cell in row.strip("|").split("|")]
-        for row in part.splitlines()
-        if row.startswith("| `")
-    ]
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def rows_under(page: str, heading: str) -> dict[str, list[str]]:
+    """Rows of the table under a heading of a page, by their first cell."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    part = text.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    lines = [line for line in part.splitlines() if line.startswith("|")][2:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {row[0].strip("`"): row[1:] for row in rows}
 
 
-def test_the_guide_has_every_setting_with_its_default() -> None:
+def test_the_reference_has_every_setting_with_its_default() -> None:
     """The table of settings is complete, and its defaults are those in force."""
-    rows = guide_rows("Settings")
+    rows = rows_under("reference/http.md", "Settings")
     assert set(rows) == set(Settings.model_fields)
     defaults = {
         name: field.default
@@ -113,31 +109,32 @@ def test_the_guide_has_every_setting_with_its_default() -> None:
         if name != "concurrency"
     }
     assert {name: rows[name][0].strip("`") for name in defaults} == {
-        name: f"{value:g}" if isinstance(value, float) else str(value) or "none"
-        for name, value in defaults.items()
+        name: as_text(value) for name, value in defaults.items()
     }
 
 
+def as_text(value: object) -> str:
+    """A default as the reference shows it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value) or "none"
+
+
 def test_the_guide_has_every_metric() -> None:
-    """The table of metrics is complete, with the type that /metrics tells."""
+    """The table of metrics is complete, with the types that /metrics reports."""
     text = Metrics().text(queue_length=0, running=0)
     types = dict(
         line.split()[2:4] for line in text.splitlines() if line.startswith("# TYPE")
     )
-    assert {
-        name.partition("{")[0]: cells[0]
-        for name, cells in guide_rows("Metrics").items()
-    } == types
+    rows = rows_under("guides/deploy.md", "Metrics")
+    assert {name.partition("{")[0]: cells[0] for name, cells in rows.items()} == types
 
 
-def test_the_guide_has_every_limit() -> None:
-    """The table of limits names the setting behind each, and the status of the refusal."""
-    assert {cells[0].strip("`") for cells in guide_rows("Limits").values()} <= set(
-        Settings.model_fields
-    )
-    assert {cells[1] for cells in guide_rows("Limits").values()} == {
-        "413",
-        "422",
-        "429",
-        "500",
-    }
+def test_the_limits_of_the_guide_are_settings() -> None:
+    """The table of limits names the settings behind them, and the status of a refusal."""
+    rows = rows_under("guides/deploy.md", "Limits").values()
+    names = {name.strip(" `") for cells in rows for name in cells[0].split(",")}
+    assert names <= set(Settings.model_fields)
+    assert {cells[1][:3] for cells in rows} == {"413", "422", "429", "500"}
