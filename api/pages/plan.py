@@ -98,7 +98,7 @@ def _facts(plan: Plan, row: PlanRow) -> Iterator[tuple[Node, Node]]:
     yield "Mean bubble", percent(prediction.bubble_fraction)
     if plan.cost_per_token is not None:
         yield "Price", f"{plan.cost_per_token * 1e6:.4g} per million {unit}"
-    yield "Optimal", proof(plan.search)
+    yield "Search", proof(plan.search)
     yield "Devices", f"{len(plan.placement)} of {row.devices}"
     yield "Plan", tag("code", plan.id)
     yield "Created", moment(row.created_at)

@@ -123,14 +123,14 @@ def test_a_filled_form_leads_to_the_plans_page(
         page.wait_for_url("**/plans/*")
         assert page.get_by_role("heading", name="gpt2 on 8 devices").is_visible()
         assert (
-            page.get_by_role("img", name="One predicted training step").first.bounding_box()[
-                "width"
-            ]
+            page.get_by_role(
+                "img", name="One predicted training step"
+            ).first.bounding_box()["width"]
             > 300
         )
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
-        page.get_by_role("link", name="Ask again with changes").click()
-        assert page.get_by_label("Nodes").input_value() == "1"
+        page.get_by_role("link", name="Change this request").click()
+        assert page.get_by_label("Batch").input_value() == "64"
         assert visit.errors == []
         assert all(url.startswith((base, "data:")) for url in visit.requests)
 
