@@ -144,7 +144,7 @@ def comparison() -> list[Row]:
         for name, virtual, chunks in SHAPES
     ]
     rows.append(
-        _row("synthesized, 4 held", [synthesized(work, RANKS) for work in WORKS])
+        _row("synthesized, 4 in flight", [synthesized(work, RANKS) for work in WORKS])
     )
     rows.append(
         _row("synthesized, any memory", [synthesized(work, None) for work in WORKS])
@@ -374,7 +374,7 @@ def draw(folder: Path) -> None:
 
 def comparison_table(rows: list[Row]) -> Iterator[str]:
     """Markdown, as the documentation has it."""
-    yield f"| schedule | held | transfers | {' | '.join(work.name for work in WORKS)} |"
+    yield f"| schedule | in flight | transfers | {' | '.join(work.name for work in WORKS)} |"
     yield "|---|---:|---:|" + "---:|" * len(WORKS)
     for row in rows:
         cells = (

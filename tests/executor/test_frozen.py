@@ -138,7 +138,7 @@ def test_the_guides_adapters_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The page's own code, narrower: the first step leaves the first matrices as they are, for the others are zero."""
-    page = (ROOT / "docs" / "guides" / "fine-tuning.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guides" / "fine-tune.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     narrower = "\n\ndef narrow():\n    return build(width=64, layers=2)\n"
     (tmp_path / "adapted_by_the_guide.py").write_text(code + narrower, encoding="utf-8")

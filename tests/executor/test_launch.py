@@ -310,6 +310,6 @@ def test_torchrun_of_the_user_tells_the_error_in_its_summary(
         fail()
     summary = str(ChildFailedError("worker", {1: ProcessFailure(1, 7, 1, str(path))}))
     assert (
-        "rank 1 failed while it joined the process group: device: this process has no device 'cuda'. Mend:"
+        "rank 1 failed while it joined the process group: device: this process has no device 'cuda'. Hint:"
         in summary
     )

@@ -279,7 +279,7 @@ def test_batch_must_be_that_of_the_micro_batches() -> None:
         match=r"4 micro-batches of 1 samples on 1 .* do not make the global batch of 8",
     ):
         check_plan(_changed(make_plan(LAYERS), request__job__global_batch_size=8))
-    with pytest.raises(LayoutError, match="does not divide"):
+    with pytest.raises(LayoutError, match="is not divisible"):
         check_plan(
             _changed(make_plan(LAYERS, data=2), request__job__global_batch_size=7)
         )

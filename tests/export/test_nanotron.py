@@ -98,23 +98,27 @@ def test_the_range_of_head_costs_is_where_nanotron_cuts_so(
     sizes: list[int], cost: float
 ) -> None:
     """Inside of the range its own rule gives these stages, outside of it others."""
-    assume(all(sizes[:-1]))  # the export refuses a stage without blocks before the last
     least, most = head_costs(sizes)
     assume(sum(sizes) and min(abs(cost - least), abs(cost - most)) > 1e-9)
-    assert (least < cost < most) == (cut(sum(sizes), len(sizes), cost) == sizes)
+    expected = (sizes, len(sizes) - 1)
+    assert (least < cost < most) == (cut(sum(sizes), len(sizes), cost) == expected)
 
 
-def cut(blocks: int, stages: int, head: float) -> list[int]:
-    """The loop of nanotron.models.base.build_model, over an embedding, blocks of cost 1, a norm and a head."""
+def cut(blocks: int, stages: int, head: float) -> tuple[list[int], int]:
+    """Blocks of every stage, and the stage of the head.
+
+    The loop of nanotron.models.base.build_model, over an embedding, blocks of cost 1, a norm and a head."""
     costs = [0.0, *[1.0] * blocks, 0.0, head]
     thresholds = [sum(costs) * (rank + 1) / stages for rank in range(stages)]
-    rank, so_far, found = 0, 0.0, [0] * stages
+    rank, so_far, found, head_stage = 0, 0.0, [0] * stages, 0
     for index, cost in enumerate(costs):
         found[rank] += 1 <= index <= blocks
         so_far += cost
         if so_far > thresholds[rank] and rank < stages - 1:
             rank += 1
-    return found
+        if index < len(costs) - 1:
+            head_stage = rank  # of what comes next, at last the head
+    return found, head_stage
 
 
 def test_the_range_is_told() -> None:
