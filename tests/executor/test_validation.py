@@ -262,7 +262,9 @@ def test_a_run_that_is_told_to_stop_does_not_end_its_validation(
 def test_how_to_validate_means_nothing_without_samples(given: dict[str, int]) -> None:
     """An option that would be ignored is refused; with samples it reaches the ranks."""
     (option,) = given
-    with pytest.raises(DocumentError, match=f"{option}: has no effect without held-out samples"):
+    with pytest.raises(
+        DocumentError, match=f"{option}: has no effect without held-out samples"
+    ):
         RunSettings(model="m", **given)
     settings = RunSettings(model="m", validation_data="d", **given)
     assert f"--{option.replace('_', '-')}" in settings.to_arguments()

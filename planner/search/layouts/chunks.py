@@ -78,9 +78,7 @@ def why_none(work: Workload) -> str:
     if all(length % count for count in CHUNKS):
         return f"{length} tokens are no multiple of {', '.join(map(str, CHUNKS[:-1]))} or {CHUNKS[-1]}"
     if missing := sorted(_types(work) - work.device.peak_flops_per_second.keys()):
-        return (
-            f"the time of a chunk is unknown, as the device has no peak for {missing[0]}"
-        )
+        return f"the time of a chunk is unknown, as the device has no peak for {missing[0]}"
     if not any(_is_priced(work, rows) for rows in work.sizes.values()):
         return "the time of a chunk is unknown, as the profile has no operation that is attention"
     return ""
