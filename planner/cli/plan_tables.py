@@ -157,7 +157,7 @@ def pareto_table(plan: Plan) -> str:
 
 
 def _prediction(prediction: Prediction) -> tuple[str, str]:
-    """The first line's bubble is the mean of all ranks, the table's that of the rank that ends last."""
+    """The headline, and the seconds and shares of the step: means over the pipeline ranks."""
     mfu = (
         "unknown (the device's peak is not known)"
         if prediction.mfu is None
@@ -179,7 +179,7 @@ def _prediction(prediction: Prediction) -> tuple[str, str]:
         for name, value in spent.items()
         if value
     ]
-    return head, table(("the last rank's step", "time", "share"), rows)
+    return head, table(("mean of the ranks", "time", "share"), rows)
 
 
 def _stages(stages: Sequence[Stage]) -> str:

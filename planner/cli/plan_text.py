@@ -341,6 +341,9 @@ def _difference(layout: Layout, best: Layout) -> str:
     ):
         if getattr(layout, field) != getattr(best, field):
             parts.append(f"{name} {getattr(layout, field)}")
+    has_same_group = layout.tensor_parallel_degree == best.tensor_parallel_degree
+    if has_same_group and layout.sequence_parallel != best.sequence_parallel:
+        parts.append(f"{'' if layout.sequence_parallel else 'no '}sequence parallel")
     text = ", ".join(parts)
     most = LINE_WIDTH - 24
     return text if len(text) <= most else f"{text[: most - 3]}..."
