@@ -148,7 +148,7 @@ class Load:
         raise RunError(
             f"a helper process that should load the machine died:\n{words}",
             field="concurrency",
-            hint="hint its error, or measure with concurrency 1.",
+            hint="fix its error, or measure with concurrency 1.",
         )
 
     def _path(self) -> Path:

@@ -52,7 +52,7 @@ def header(
     *,
     comment: str = "# ",
 ) -> str:
-    """The first lines of a text: where it comes from, what it promises, and what it cannot say.
+    """The first lines of a text: the plan, its prediction, and what the target does differently.
 
     Args:
         plan: that is written.
@@ -62,9 +62,10 @@ def header(
         comment: how a line of the text's language that says nothing begins.
     """
     seconds, devices = plan.prediction.step_seconds, len(plan.placement)
+    runtime = plan.request.job.runtime
     lines = [
         f"Plan {plan.id} for {target} ({version}).",
-        f"Promised: {seconds:.6g} s per step on {devices} devices, as the planner's own executor runs it.",
+        f"Predicted: {seconds:.6g} s per step on {devices} devices, for runtime {runtime}.",
         *(f"Not as planned: {each}" for each in warnings),
     ]
     return "".join(f"{comment}{line}\n" for line in lines)

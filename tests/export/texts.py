@@ -32,7 +32,7 @@ def written(target: str, **layout: Any) -> Export:
 def body(target: str, **layout: Any) -> str:
     """The text of `written`, without the lines of `planner.export.target.header`."""
     lines = written(target, **layout).text.splitlines(keepends=True)
-    told = ("# Plan ", "# Promised: ", "# Not as planned: ")
+    told = ("# Plan ", "# Predicted: ", "# Not as planned: ")
     return "".join(line for line in lines if not line.startswith(told))
 
 
