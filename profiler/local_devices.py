@@ -54,7 +54,10 @@ def local_devices(*, field: str = "--devices") -> str:
 
 
 def _query() -> list[tuple[str, int]]:
-    """Name and total memory in bytes of every GPU; empty without nvidia-smi or a driver."""
+    """Name and total memory in bytes of every GPU; empty without nvidia-smi or a driver.
+
+    Memory that nvidia-smi does not know (``[N/A]``) is 0, which matches no device.
+    """
     try:
         done = subprocess.run(
             QUERY, capture_output=True, text=True, timeout=QUERY_SECONDS, check=True
@@ -62,7 +65,10 @@ def _query() -> list[tuple[str, int]]:
     except (OSError, subprocess.SubprocessError):
         return []
     rows = csv.reader(done.stdout.splitlines(), skipinitialspace=True)
-    return [(name, int(mebibytes) * MIB) for name, mebibytes in rows]
+    return [
+        (name, int(mebibytes) * MIB if mebibytes.isdecimal() else 0)
+        for name, mebibytes in rows
+    ]
 
 
 def match_catalogue(name: str, memory_bytes: int) -> DeviceSpec | None:
@@ -84,7 +90,7 @@ def match_catalogue(name: str, memory_bytes: int) -> DeviceSpec | None:
     near = [
         spec
         for spec in fitting
-        if abs(spec.memory_bytes / memory_bytes - 1) < MEMORY_TOLERANCE
+        if memory_bytes and abs(spec.memory_bytes / memory_bytes - 1) < MEMORY_TOLERANCE
     ]
     return min(
         near, key=lambda spec: abs(spec.memory_bytes - memory_bytes), default=None

@@ -137,7 +137,7 @@ def _subject_line(subject: Subject) -> str:
 
 
 def _devices(subject: Subject) -> str:
-    """``16 h100-sxm5-80gb + 32 a100-sxm4-80gb (6 nodes)``, ``2 of 4 cpu (1 node)``."""
+    """``16 h100-sxm5-80gb + 32 a100-sxm4-80gb (6 nodes)``, ``2 cpu of 4 devices (1 node)``."""
     cluster, available = subject.cluster, subject.available_devices
     counts: dict[str, int] = {}
     for group in cluster.node_groups:
@@ -359,7 +359,7 @@ def _closest(miss: Miss) -> str:
 
 
 def _fits_with(relaxation: Relaxation) -> str:
-    """``Fits     on 128 GPUs: 185.0 s``."""
+    """``Fits     on 128 GPUs: 185 s``."""
     devices = relaxation.devices
     change = f"on {devices:,} GPUs" if devices else f"with {relaxation.change}"
     return f"Fits     {change}: {seconds(relaxation.step_seconds)}"

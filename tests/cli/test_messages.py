@@ -146,6 +146,7 @@ def test_no_gpu_is_wrong_usage(
         (["NVIDIA H100 80GB HBM3, 81559"] * 8, "8xh100-sxm5-80gb"),
         (["NVIDIA A100-SXM4-40GB, 40960"] * 4, "4xa100-sxm4-40gb"),
         (["NVIDIA GeForce GT 710, 2048"], None),
+        (["NVIDIA H100 80GB HBM3, [N/A]"], None),
         (["NVIDIA H100 80GB HBM3, 81559", "NVIDIA A100-SXM4-40GB, 40960"], None),
     ],
 )
