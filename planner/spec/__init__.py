@@ -30,7 +30,9 @@ from planner.spec.plan import (
     Prediction,
 )
 from planner.spec.profile import LayerProfile, Measurement, ModelProfile
+from planner.spec.run import Run
 from planner.spec.short_form import ShortForm
+from planner.spec.transformer import Transformer
 
 SCHEMAS: dict[str, type[Document]] = {
     "profile": ModelProfile,
@@ -41,6 +43,8 @@ SCHEMAS: dict[str, type[Document]] = {
     "infeasible": Infeasible,
     "forecast": Forecast,
     "measured": MeasuredRun,
+    "run": Run,
+    "transformer": Transformer,
     "options": Options,
     "device": DeviceSpec,
     "link": Link,
@@ -71,8 +75,10 @@ __all__ = [
     "PlanRequest",
     "Prediction",
     "PredictionLayout",
+    "Run",
     "ScaleUp",
     "ShortForm",
+    "Transformer",
     "canonical_json",
     "digest",
     "parse",

@@ -20,6 +20,11 @@ _MOST_TOLD = 16
 """Most data-parallel ranks whose shares are listed in a message."""
 
 
+def _is_none(value: object) -> bool:
+    """Return whether to leave out a newer field, so that old ids stay valid."""
+    return value is None
+
+
 class Layout(Document):
     """How a training step is split over devices."""
 
@@ -28,6 +33,14 @@ class Layout(Document):
     pipeline_parallel_degree: int = Field(default=1, ge=1)
     context_parallel_degree: int = Field(default=1, ge=1)
     expert_parallel_degree: int = Field(default=1, ge=1)
+    expert_tensor_parallel_degree: int | None = Field(
+        default=None, ge=1, exclude_if=_is_none
+    )
+    """Tensor-parallel degree inside each routed expert; None: the tensor-parallel
+    degree. The ranks of one pipeline rank that share the experts are those of data,
+    context and tensor parallelism, so that ``expert_parallel_degree *
+    expert_tensor_parallel_degree`` divides their product (Megatron-Core's parallel
+    folding, Liu et al. 2025)."""
     virtual_stages_per_rank: int = Field(default=1, ge=1)
     zero_stage: ZeroStage = 0
     zero_shard_degree: int | None = Field(default=None, ge=1)

@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from planner.spec.cluster import DeviceSpec
 from planner.spec.document import MOST_BYTES, Document, plain_json
+from planner.spec.transformer import Transformer
 
 DataType = Literal["fp32", "bf16", "fp16"]
 RecomputeMode = Literal["none", "selective", "full"]
@@ -272,6 +273,9 @@ class ModelProfile(Document):
     whole_sequences: str = Field(default="", exclude_if=not_)
     """Reason why sequences cannot be split, into chunks or over context-parallel ranks;
     empty: they can be, the model has none, or it is unknown."""
+    transformer: Transformer | None = Field(default=None, exclude_if=_is_none)
+    """Sizes of a decoder-only transformer, from which the counts of every layer follow
+    for any runtime, micro-batch size and degree; None: only the rows are known."""
     layers: tuple[LayerProfile, ...] = Field(min_length=1)
     edges: tuple[SkipEdge, ...] = ()
     shared_parameters: tuple[SharedParameters, ...] = ()
