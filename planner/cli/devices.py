@@ -16,7 +16,6 @@ from planner.errors import SpecError
 from planner.spec import DeviceSpec, Link, ScaleUp, read
 from planner.spec.calibration import ANY, OURS, Constants, constants_for, shipped
 from planner.spec.devices import CatalogueDevice, catalogue, find_entry, link_within
-from planner.spec.profile import Operation
 from planner.spec.units import percent, scaled
 
 HEADER = (
@@ -154,11 +153,8 @@ def _matrix_products(spec: DeviceSpec, architecture: str) -> dict[str, Any]:
     constants = constants_for(OURS, architecture)
     fractions = {}
     for size in MATRIX_SIZES:
-        flops = 2 * size**3
-        product = Operation(
-            kind="matmul", count=1, flops=flops, bytes=0, m=size, n=size, k=size
-        )
-        fractions[str(size)] = matmul_fraction(product, spec, constants)
+        fraction = matmul_fraction(size, size, size, spec, constants)
+        fractions[str(size)] = fraction
     return {
         "source": _source(spec, architecture, constants),
         "fractions": fractions,

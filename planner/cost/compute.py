@@ -1,37 +1,35 @@
-"""Seconds of one layer's computation: measured where the profile has them, else a roofline per operation.
+"""Seconds of computation: measured where a profile has them, else a roofline.
 
-Williams, Waterman, Patterson, "Roofline" (CACM 2009), with a floor per kernel:
+The operations of any number of layers are priced at once, as arrays; a fit prices those
+of all measured runs in one call, a plan those of one layer.
 
-    (C1)  t(op) = max(flops / (peak * e), bytes / (bandwidth * memory fraction)) + launch   -> operation_seconds()
-          e = matmul fraction by shape (K1), x attention fraction for fused attention, x its version's speed
-    (C2)  forward = sum over operations of count * t(op)                                     -> forward_seconds()
-    (C3)  a matrix product's backward is two products of the same size: one for the input, one for the weight;
-          fused attention's backward does 2.5 times the forward's FLOPs (Dao, FlashAttention-2, section 3.1) and counts
-          as input gradient; a memory-bound operation reads the saved tensor besides the gradient -> backward_seconds()
-    (C4)  recompute = the operations that run again; else the forward again, by its share of FLOPs -> computation()
-          where parameters are frozen, `Operation.gradients` tells which of the two products there are, or that a kernel
-          has no backward at all: autograd goes only where something trained is
-    (C5)  no layer is faster than the host launches its kernels: equation (K2)              -> with_host()
+    (C1)  seconds of a kernel = max(flops / (peak e), bytes / (bandwidth x memory
+          fraction)) + launch (Williams et al. 2009, "Roofline"), with e the matmul
+          fraction of its shape (K1), times the attention fraction for fused attention
+    (C2)  forward = sum over operations of count x (C1)
+    (C3)  a product's backward is two of the same size, for the gradients of input and
+          weight; attention's does `attention_backward` times the FLOPs and is part of
+          the input gradient; a memory-bound one moves `memory_backward` times the bytes
+    (C4)  recomputation = the operations that run again; if unknown, the forward's share
+    (C5)  no layer is faster than the host launches its kernels: equation (K2)
 
-Precision fp8 prices the products of linear layers as `planner.cost.fp8` says, equations (C6) to (C9).
+Products in fp8: equations (C6) to (C9) of `planner.cost.fp8`. Constants (K1) and (K2):
+`planner.spec.calibration`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 
-from planner.cost.fp8 import (
-    cast_seconds,
-    check_fp8,
-    kernels_of,
-    product_seconds,
-    reached_fp8,
-    told_fp8,
-)
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.fp8 import check_fp8, told_fp8
 from planner.errors import MismatchError
 from planner.spec.calibration import DEFAULT, OURS, Constants
 from planner.spec.cluster import DeviceSpec
-from planner.spec.fp8 import Cast, Fp8Casts, Operand
+from planner.spec.fp8 import Fp8Casts
 from planner.spec.frameworks import find_framework
 from planner.spec.profile import (
     DataType,
@@ -41,180 +39,337 @@ from planner.spec.profile import (
     Operation,
 )
 
+Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+
 ATTENTION: dict[str, float] = {
     "attention": 1.0,
     "attention-1": 0.5,
     "attention-3": 1.75,
 }
-"""Kinds of fused attention, and their speed against FlashAttention-2: "around 2x" the first's (Dao 2023, abstract); the
-third is "1.5-2.0x" as fast on Hopper (Shah et al. 2024, abstract)."""
-
-
+"""Kinds of fused attention, and their speed relative to FlashAttention-2: "around 2x"
+the first version's (Dao 2023, abstract); the third is "1.5-2.0x" as fast on Hopper
+(Shah et al. 2024, abstract)."""
 PRODUCTS = ("matmul", "convolution")
 """Kinds of operations with two gradients."""
+NEVER = 1e30
+"""Rate of what a device has no figure for, so that it takes no time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Computation:
-    """Seconds of one layer and micro-batch on one rank, communication apart."""
+    """Seconds of one layer and micro-batch on one rank, without communication."""
 
     forward_seconds: float
     backward_input_seconds: float
     backward_weight_seconds: float
     recompute_seconds: float
+    forward_attention_seconds: float = 0.0
+    """The part of the forward in fused attention."""
 
 
-def operation_seconds(
-    operation: Operation,
-    device: DeviceSpec,
-    dtype: DataType,
-    constants: Constants = DEFAULT,
-    *,
-    flops_factor: float = 1.0,
-    bytes_factor: float = 1.0,
-) -> float:
-    """Seconds of one run of the operation: equation (C1)."""
-    launch, bandwidth = (
-        launch_seconds(device, constants),
-        reached_bandwidth(device, constants),
-    )
-    moving = operation.bytes * bytes_factor / bandwidth
-    if operation.kind == "memory":
-        return moving + launch
-    if operation.kind == "softmax":
-        return moving / constants.softmax_fraction + launch
-    reached = device.peak_flops_per_second[dtype] * matmul_fraction(
-        operation, device, constants
-    )
-    if operation.kind in ATTENTION:
-        reached *= constants.attention_fraction * ATTENTION[operation.kind]
-    return max(operation.flops * flops_factor / reached, moving) + launch
+@dataclass(frozen=True, slots=True)
+class OperationArrays:
+    """Operations of many layers: one element per operation."""
 
+    layer: NDArray[np.intp]
+    """Index of the layer that an operation belongs to."""
+    layers: int
+    count: Floats
+    flops: Floats
+    bytes: Floats
+    m: Floats
+    n: Floats
+    k: Floats
+    batch: Floats
+    is_product: Mask
+    is_attention: Mask
+    is_softmax: Mask
+    is_linear: Mask
+    is_unaligned: Mask
+    speed: Floats
+    """Of the attention kernel, relative to FlashAttention-2."""
+    has_input_gradient: Mask
+    has_weight_gradient: Mask
 
-def launch_seconds(device: DeviceSpec, constants: Constants) -> float:
-    """Fixed time of one kernel."""
-    return (
-        device.launch_seconds
-        if constants.kernel_seconds is None
-        else constants.kernel_seconds
-    )
+    @classmethod
+    def of(cls, layers: Sequence[Sequence[Operation]]) -> OperationArrays:
+        """Collect the operations of every layer."""
+        index = [place for place, each in enumerate(layers) for _ in each]
+        flat = [one for each in layers for one in each]
 
+        def floats(values: Iterable[float]) -> Floats:
+            return np.fromiter(values, dtype=np.float64, count=len(flat))
 
-def reached_bandwidth(device: DeviceSpec, constants: Constants) -> float:
-    """Bytes per second that streaming kernels reach; without end where nobody tells the device's."""
-    return (
-        device.memory_bandwidth_bytes_per_second or float("inf")
-    ) * constants.memory_fraction
+        def mask(values: Iterable[bool]) -> Mask:
+            return np.fromiter(values, dtype=np.bool_, count=len(flat))
 
-
-def linear_seconds(
-    operation: Operation, device: DeviceSpec, constants: Constants, casts: Fp8Casts
-) -> tuple[float, float, float]:
-    """Seconds of one linear layer in fp8: forward, input gradient, weight gradient; equations (C7) and (C8)."""
-    launch, bandwidth = (
-        launch_seconds(device, constants),
-        reached_bandwidth(device, constants),
-    )
-    reached = reached_fp8(
-        device, constants, matmul_fraction(operation, device, constants)
-    )
-
-    def once(result: Operand, cast: tuple[Cast, ...]) -> float:
-        product = product_seconds(operation, result, reached, bandwidth)
-        return product + launch + cast_seconds(operation, cast, bandwidth, launch)
-
-    forward = once("gradient", casts.forward)
-    return (
-        forward,
-        once("input", casts.backward_input),
-        once("weight", casts.backward_weight),
-    )
-
-
-def matmul_fraction(
-    operation: Operation, device: DeviceSpec, constants: Constants
-) -> float:
-    """What a product of this shape reaches of the peak: equation (K1)."""
-    largest = device.achievable_fraction * constants.matmul_fraction
-    if not operation.m or operation.kind in ATTENTION:
-        return largest
-    if operation.n % 2 or operation.k % 2:
-        largest *= constants.unaligned_fraction
-    return largest / (
-        1
-        + constants.matmul_edge * (1 / operation.m + 1 / operation.n + 1 / operation.k)
-    )
-
-
-def forward_seconds(
-    operations: tuple[Operation, ...],
-    device: DeviceSpec,
-    dtype: DataType,
-    constants: Constants = DEFAULT,
-    casts: Fp8Casts | None = None,
-) -> float:
-    """Equation (C2). With `casts`, linear layers are in fp8."""
-    return sum(
-        operation.count
-        * (
-            linear_seconds(operation, device, constants, casts)[0]
-            if casts and operation.is_linear
-            else operation_seconds(operation, device, dtype, constants)
+        is_product = mask(one.kind in PRODUCTS for one in flat)
+        gradients = [computed_gradients(one) for one in flat]
+        return cls(
+            layer=np.array(index, dtype=np.intp),
+            layers=len(layers),
+            count=floats(one.count for one in flat),
+            flops=floats(one.flops for one in flat),
+            bytes=floats(one.bytes for one in flat),
+            m=floats(one.m for one in flat),
+            n=floats(one.n for one in flat),
+            k=floats(one.k for one in flat),
+            batch=floats(one.batch for one in flat),
+            is_product=is_product,
+            is_attention=mask(one.kind in ATTENTION for one in flat),
+            is_softmax=mask(one.kind == "softmax" for one in flat),
+            is_linear=mask(bool(one.is_linear) for one in flat),
+            is_unaligned=mask(bool(one.n % 2 or one.k % 2) for one in flat),
+            speed=floats(ATTENTION.get(one.kind, 1.0) for one in flat),
+            has_input_gradient=mask(each[0] for each in gradients),
+            has_weight_gradient=mask(each[1] for each in gradients) & is_product,
         )
-        for operation in operations
-    )
+
+    def per_layer(self, values: Floats) -> Floats:
+        """Sum values over the operations of every layer."""
+        return np.bincount(self.layer, values, self.layers)
 
 
-def backward_seconds(
-    operations: tuple[Operation, ...],
-    device: DeviceSpec,
-    dtype: DataType,
-    constants: Constants = DEFAULT,
-    casts: Fp8Casts | None = None,
-) -> tuple[float, float]:
-    """Input-gradient and weight-gradient seconds: equation (C3). With `casts`, linear layers are in fp8."""
-    of_input = of_weight = 0.0
-    for operation in operations:
-        has_input, has_weight = computed_gradients(operation)
-        if operation.gradients == "none":
-            continue
-        if casts and operation.is_linear:
-            _, input_once, weight_once = linear_seconds(
-                operation, device, constants, casts
-            )
-            of_input += has_input * operation.count * input_once
-            of_weight += has_weight * operation.count * weight_once
-        elif operation.kind in PRODUCTS:
-            once = operation.count * operation_seconds(
-                operation, device, dtype, constants
-            )
-            of_input += has_input * once
-            of_weight += has_weight * once
-        elif operation.kind in ATTENTION:
-            of_input += operation.count * operation_seconds(
-                operation,
-                device,
-                dtype,
-                constants,
-                flops_factor=constants.attention_backward,
-                bytes_factor=2.0,
-            )
-        else:
-            of_input += operation.count * operation_seconds(
-                operation,
-                device,
-                dtype,
-                constants,
-                bytes_factor=constants.memory_backward,
-            )
-    return of_input, of_weight
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Figures of device and constants, one element per layer (or one for all)."""
+
+    peak: Floats
+    """FLOP/s of products that are not in fp8, by the data sheet."""
+    peak_fp8: Floats
+    bandwidth: Floats
+    """Bytes/s of the memory, by the data sheet."""
+    matmul: Floats
+    """Largest fraction of the peak: `achievable_fraction` x `matmul_fraction`."""
+    matmul_edge: Floats
+    unaligned_fraction: Floats
+    fp8_fraction: Floats
+    memory_fraction: Floats
+    softmax_fraction: Floats
+    attention_fraction: Floats
+    attention_backward: Floats
+    memory_backward: Floats
+    launch: Floats
+    """Seconds per kernel, on the device."""
+    host_forward: Floats
+    """Seconds per kernel, on the host."""
+    host_backward: Floats
+    is_fp8: Floats
+    """1 where linear layers run in fp8."""
+    casts: Floats
+    """Shape (layers, 3, 4): for forward, input and weight gradient the bytes moved per
+    element of input, weight and gradient, and the kernels."""
+
+    @classmethod
+    def of(
+        cls,
+        device: DeviceSpec,
+        dtype: DataType,
+        constants: Constants,
+        casts: Fp8Casts | None = None,
+        *,
+        graphs: bool = False,
+    ) -> Figures:
+        """Return the figures of one device.
+
+        Args:
+            device: what runs the operations.
+            dtype: of activations, and of products that are not in fp8.
+            constants: fitted constants.
+            casts: of the runtime, for precision fp8; None: no fp8.
+            graphs: kernels are launched from CUDA graphs, without the host.
+        """
+        launch = constants.kernel_seconds
+        hosted = 0.0 if graphs else 1.0
+        peaks = device.peak_flops_per_second
+
+        def one(value: float) -> Floats:
+            return np.array([value])
+
+        return cls(
+            peak=one(peaks.get(dtype, NEVER)),
+            peak_fp8=one(peaks.get("fp8", NEVER)),
+            bandwidth=one(device.memory_bandwidth_bytes_per_second or NEVER),
+            matmul=one(device.achievable_fraction * constants.matmul_fraction),
+            matmul_edge=one(constants.matmul_edge),
+            unaligned_fraction=one(constants.unaligned_fraction),
+            fp8_fraction=one(constants.fp8_fraction),
+            memory_fraction=one(constants.memory_fraction),
+            softmax_fraction=one(constants.softmax_fraction),
+            attention_fraction=one(constants.attention_fraction),
+            attention_backward=one(constants.attention_backward),
+            memory_backward=one(constants.memory_backward),
+            launch=one(device.launch_seconds if launch is None else launch),
+            host_forward=one(hosted * constants.host_forward_seconds),
+            host_backward=one(hosted * constants.host_backward_seconds),
+            is_fp8=one(float(casts is not None)),
+            casts=_cast_table(casts),
+        )
+
+    @classmethod
+    def stack(cls, figures: Sequence[Figures]) -> Figures:
+        """Join the figures of several layers."""
+        names = [each.name for each in fields(cls)]
+        joined = {
+            name: np.concatenate([getattr(one, name) for one in figures])
+            for name in names
+        }
+        return cls(**joined)
+
+    def at(self, layer: NDArray[np.intp]) -> Figures:
+        """Return the figures of every operation, by the index of its layer."""
+        if len(self.peak) == 1:
+            return self
+        names = [each.name for each in fields(self)]
+        return Figures(**{name: getattr(self, name)[layer] for name in names})
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSeconds:
+    """Seconds of every layer on the device, and kernels that the host launches."""
+
+    forward: Floats
+    backward_input: Floats
+    backward_weight: Floats
+    forward_attention: Floats
+    forward_kernels: Floats
+    backward_kernels: Floats
 
 
 def computed_gradients(operation: Operation) -> tuple[bool, bool]:
-    """Does the backward compute the gradient of a product's input, and of its weight?"""
-    return operation.gradients in (None, "input"), operation.gradients in (
-        None,
-        "weight",
+    """Return whether the backward computes the gradients of input and of weight."""
+    has_input = operation.gradients in (None, "input")
+    has_weight = operation.gradients in (None, "weight")
+    return has_input, has_weight
+
+
+def layer_seconds(operations: OperationArrays, figures: Figures) -> LayerSeconds:
+    """Return the seconds of every layer: equations (C1) to (C3), (C7) and (C8)."""
+    one = figures.at(operations.layer)
+    ops = operations
+    forward = kernel_seconds(ops, one)
+    attention = kernel_seconds(
+        ops, one, flops_factor=one.attention_backward, bytes_factor=2.0
+    )
+    memory = kernel_seconds(ops, one, bytes_factor=one.memory_backward)
+    of_input = np.where(ops.is_attention, attention, memory)
+    of_input = np.where(ops.is_product, forward, of_input)
+    of_weight = np.where(ops.is_product, forward, 0.0)
+    casted = 0.0 * forward
+    of_phase = (casted, casted, casted)
+    is_linear = ops.is_linear & (one.is_fp8 > 0)
+    if is_linear.any():
+        forward = np.where(is_linear, _fp8_seconds(ops, one, 0), forward)
+        of_input = np.where(is_linear, _fp8_seconds(ops, one, 1), of_input)
+        of_weight = np.where(is_linear, _fp8_seconds(ops, one, 2), of_weight)
+        kernels = [one.casts[..., phase, 3] for phase in range(3)]
+        of_phase = tuple(np.where(is_linear, each, 0.0) for each in kernels)
+    of_input = np.where(ops.has_input_gradient, of_input, 0.0)
+    of_weight = np.where(ops.has_weight_gradient, of_weight, 0.0)
+    launched = np.where(ops.has_input_gradient, 1 + of_phase[1], 0.0)
+    launched += np.where(ops.has_weight_gradient, 1 + of_phase[2], 0.0)
+    of_attention = np.where(ops.is_attention, forward, 0.0)
+    return LayerSeconds(
+        forward=ops.per_layer(ops.count * forward),
+        backward_input=ops.per_layer(ops.count * of_input),
+        backward_weight=ops.per_layer(ops.count * of_weight),
+        forward_attention=ops.per_layer(ops.count * of_attention),
+        forward_kernels=ops.per_layer(ops.count * (1 + of_phase[0])),
+        backward_kernels=ops.per_layer(ops.count * launched),
+    )
+
+
+def kernel_seconds(
+    ops: OperationArrays,
+    figures: Figures,
+    *,
+    flops_factor: float | Floats = 1.0,
+    bytes_factor: float | Floats = 1.0,
+) -> Floats:
+    """Return the seconds of one run of every operation: equation (C1).
+
+    Args:
+        ops: the operations.
+        figures: one element per operation, or one for all.
+        flops_factor: FLOPs relative to the forward's.
+        bytes_factor: bytes relative to the forward's.
+    """
+    moving = ops.bytes * bytes_factor / (figures.bandwidth * figures.memory_fraction)
+    rate = figures.peak * _matmul_fractions(ops, figures)
+    rate = rate * np.where(
+        ops.is_attention, figures.attention_fraction * ops.speed, 1.0
+    )
+    computing = np.maximum(ops.flops * flops_factor / rate, moving)
+    moving = np.where(ops.is_softmax, moving / figures.softmax_fraction, moving)
+    is_computing = ops.is_product | ops.is_attention
+    return np.where(is_computing, computing, moving) + figures.launch
+
+
+def _matmul_fractions(ops: OperationArrays, figures: Figures) -> Floats:
+    """Return the fraction of the peak that products reach: equation (K1)."""
+    has_shape = (ops.m > 0) & ~ops.is_attention
+    sizes = [np.maximum(size, 1.0) for size in (ops.m, ops.n, ops.k)]
+    edge = figures.matmul_edge * sum(1 / size for size in sizes)
+    fraction = figures.matmul / (1 + np.where(has_shape, edge, 0.0))
+    is_slow = has_shape & ops.is_unaligned
+    return np.where(is_slow, fraction * figures.unaligned_fraction, fraction)
+
+
+def _fp8_seconds(ops: OperationArrays, figures: Figures, phase: int) -> Floats:
+    """Return the seconds of linear layers in fp8: equations (C7) and (C8).
+
+    Args:
+        ops: the operations.
+        figures: one element per operation, or one for all.
+        phase: 0: forward, 1: gradient of the input, 2: gradient of the weight.
+    """
+    operands = (ops.m * ops.k, ops.n * ops.k, ops.m * ops.n)
+    results = (operands[2], operands[0], operands[1])
+    reached = figures.bandwidth * figures.memory_fraction
+    rate = figures.peak_fp8 * _matmul_fractions(ops, figures) * figures.fp8_fraction
+    moved = sum(operands) + results[phase]
+    product = np.maximum(ops.flops / rate, moved * ops.batch / reached)
+    casts = figures.casts[..., phase, :]
+    cast_bytes = sum(casts[..., place] * each for place, each in enumerate(operands))
+    casting = cast_bytes * ops.batch / reached + casts[..., 3] * figures.launch
+    return np.asarray(product + figures.launch + casting)
+
+
+def _cast_table(casts: Fp8Casts | None) -> Floats:
+    """Return bytes per element and kernels of all casts, of shape (1, 3, 4)."""
+    table = np.zeros((1, 3, 4))
+    if casts is None:
+        return table
+    phases = (casts.forward, casts.backward_input, casts.backward_weight)
+    operands = {"input": 0, "weight": 1, "gradient": 2}
+    for phase, each in enumerate(phases):
+        for cast in each:
+            table[0, phase, operands[cast.operand]] += cast.bytes_per_element
+            table[0, phase, 3] += cast.kernels
+    return table
+
+
+def smooth_maximum(device_seconds: Floats, host_seconds: Floats) -> Floats:
+    """Return equation (K2): near the crossing, device and host wait for each other."""
+    return np.asarray((device_seconds**4 + host_seconds**4) ** 0.25)
+
+
+def with_host(device: LayerSeconds, figures: Figures) -> LayerSeconds:
+    """Return the seconds with the host's floor: equations (C5) and (K2)."""
+    forward = smooth_maximum(
+        device.forward, figures.host_forward * device.forward_kernels
+    )
+    backward = device.backward_input + device.backward_weight
+    bounded = smooth_maximum(backward, figures.host_backward * device.backward_kernels)
+    slower = bounded / np.where(backward > 0, backward, 1.0)
+    return LayerSeconds(
+        forward=forward,
+        backward_input=device.backward_input * slower,
+        backward_weight=device.backward_weight * slower,
+        forward_attention=device.forward_attention,
+        forward_kernels=device.forward_kernels,
+        backward_kernels=device.backward_kernels,
     )
 
 
@@ -224,17 +379,20 @@ def computation(
     dtype: DataType,
     constants: Constants = DEFAULT,
     casts: Fp8Casts | None = None,
+    *,
+    graphs: bool = False,
 ) -> Computation:
-    """Seconds of a measurement row on a device; measured or already priced seconds stand as they are.
+    """Return the seconds of a row on a device; measured seconds are used unchanged.
 
     Args:
-        row: its operations tell which are in fp8, where `casts` are given (`planner.cost.fp8.in_fp8`).
+        row: its operations name those in fp8 if `casts` are given.
         device: what runs it.
-        dtype: of activations, and of products but for those in fp8.
-        constants: fitted ones.
-        casts: of the framework, for precision fp8; None: no fp8.
+        dtype: of activations, and of products that are not in fp8.
+        constants: fitted constants.
+        casts: of the runtime, for precision fp8; None: no fp8.
+        graphs: kernels are launched from CUDA graphs.
     """
-    if row.forward_seconds is not None:
+    if row.forward_seconds is not None and not is_priced(row):
         return Computation(
             row.forward_seconds,
             row.backward_input_seconds or 0.0,
@@ -242,103 +400,54 @@ def computation(
             row.recompute_seconds or 0.0,
         )
     operations = row.operations or (_whole_layer(row),)
-    forward = forward_seconds(operations, device, dtype, constants, casts)
-    of_input, of_weight = backward_seconds(operations, device, dtype, constants, casts)
+    arrays = OperationArrays.of((operations, row.recompute_operations))
+    figures = Figures.of(device, dtype, constants, casts, graphs=graphs)
+    found = with_host(layer_seconds(arrays, figures), figures)
+    forward, again = (float(each) for each in found.forward)
+    of_input, of_weight = (
+        float(found.backward_input[0]),
+        float(found.backward_weight[0]),
+    )
     if not row.operations:
-        of_input *= (
-            row.backward_input_flops / row.forward_flops if row.forward_flops else 1.0
-        )
-        of_weight *= (
-            row.backward_weight_flops / row.forward_flops if row.forward_flops else 1.0
-        )
-    if row.recompute_operations:
-        again = forward_seconds(
-            row.recompute_operations, device, dtype, constants, casts
-        )
-    else:
-        share = (
-            row.recompute_flops / row.forward_flops
-            if row.forward_flops
-            else float(row.recompute == "full")
-        )
+        whole = row.forward_flops
+        of_input *= row.backward_input_flops / whole if whole else 1.0
+        of_weight *= row.backward_weight_flops / whole if whole else 1.0
+    if not row.recompute_operations:
+        share = float(row.recompute == "full")
+        if row.forward_flops:
+            share = row.recompute_flops / row.forward_flops
         again = forward * min(1.0, share)
-    return with_host(
-        row, Computation(forward, of_input, of_weight, again), constants, casts
-    )
+    attention = float(found.forward_attention[0])
+    return Computation(forward, of_input, of_weight, again, attention)
 
 
-def with_host(
-    row: Measurement,
-    device: Computation,
-    constants: Constants,
-    casts: Fp8Casts | None = None,
-) -> Computation:
-    """The host's floor under the device's seconds: equations (C5) and (K2)."""
-    if constants.host_forward_seconds == constants.host_backward_seconds == 0:
-        return device
-    cast_forward = kernels_of(casts)[0] if casts else 0
-    forward = constants.host_forward_seconds * _launched(row.operations, cast_forward)
-    again = constants.host_forward_seconds * _launched(
-        row.recompute_operations, cast_forward
-    )
-    backward = constants.host_backward_seconds * sum(
-        _launched_backward(one, casts) for one in row.operations
-    )
-    of_device = device.backward_input_seconds + device.backward_weight_seconds
-    slower = _higher(of_device, backward) / of_device if of_device else 1.0
-    return Computation(
-        forward_seconds=_higher(device.forward_seconds, forward),
-        backward_input_seconds=device.backward_input_seconds * slower,
-        backward_weight_seconds=device.backward_weight_seconds * slower,
-        recompute_seconds=_higher(device.recompute_seconds, again),
-    )
-
-
-def _launched(operations: tuple[Operation, ...], casting: int) -> int:
-    """Kernels of these operations, with `casting` more for each linear layer in fp8."""
-    casted = (
-        sum(operation.count for operation in operations if operation.is_linear)
-        if casting
-        else 0
-    )
-    return sum(operation.count for operation in operations) + casting * casted
-
-
-def _launched_backward(one: Operation, casts: Fp8Casts | None) -> int:
-    """Kernels of an operation's backward, with those that cast for a linear layer in fp8."""
-    has_input, has_weight = computed_gradients(one)
-    if one.kind not in PRODUCTS:
-        has_input, has_weight = has_input or has_weight, False
-    kernels = has_input + has_weight
-    if casts and one.is_linear:
-        _, of_input, of_weight = kernels_of(casts)
-        kernels += has_input * of_input + has_weight * of_weight
-    return one.count * kernels
-
-
-def _higher(device_seconds: float, host_seconds: float) -> float:
-    """A smooth maximum: near the crossing both wait for each other now and then."""
-    return float((device_seconds**4 + host_seconds**4) ** 0.25)
+def is_priced(row: Measurement) -> bool:
+    """Return whether a row's seconds are prices of its counted operations."""
+    return row.source == "counted" and bool(row.operations)
 
 
 def _whole_layer(row: Measurement) -> Operation:
-    """A row without operations is priced as one matrix product of its FLOPs and bytes."""
+    """Return one product with the FLOPs and bytes of a row without operations."""
     return Operation(
         kind="matmul", count=1, flops=row.forward_flops, bytes=row.forward_bytes
     )
 
 
 def price(profile: ModelProfile, device: DeviceSpec) -> ModelProfile:
-    """The same profile with this device's roofline seconds in every counted row (``source`` stays ``counted``).
+    """Return the profile with this device's seconds in every counted row.
+
+    Plans price the operations of such rows again, with the constants of their runtime.
 
     Raises:
-        MismatchError: the device has no peak for the profile's data type, or for its precision.
+        MismatchError: the device has no peak for the profile's data type, or for its
+            precision.
     """
     if profile.dtype not in device.peak_flops_per_second:
+        known = ", ".join(device.peak_flops_per_second)
         raise MismatchError(
             f"device {device.id!r} has no peak for {profile.dtype}.",
             field="device",
-            hint=f"use one of its data types: {', '.join(device.peak_flops_per_second)}.",
+            hint=f"use one of its data types: {known}.",
         )
     if profile.precision == "fp8":
         check_fp8(device, field="device")
@@ -362,8 +471,10 @@ def _priced_row(
     row: Measurement, device: DeviceSpec, profile: ModelProfile, *, is_last: bool
 ) -> Measurement:
     casts = find_framework(OURS).fp8 if profile.precision == "fp8" else None
-    told = told_fp8(row, profile.dtype, casts, is_last=is_last) if casts else row
-    seconds = computation(told, device, profile.dtype, casts=casts)
+    counted = row
+    if casts is not None:
+        counted = told_fp8(row, profile.dtype, casts, is_last=is_last)
+    seconds = computation(counted, device, profile.dtype, casts=casts)
     return row.model_copy(
         update={
             "forward_seconds": seconds.forward_seconds,
@@ -372,3 +483,33 @@ def _priced_row(
             "recompute_seconds": seconds.recompute_seconds,
         }
     )
+
+
+def matmul_fraction(
+    m: int, n: int, k: int, device: DeviceSpec, constants: Constants
+) -> float:
+    """Return the fraction of the peak that a product of this shape reaches: (K1)."""
+    product = Operation(
+        kind="matmul", count=1, flops=2 * m * n * k, bytes=0, m=m, n=n, k=k
+    )
+    arrays = OperationArrays.of([[product]])
+    return float(_matmul_fractions(arrays, Figures.of(device, "bf16", constants))[0])
+
+
+__all__ = [
+    "ATTENTION",
+    "PRODUCTS",
+    "Computation",
+    "Figures",
+    "LayerSeconds",
+    "OperationArrays",
+    "computation",
+    "computed_gradients",
+    "is_priced",
+    "kernel_seconds",
+    "layer_seconds",
+    "matmul_fraction",
+    "price",
+    "smooth_maximum",
+    "with_host",
+]

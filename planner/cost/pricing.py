@@ -32,7 +32,6 @@ last digit. Per layer l, recompute mode r, micro-batch:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -41,6 +40,7 @@ from planner.cost.communication import Group, collective_seconds
 from planner.cost.compute import Computation
 from planner.cost.groups import Groups
 from planner.cost.held import Held, has_backward
+from planner.cost.overlap import ConcurrentCompute, Exchanges, exposed_seconds
 from planner.cost.ticks import ticks
 from planner.cost.workload import Workload, modes_of
 from planner.spec.layout import Layout
@@ -347,7 +347,7 @@ class LayerPricing:
         seconds = self._computation(row)
         if row is self.plain:
             forward = ticks(seconds.forward_seconds)
-            forward_exchange = self._exchange_ticks(row, "forward", forward)
+            forward_exchange = self._exchange_ticks(row, "forward", seconds)
         else:
             plain = self._spent(self.plain)
             forward, forward_exchange = (
@@ -360,7 +360,7 @@ class LayerPricing:
             ticks(seconds.recompute_seconds),
         )
         replayed = forward_exchange if row.recompute == "full" else 0
-        backward_exchange = self._exchange_ticks(row, "backward", backward) + replayed
+        backward_exchange = self._exchange_ticks(row, "backward", seconds) + replayed
         return _Spent(
             forward=forward,
             backward=backward,
@@ -425,34 +425,32 @@ class LayerPricing:
             -of_experts // self.groups.expert_shard.ranks
         )
 
-    def _exchange_ticks(self, row: Measurement, phase: str, compute: int) -> int:
-        """Of a whole micro-batch: equation (Q4); where `compute`, of this phase, hides the tensor-parallel ones, what
-        is left of them."""
+    def _exchange_ticks(
+        self, row: Measurement, phase: str, seconds: Computation
+    ) -> int:
+        """Exposed ticks of a phase's collectives: equations (X1) and (Q4)."""
         mine = [one for one in row.collectives if one.phase == phase]
-        if not self.work.framework.overlaps_tensor_parallel:
-            return self._collective_ticks(mine)
-        hidden, others = (
-            [one for one in mine if (one.group == "tensor") is kind]
-            for kind in (True, False)
+        if not mine:
+            return 0
+        by_class = Exchanges()
+        for one in mine:
+            by_class.add(one.group, one.beside, self._seconds_of(one))
+        compute = ConcurrentCompute.of(seconds, phase)
+        framework = self.work.framework
+        exposed = exposed_seconds(
+            by_class,
+            compute,
+            self.work.constants.overlap_fraction,
+            overlaps_tensor=framework.overlaps_tensor_parallel,
         )
-        left = self._collective_ticks(hidden) - int(
-            self.work.constants.overlap_fraction * compute
-        )
-        return self._collective_ticks(others) + max(0, left)
+        return ticks(float(exposed))
 
-    def _collective_ticks(self, collectives: Iterable[Collective]) -> int:
-        """Of a whole micro-batch, one after the other."""
+    def _seconds_of(self, one: Collective) -> float:
+        """Seconds of a layer's collectives for a whole micro-batch, nothing hidden."""
         chunks = self.layout.sequence_chunks
-        return ticks(
-            sum(
-                one.count
-                * chunks
-                * self._collective_seconds(
-                    one.operation, one.bytes / chunks, getattr(self.groups, one.group)
-                )
-                for one in collectives
-            )
-        )
+        group = getattr(self.groups, one.group)
+        seconds = self._collective_seconds(one.operation, one.bytes / chunks, group)
+        return one.count * chunks * seconds
 
     def _parts(self, parameters: int, experts: int) -> _Parts:
         """Elements by the ranks that share them out, or sum their gradients: experts, and all others."""
