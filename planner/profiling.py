@@ -85,8 +85,18 @@ def profile_model(
 
 def _check_device(name: str, field: str) -> None:
     """Refuse an unknown device before torch is loaded."""
-    if name.startswith(ANALYTIC) or name.partition(":")[0] in DEVICES:
+    if name.startswith(ANALYTIC) or name in DEVICES:
         return
+    kind, _, index = name.partition(":")
+    is_decimal = index.isascii() and index.isdecimal()
+    if kind == "cuda" and is_decimal:
+        return
+    if kind in DEVICES:
+        raise UnknownNameError(
+            f"no device {name!r}: only cuda has an index, a whole number from 0.",
+            field=field,
+            hint=f"use {kind}, or cuda:0.",
+        )
     known = [*DEVICES, *(f"{ANALYTIC}{identifier}" for identifier in catalogue())]
     raise UnknownNameError(
         f"unknown device {name!r}.",
@@ -189,7 +199,7 @@ def _measure(
     from planner.profiler.measure import TIME_BUDGET_SECONDS, profile
     from planner.profiler.models import load_model
 
-    device = _device(options.device)
+    device = _device(options.device, spelling("device"))
     source = load_model(options.model).cut_at(options.cut or ())
     with show("measuring") as progress:
         return profile(
@@ -209,12 +219,28 @@ def _measure(
         )
 
 
-def _device(name: str) -> str:
-    if name != "auto":
+def _device(name: str, field: str) -> str:
+    """The torch device to measure on.
+
+    Raises:
+        DocumentError: this machine has no such GPU.
+    """
+    if name == "cpu":
         return name
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        return "cuda" if count else "cpu"
+    index = int(name.partition(":")[2] or 0)
+    if index < count:
+        return name
+    found = f"{count} CUDA devices" if count else "no CUDA device"
+    raise DocumentError(
+        f"no device {name!r}: torch finds {found}.",
+        field=field,
+        hint=f"use cuda:{count - 1} or below." if count else "use cpu or analytic:ID.",
+    )
 
 
 def _data_type(

@@ -15,7 +15,7 @@ from planner.spec.devices import catalogue
 QUERY = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
 QUERY_SECONDS = 30.0
 MIB = 1 << 20
-EXAMPLE = "e.g. --devices 64xh100-sxm5-80gb; see `planner devices`."
+EXAMPLE = "64xh100-sxm5-80gb"
 MEMORY_TOLERANCE = 0.1
 """Relative to the catalogue. Drivers differ by up to 2 %, nvidia-smi reports up to 3 % more than torch, and a GPU with
 GDDR memory up to 8 % more without ECC."""
@@ -24,7 +24,7 @@ FormFactor = Literal["SXM", "PCIE", "NVL"]
 FORM_FACTORS: tuple[FormFactor, ...] = ("SXM", "PCIE", "NVL")
 
 
-def local_devices(*, field: str = "--devices") -> str:
+def local_devices(*, field: str = "devices") -> str:
     """This machine's GPUs as ``COUNTxDEVICE``, as nvidia-smi lists them.
 
     Args:
@@ -39,7 +39,7 @@ def local_devices(*, field: str = "--devices") -> str:
         raise DocumentError(
             "this machine has no NVIDIA GPU to plan for.",
             field=field,
-            hint=f"name the devices to plan for, {EXAMPLE}",
+            hint=_hint(field),
         )
     known = [match_catalogue(name, memory_bytes) for name, memory_bytes in gpus]
     ids = {spec.id if spec else "" for spec in known}
@@ -48,9 +48,16 @@ def local_devices(*, field: str = "--devices") -> str:
         raise DocumentError(
             f"this machine's GPUs ({names}) are not one device of the catalogue.",
             field=field,
-            hint=f"name the devices to plan for, {EXAMPLE}",
+            hint=_hint(field),
         )
     return f"{len(gpus)}x{ids.pop()}"
+
+
+def _hint(field: str) -> str:
+    """How to name devices, spelled as an option of the command line or as an argument of Python."""
+    is_option = field.startswith("-")
+    example = f"{field} {EXAMPLE}" if is_option else f'{field}="{EXAMPLE}"'
+    return f"name the devices to plan for, e.g. {example}; see `planner devices`."
 
 
 def _query() -> list[tuple[str, int]]:

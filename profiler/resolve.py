@@ -302,5 +302,5 @@ def _find_profile(request: PlanRequest, path: str | None) -> ModelProfile:
     raise DocumentError(
         "the plan has neither a profile nor the name of a catalogue model.",
         field="request.profile",
-        hint="give the profile with --profile.",
+        hint="give the file of the profile that the plan was made from.",
     )

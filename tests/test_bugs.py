@@ -17,7 +17,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from planner.errors import DocumentError, SpecError, UnsupportedError
+from planner.cli.main import main
+from planner.cli.plan_text import prediction_text
+from planner.errors import (
+    DocumentError,
+    SpecError,
+    UnknownNameError,
+    UnsupportedError,
+)
 from planner.executor.checkpoint.materialise import materialise
 from planner.executor.dry_run import dry_run
 from planner.executor.failures.failure import read_failure, write_failure
@@ -27,11 +34,14 @@ from planner.executor.reference import train_reference
 from planner.profiler import count, host_random, measure
 from planner.profiler.counted import counted_profile
 from planner.profiler.cut import cut_model
+from planner.profiler.local_devices import local_devices
 from planner.profiler.models import load_model
 from planner.profiler.recompute import recompute
+from planner.profiling import ProfileRequest, profile_model
 from planner.search import plan, predict
 from planner.spec import Cluster, Infeasible, Plan, parse
 from planner.spec.layout import PredictionLayout
+from planner.spec.plan import RankMemory
 from planner.spec.profile import RecomputeMode
 from planner.spec.short_form import cluster_of, job_of
 from tests.builders import GIGABYTE, cluster, job, layer, profile, request
@@ -637,3 +647,73 @@ def test_prediction_for_megatron_takes_its_even_cut() -> None:
         for stage in found.stages
     ]
     assert blocks == [20, 20, 20, 20]
+
+
+def test_layout_option_with_an_equals_sign_takes_the_words_after_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`--layout=tp=2 pp=2` ended in "Got unexpected extra argument (pp=2)"."""
+    words = ["predict", "gpt2", "--devices", "4xh100-sxm5-80gb", "--batch", "8"]
+    words += ["--sequence", "512", "--json", "--layout=tp=2", "pp=2"]
+    assert main(words) == 0
+    layout = json.loads(capsys.readouterr().out)["layout"]
+    assert layout["tensor_parallel_degree"] == 2
+    assert layout["pipeline_parallel_degree"] == 2
+
+
+@pytest.mark.parametrize("name", ["auto:3", "cpu:foo", "cpu:1", "cuda:", "cuda:-1"])
+def test_device_with_a_wrong_index_is_refused_before_torch(name: str) -> None:
+    """`--device auto:3` reached torch, which answered with the list of its own device types."""
+    with pytest.raises(UnknownNameError, match=name) as refused:
+        profile_model(ProfileRequest(model="gpt2", device=name))
+    assert refused.value.problems[0].field == "device"
+    assert refused.value.problems[0].hint
+
+
+def test_device_that_this_machine_lacks_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`--device cuda` without a GPU ended as an unexpected error of torch."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(DocumentError, match="no CUDA device") as refused:
+        profile_model(ProfileRequest(model="gpt2", device="cuda:0"))
+    assert refused.value.problems[0].field == "device"
+
+
+@pytest.mark.parametrize(
+    ("field", "example"),
+    [("devices", 'devices="64x'), ("--devices", "--devices 64x")],
+)
+def test_hint_spells_an_argument_as_its_caller_does(
+    monkeypatch: pytest.MonkeyPatch, field: str, example: str
+) -> None:
+    """`planner.plan` without devices advised to give an option of the command line."""
+    monkeypatch.setattr("planner.profiler.local_devices._query", list)
+    with pytest.raises(DocumentError) as refused:
+        local_devices(field=field)
+    assert example in refused.value.problems[0].hint
+
+
+def test_prediction_reports_host_memory_beside_device_memory() -> None:
+    """When the device overflowed as well, the text left out that the host's memory is exceeded."""
+    row = RankMemory(
+        pipeline_rank=0,
+        parameters_bytes=0,
+        gradients_bytes=0,
+        optimizer_bytes=0,
+        activations_bytes=9 * GIGABYTE,
+        temporary_bytes=0,
+        reserved_bytes=0,
+        peak_bytes=9 * GIGABYTE,
+        capacity_bytes=8 * GIGABYTE,
+        host_bytes=7 * GIGABYTE,
+        host_capacity_bytes=4 * GIGABYTE,
+    )
+    found = predict(
+        profile(layer()), cluster(devices=1), job(batch=1), PredictionLayout()
+    )
+    crowded = found.prediction.model_copy(update={"memory": (row,)})
+    forecast = found.model_copy(update={"prediction": crowded, "fits": False})
+    text = prediction_text(forecast, "toy", cluster(devices=1), job(batch=1))
+    assert "1.0 GB too much" in text
+    assert "3.0 GB too much" in text

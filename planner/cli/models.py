@@ -24,7 +24,7 @@ def command(family: str | None, as_json: bool) -> int:
 
     entries = [entry(name) for name in names()]
     if family is not None:
-        wanted = find_family(family)
+        wanted = find_family(family, field="--family")
         entries = [each for each in entries if each.family in wanted]
     if as_json:
         left_out = {"config", "network"}

@@ -74,7 +74,7 @@ class Verb(click.Command):
         return result
 
     def _repeat_options(self, words: Sequence[str]) -> list[str]:
-        """``--layout a=1 b=2`` -> ``--layout a=1 --layout b=2``, for options of several words."""
+        """``--layout[=| ]a=1 b=2`` -> ``--layout a=1 --layout b=2``, for options of several words."""
         several = {
             name
             for each in self.params
@@ -85,7 +85,8 @@ class Verb(click.Command):
         option = ""
         for word in words:
             if word.startswith("-"):
-                option = word if word in several else ""
+                name, _, _ = word.partition("=")
+                option = name if name in several else ""
             elif option and "=" in word and result[-1] != option:
                 result.append(option)
             result.append(word)

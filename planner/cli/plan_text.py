@@ -64,8 +64,9 @@ def plan_text(plan: Plan, next_command: str) -> str:
 def prediction_text(forecast: Forecast, model: str, cluster: Cluster, job: Job) -> str:
     """Time and memory of one given layout, and whether it fits."""
     lines = _summary(forecast, Subject(model, cluster, job, cluster.devices))
-    if all(row.peak_bytes <= row.capacity_bytes for row in forecast.prediction.memory):
-        lines += [_line("Too large", reason) for reason in forecast.reasons[:3]]
+    over_host = [row for row in forecast.prediction.memory if not row.fits_host]
+    if over_host:
+        lines.append(_line("Host memory", _fullest_host(over_host)))
     return "\n".join(lines)
 
 
@@ -245,6 +246,19 @@ def _fullest(memory: Sequence[RankMemory]) -> str:
     text = f"{used:.1f} of {capacity:.1f} GB, pipeline rank {row.pipeline_rank}"
     over = row.peak_bytes - row.capacity_bytes
     return f"{text}: {over / GB:.1f} GB too much" if over > 0 else text
+
+
+def _fullest_host(memory: Sequence[RankMemory]) -> str:
+    """Host memory per device of the pipeline rank that exceeds its capacity most."""
+    row = max(memory, key=_host_excess_bytes)
+    capacity_bytes = row.host_capacity_bytes or 0
+    used = f"{row.host_bytes / GB:.1f} of {capacity_bytes / GB:.1f} GB per device"
+    over = _host_excess_bytes(row) / GB
+    return f"{used}, pipeline rank {row.pipeline_rank}: {over:.1f} GB too much"
+
+
+def _host_excess_bytes(row: RankMemory) -> int:
+    return row.host_bytes - (row.host_capacity_bytes or 0)
 
 
 def _shares(prediction: Prediction) -> str:

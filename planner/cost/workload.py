@@ -382,7 +382,7 @@ def _check_precision(work: Workload) -> None:
         raise MismatchError(
             f"precision {work.job.precision!r} computes in {wanted}, the profile was taken in {work.profile.dtype}.",
             field="job.precision",
-            hint=f"profile the model with --dtype {wanted}, or choose a precision of {work.profile.dtype}.",
+            hint=f"profile the model in {wanted}, or choose a precision of {work.profile.dtype}.",
         )
     if work.profile.device != COUNTED and (work.profile.precision == "fp8") != (
         work.job.precision == "fp8"
@@ -402,9 +402,7 @@ def _check_device(work: Workload, field: str) -> None:
         raise MismatchError(
             f"the profile has seconds of device {measured_on!r}, but the cluster has {work.device.id!r}.",
             field=field,
-            hint="profile the model on that device, or with --device analytic:"
-            + work.device.id
-            + ".",
+            hint=f"profile the model on that device, or for analytic:{work.device.id}.",
         )
     compute_type = work.profile.dtype
     if measured_on == COUNTED and compute_type not in work.device.peak_flops_per_second:

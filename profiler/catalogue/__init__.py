@@ -106,8 +106,12 @@ def entry(name: str) -> CatalogueEntry:
     return _read(name)
 
 
-def find_family(text: str) -> tuple[str, ...]:
-    """Families whose name holds the text, whatever its case.
+def find_family(text: str, *, field: str = "family") -> tuple[str, ...]:
+    """Return the families whose name contains the text; case does not matter.
+
+    Args:
+        text: part of a name.
+        field: name of the argument in error messages.
 
     Raises:
         UnknownNameError: none does; lists all.
@@ -120,7 +124,7 @@ def find_family(text: str) -> tuple[str, ...]:
         suggestion = f"did you mean {names_by_lower[close[0]]!r}? " if close else ""
         raise UnknownNameError(
             f"no family {text!r} in the catalogue.",
-            field="--family",
+            field=field,
             hint=f"{suggestion}Known: {', '.join(families)}.",
         )
     return found
