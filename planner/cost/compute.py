@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 
 from planner.cost.fp8 import check_fp8, told_fp8
 from planner.errors import MismatchError
-from planner.spec.calibration import DEFAULT, OURS, Constants
+from planner.spec.calibration import DEFAULT, Constants
 from planner.spec.cluster import DeviceSpec
 from planner.spec.fp8 import Fp8Casts
-from planner.spec.frameworks import find_framework
+from planner.spec.frameworks import OURS, find_framework
 from planner.spec.profile import (
     DataType,
     LayerProfile,
@@ -191,11 +191,15 @@ class Figures:
             peak=one(peaks.get(dtype, NEVER)),
             peak_fp8=one(peaks.get("fp8", NEVER)),
             bandwidth=one(device.memory_bandwidth_bytes_per_second or NEVER),
-            matmul=one(device.achievable_fraction * constants.matmul_fraction),
+            matmul=one(
+                device.achievable_fraction
+                * constants.matmul_fraction
+                * constants.kernel_fraction
+            ),
             matmul_edge=one(constants.matmul_edge),
             unaligned_fraction=one(constants.unaligned_fraction),
             fp8_fraction=one(constants.fp8_fraction),
-            memory_fraction=one(constants.memory_fraction),
+            memory_fraction=one(constants.memory_fraction * constants.kernel_fraction),
             softmax_fraction=one(constants.softmax_fraction),
             attention_fraction=one(constants.attention_fraction),
             attention_backward=one(constants.attention_backward),

@@ -1,6 +1,6 @@
-"""Constants of the cost model that are fitted to measured runs.
+"""Constants of the cost model that are fitted to measured runs, and their uncertainty.
 
-They are efficiencies of a device, and host and network time of a framework.
+Constants are efficiencies of a device, and host and network time of a runtime.
 
     (K1)  matmul fraction   e(m, n, k) = a e_max u / (1 + d/m + d/n + d/k) of the peak
 
@@ -15,23 +15,32 @@ They are efficiencies of a device, and host and network time of a framework.
                             host = kernels x host seconds per kernel: a layer cannot run
                             faster than the host launches its kernels
     (K3)  links             bandwidth x fraction, latency + host time of one collective
+    (K4)  pooling           constant = global value x exp(offset of its owner); the owner
+                            of a constant is an architecture, a runtime, a format, a
+                            source, or a runtime on an architecture
 
 A constant without a measurement keeps its default, which is for torch's own kernels.
-``calibration.json`` has the fitted constants and the number of runs behind each;
-`planner calibrate` writes such files.
+``calibration.json`` is the calibration of this release; `planner calibrate` writes such
+documents.
 """
 
 from __future__ import annotations
 
 import json
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from statistics import median
-from typing import Any
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from planner.errors import DocumentError
+from planner.spec.document import Document, read
+from planner.spec.document import parse as parse_document
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +53,9 @@ class Constants:
     """d of (K1), in elements."""
     unaligned_fraction: float = 1.0
     """u of (K1)."""
+    kernel_fraction: float = 1.0
+    """Speed of all kernels in this runtime's training step / that of other runtimes on
+    the same architecture."""
     fp8_fraction: float = 0.8
     """Fraction of the fp8 peak that a linear layer reaches / that of the bf16 peak."""
     memory_fraction: float = 0.85
@@ -94,156 +106,399 @@ class Constants:
 
 
 DEFAULT = Constants()
-ANY = "*"
-"""Framework of the constants that apply to every framework."""
-OURS = "planner"
-KERNELS = (
-    "matmul_fraction",
-    "matmul_edge",
-    "fp8_fraction",
-    "unaligned_fraction",
-    "memory_fraction",
-    "softmax_fraction",
-    "attention_fraction",
-    "attention_backward",
-    "memory_backward",
-)
-"""Constants of matrix products, attention and memory-bound kernels, which every
-framework takes from the same libraries."""
 INTRA_NODE = ("ring_copies", "intra_node_fraction")
 """Constants of collectives inside a node, relative to the data sheet of its links."""
 INTER_NODE = ("rail_fraction", "inter_node_fraction")
 """Constants of collectives between nodes, relative to the data sheet of the network."""
+MINIMUM_ROWS = 5
+"""Fewest measured runs for which a runtime or an architecture counts as known."""
+LEAST_HEADROOM = 0.02
+MOST_HEADROOM = 0.25
+"""Bounds of the memory margin that follows from an interval."""
+LEAST_TAIL = 1e-3
+"""Scale of the tails of memory residuals, if the outer quantiles coincide."""
+NAMES = frozenset(each.name for each in fields(Constants))
+
+OwnerKind = Literal[
+    "architecture", "runtime", "format", "source", "runtime x architecture"
+]
+Kind = Literal["runtime", "architecture", "neither"]
+"""What is known from measured runs: the runtime on the architecture, the architecture
+alone, or neither."""
+Counts = dict[str, Annotated[int, Field(ge=0)]]
+
+
+class RowCounts(Document):
+    """Number of measured runs in the fit."""
+
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
+
+    runtime: Counts = Field(default_factory=dict)
+    architecture: Counts = Field(default_factory=dict)
+    runtime_architecture: Counts = Field(
+        default_factory=dict, alias="runtime x architecture"
+    )
+    """By names such as ``nemo x Hopper``."""
+
+
+class Residuals(Document):
+    """Distribution of log(measured / predicted) over held-out runs."""
+
+    low: float
+    """10 % quantile."""
+    high: float
+    """90 % quantile."""
+    quantiles: tuple[float, ...] = ()
+    """Evenly spaced quantiles in ascending order, such as 5 %, 10 % ... 95 %."""
+
+    @model_validator(mode="after")
+    def _is_ordered(self) -> Self:
+        if self.low > self.high:
+            raise ValueError(
+                f"low {self.low} is above high {self.high}; swap them or fit again"
+            )
+        if list(self.quantiles) != sorted(self.quantiles):
+            raise ValueError("quantiles are not in ascending order; sort them")
+        return self
+
+    def quantile(self, probability: float) -> float:
+        """Return the quantile of a probability between 0 and 1, exclusive."""
+        grid = self._grid
+        below = bisect_left(grid, probability)
+        below = min(max(below, 1), len(grid) - 1)
+        left, right = grid[below - 1], grid[below]
+        share = min(1.0, max(0.0, (probability - left) / (right - left)))
+        values = self._values
+        return values[below - 1] + share * (values[below] - values[below - 1])
+
+    def probability_above(self, value: float) -> float:
+        """Return the probability that log(measured / predicted) exceeds a value.
+
+        Linear between quantiles; beyond the outermost ones the probability halves with
+        every distance between the last two.
+        """
+        values, grid = self._values, self._grid
+        if value >= values[-1]:
+            scale = max(LEAST_TAIL, values[-1] - values[-2])
+            halvings = (value - values[-1]) / scale
+            return (1 - grid[-1]) * math.pow(0.5, halvings)
+        if value <= values[0]:
+            scale = max(LEAST_TAIL, values[1] - values[0])
+            halvings = (values[0] - value) / scale
+            return 1 - grid[0] * math.pow(0.5, halvings)
+        above = next(place for place, each in enumerate(values) if each > value)
+        left, right = values[above - 1], values[above]
+        share = (value - left) / (right - left)
+        return 1 - (grid[above - 1] + share * (grid[above] - grid[above - 1]))
+
+    @property
+    def _values(self) -> Sequence[float]:
+        return self.quantiles if len(self.quantiles) > 1 else (self.low, self.high)
+
+    @property
+    def _grid(self) -> Sequence[float]:
+        count = len(self.quantiles)
+        if count < 2:
+            return (0.1, 0.9)
+        return [(place + 1) / (count + 1) for place in range(count)]
+
+
+class IntervalRow(Document):
+    """Residuals of step time and of peak memory for one kind of prediction."""
+
+    time: Residuals
+    memory: Residuals
+
+
+class CalibrationTable(Document):
+    """Fitted constants, the measured runs behind them, and the errors of held-out runs.
+
+    `planner calibrate` writes it, and every prediction reads it.
+    """
+
+    schema_version: Literal[2] = 2
+    name: str
+    """Shown with every prediction."""
+    measured_runs: int = Field(ge=0)
+    """Runs in the fit."""
+    constants: dict[str, float]
+    """Global value of every fitted constant; fields of `Constants`."""
+    offsets: dict[str, dict[str, float]] = Field(default_factory=dict)
+    """By constant and owner: log of the owner's value / the global value."""
+    owners: dict[str, OwnerKind] = Field(default_factory=dict)
+    """What the offsets of a constant belong to."""
+    rows: RowCounts = RowCounts()
+    """Runs with a step time."""
+    memory: RowCounts = RowCounts()
+    """Runs with a memory."""
+    intervals: dict[Kind, IntervalRow]
+
+    @field_validator("constants", "offsets", "owners")
+    @classmethod
+    def _constants_are_known(cls, table: dict[str, Any]) -> dict[str, Any]:
+        unknown = sorted(set(table) - NAMES)
+        if unknown:
+            raise ValueError(
+                f"no constant is named {', '.join(unknown)}; "
+                "fit again with this release: `planner calibrate`"
+            )
+        return table
+
+    @field_validator("intervals")
+    @classmethod
+    def _intervals_are_complete(cls, table: dict[Kind, Any]) -> dict[Kind, Any]:
+        missing = sorted({"runtime", "architecture", "neither"} - set(table))
+        if missing:
+            raise ValueError(
+                f"intervals of {', '.join(missing)} are missing; "
+                "fit again: `planner calibrate`"
+            )
+        return table
+
+    @model_validator(mode="after")
+    def _offsets_have_owners(self) -> Self:
+        without = sorted(set(self.offsets) - set(self.owners))
+        if without:
+            raise ValueError(
+                f"owners of {', '.join(without)} are missing, which have offsets; "
+                "fit again: `planner calibrate`"
+            )
+        return self
 
 
 @dataclass(frozen=True, slots=True)
-class Calibration:
-    """Constants of one framework on one device architecture, with their source."""
+class Interval:
+    """Distribution of log(measured / predicted) for one runtime on one architecture."""
 
-    framework: str
-    architecture: str
-    constants: Constants
-    rows: int
-    """Number of measured runs in the fit."""
-    source: str
+    kind: Kind
+    """What is known of the step time."""
+    memory_kind: Kind
+    """What is known of the memory."""
+    time: Residuals
+    memory: Residuals
+
+    @property
+    def time_low(self) -> float:
+        """10 % quantile of log(measured / predicted) of the step time."""
+        return self.time.low
+
+    @property
+    def time_high(self) -> float:
+        """90 % quantile of log(measured / predicted) of the step time."""
+        return self.time.high
+
+    @property
+    def memory_low(self) -> float:
+        """10 % quantile of log(measured / predicted) of the peak memory."""
+        return self.memory.low
+
+    @property
+    def memory_high(self) -> float:
+        """90 % quantile of log(measured / predicted) of the peak memory."""
+        return self.memory.high
+
+    @property
+    def memory_quantiles(self) -> tuple[float, ...]:
+        """Quantiles of log(measured / predicted) of the peak memory."""
+        return self.memory.quantiles
+
+    @property
+    def headroom(self) -> float:
+        """Fraction of memory to leave free.
+
+        A predicted peak that leaves this much free exceeds the device's memory with a
+        probability of at most 20 %, within `LEAST_HEADROOM` and `MOST_HEADROOM`.
+        """
+        margin = 1 - math.exp(-self.memory.quantile(0.8))
+        return min(MOST_HEADROOM, max(LEAST_HEADROOM, margin))
+
+    def out_of_memory_probability(self, peak_bytes: float, memory_bytes: int) -> float:
+        """Return the probability that a predicted peak exceeds a device's memory."""
+        return self.memory.probability_above(math.log(memory_bytes / peak_bytes))
+
+
+class CalibrationNote(Document):
+    """The measured runs behind a prediction."""
+
+    name: str
+    """Name of the calibration."""
+    measured_runs: int = Field(ge=0)
+    """Measured runs of this runtime on this architecture; step time or memory."""
+    note: str
+    """What the prediction rests on, as a sentence."""
 
 
 def constants_for(
-    framework: str,
+    runtime: str,
     architecture: str,
-    calibrations: tuple[Calibration, ...] | None = None,
     *,
+    calibration: CalibrationTable | None = None,
     has_intra_node: bool = False,
     has_inter_node: bool = False,
+    data_format: str = "",
+    source: str = "",
 ) -> Constants:
-    """Return the fitted constants of a framework on an architecture.
+    """Return the constants of a runtime on an architecture: equation (K4).
 
-    Without a fit for the framework, use that of the architecture, then the defaults.
-
-    The planner's own executor uses constants fitted to its runs. Without such a fit it
-    uses those of kernels and links (`KERNELS`, `INTRA_NODE`, `INTER_NODE`), which every
-    framework shares: of the architecture, or the median of all architectures.
+    An owner without an offset has the global value.
 
     Args:
-        framework: a name in `planner.spec.frameworks`.
+        runtime: as in ``job.runtime``.
         architecture: as in the device catalogue, such as ``Ampere``; "" for a device
             that is not in it, whose figures are used unchanged.
-        calibrations: None: those that come with the package.
+        calibration: None: the one of this release.
         has_intra_node: the cluster document has this link; its figures are used
             unchanged.
         has_inter_node: the same for the link between nodes.
+        data_format: format of matrix products, such as ``fp8``.
+        source: origin of a measured run, in a fit.
     """
-    known = shipped() if calibrations is None else calibrations
-    table = {(one.framework, one.architecture): one.constants for one in known}
-    own, shared = (framework, architecture), table.get((ANY, architecture), DEFAULT)
-    if own in table or framework != OURS:
-        return table.get(own, shared)
-    timed = [one for (name, _), one in table.items() if name == ANY and one.matmul_edge]
-    if not (architecture and timed):
+    if not architecture:
         return DEFAULT
-    names: tuple[str, ...] = KERNELS
-    if not has_intra_node:
-        names += INTRA_NODE
-    if not has_inter_node:
-        names += INTER_NODE
-    sources = [shared] if shared.matmul_edge else timed
-    medians = {}
-    for name in names:
-        medians[name] = median(getattr(one, name) for one in sources)
-    return replace(DEFAULT, **medians)
+    table = shipped() if calibration is None else calibration
+    owner_of: dict[OwnerKind, str] = {
+        "architecture": architecture,
+        "runtime": runtime,
+        "format": data_format,
+        "source": source,
+        "runtime x architecture": pair_name(runtime, architecture),
+    }
+    unchanged: tuple[str, ...] = ()
+    if has_intra_node:
+        unchanged += INTRA_NODE
+    if has_inter_node:
+        unchanged += INTER_NODE
+    values = {}
+    for name, value in table.constants.items():
+        if name in unchanged:
+            continue
+        offset = 0.0
+        if name in table.offsets:
+            owner = owner_of[table.owners[name]]
+            offset = table.offsets[name].get(owner, 0.0)
+        values[name] = value * math.exp(offset)
+    return replace(DEFAULT, **values)
+
+
+def pair_name(runtime: str, architecture: str) -> str:
+    """Return the name of a runtime on an architecture, as a key of the tables."""
+    return f"{runtime} x {architecture}"
+
+
+def interval_for(
+    runtime: str, architecture: str, *, calibration: CalibrationTable | None = None
+) -> Interval:
+    """Return the interval of a prediction by what measured runs are known.
+
+    Args:
+        runtime: as in ``job.runtime``.
+        architecture: as in the device catalogue; "" for a device that is not in it.
+        calibration: None: the one of this release.
+    """
+    table = shipped() if calibration is None else calibration
+    kind = _kind(table.rows, runtime, architecture)
+    memory_kind = _kind(table.memory, runtime, architecture)
+    return Interval(
+        kind=kind,
+        memory_kind=memory_kind,
+        time=table.intervals[kind].time,
+        memory=table.intervals[memory_kind].memory,
+    )
+
+
+def _kind(rows: RowCounts, runtime: str, architecture: str) -> Kind:
+    pair = pair_name(runtime, architecture)
+    if rows.runtime_architecture.get(pair, 0) >= MINIMUM_ROWS:
+        return "runtime"
+    if rows.architecture.get(architecture, 0) >= MINIMUM_ROWS:
+        return "architecture"
+    return "neither"
+
+
+def provenance(
+    runtime: str, architecture: str, *, calibration: CalibrationTable | None = None
+) -> CalibrationNote:
+    """Return the calibration's name, and the measured runs behind a prediction.
+
+    Args:
+        runtime: as in ``job.runtime``.
+        architecture: as in the device catalogue; "" for a device that is not in it.
+        calibration: None: the one of this release.
+    """
+    table = shipped() if calibration is None else calibration
+    pair = pair_name(runtime, architecture)
+    known = _most(table, "runtime_architecture", pair)
+    if known:
+        runs = "run" if known == 1 else "runs"
+        note = f"{known:,} measured {runs} of {runtime} on {architecture}"
+    else:
+        note = _without_runs(table, runtime, architecture)
+    return CalibrationNote(name=table.name, measured_runs=known, note=f"{note}.")
+
+
+def _without_runs(table: CalibrationTable, runtime: str, architecture: str) -> str:
+    """The sentence for a runtime without a measured run on an architecture."""
+    where = architecture or "this device"
+    head = f"No measured run of {runtime} on {where} is behind this prediction"
+    if not architecture:
+        return f"{head}: it rests on the device's own figures"
+    on_architecture = _most(table, "architecture", architecture)
+    of_runtime = _most(table, "runtime", runtime)
+    sources = []
+    if on_architecture:
+        sources.append(f"{on_architecture:,} of other runtimes on {architecture}")
+    if of_runtime:
+        sources.append(f"{of_runtime:,} of {runtime} on other architectures")
+    if not sources:
+        return f"{head}: it rests on {table.measured_runs:,} runs of others"
+    return f"{head}: it rests on {' and '.join(sources)}"
+
+
+def _most(table: CalibrationTable, level: str, name: str) -> int:
+    """Measured runs of a name: with a step time or with a memory, whichever is more."""
+    timed: Counts = getattr(table.rows, level)
+    sized: Counts = getattr(table.memory, level)
+    return max(timed.get(name, 0), sized.get(name, 0))
 
 
 @cache
-def shipped() -> tuple[Calibration, ...]:
-    """Return the calibrations that come with the package."""
+def shipped() -> CalibrationTable:
+    """Return the calibration of this release."""
     path = files("planner.spec").joinpath("calibration.json")
     return parse(path.read_text(encoding="utf-8"), "calibration.json")
 
 
-def load(path: Path) -> tuple[Calibration, ...]:
-    """Read the calibrations that `planner calibrate` wrote.
+def load(path: str | Path) -> CalibrationTable:
+    """Read the calibration that `planner calibrate` wrote.
 
     Raises:
-        DocumentError: the file cannot be read, or has no calibrations.
+        DocumentError: the file cannot be read, or is no calibration.
     """
-    try:
-        return parse(path.read_text(encoding="utf-8"), str(path))
-    except OSError as error:
-        raise DocumentError(
-            f"cannot be read: {error.strerror or error}.",
-            field=str(path),
-            hint="give a file that `planner calibrate -o` wrote.",
-        ) from error
+    return read(CalibrationTable, path)
 
 
-def parse(text: str, name: str) -> tuple[Calibration, ...]:
-    """Read calibrations from JSON; a constant that is absent has its default.
+def parse(text: str, name: str) -> CalibrationTable:
+    """Read a calibration from JSON.
 
     Args:
         text: JSON as `dump` writes it.
         name: of the file, for errors.
 
     Raises:
-        DocumentError: the text has no calibrations.
+        DocumentError: the text is no calibration.
     """
     try:
-        return tuple(_calibration(one) for one in json.loads(text)["calibrations"])
-    except (ValueError, KeyError, TypeError) as error:
+        data = json.loads(text)
+    except ValueError as error:
         raise DocumentError(
-            f"has no calibrations: {error!r}.",
+            f"is not valid JSON: {error}.",
             field=name,
             hint="write it with `planner calibrate -o`.",
         ) from error
+    return parse_document(CalibrationTable, data, where=name)
 
 
-def _calibration(row: dict[str, Any]) -> Calibration:
-    constants = replace(DEFAULT, **row["constants"])
-    return Calibration(
-        row["framework"],
-        row["architecture"],
-        constants,
-        int(row["rows"]),
-        row["source"],
-    )
-
-
-def dump(calibrations: tuple[Calibration, ...]) -> str:
-    """Return JSON that `parse` reads, without constants that have their default."""
-    rows = [_row(one) for one in calibrations]
-    return json.dumps({"calibrations": rows}, indent=2) + "\n"
-
-
-def _row(one: Calibration) -> dict[str, Any]:
-    values = {
-        each.name: getattr(one.constants, each.name) for each in fields(Constants)
-    }
-    changed = {
-        name: value for name, value in values.items() if value != getattr(DEFAULT, name)
-    }
-    return {
-        "framework": one.framework,
-        "architecture": one.architecture,
-        "rows": one.rows,
-        "source": one.source,
-        "constants": changed,
-    }
+def dump(calibration: CalibrationTable) -> str:
+    """Return a calibration as JSON that `parse` reads."""
+    data = calibration.model_dump(mode="json", by_alias=True)
+    return json.dumps(data, indent=2, sort_keys=False) + "\n"

@@ -1,0 +1,1 @@
+"""Constants and intervals of the cost model, fitted to measured runs."""

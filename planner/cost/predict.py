@@ -1,0 +1,205 @@
+"""Predict a measured run by the path that plans take.
+
+documents -> operations that the runtime launches -> seconds and bytes -> one step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from planner import runtimes
+from planner.cost.layers import LayoutCosts
+from planner.cost.layout import layout_costs
+from planner.cost.memory import StageLayers
+from planner.cost.operations import DecoderCounts, Split, decoder_profile
+from planner.cost.stage_rule import default_blocks
+from planner.cost.step import StageMap, choose, evaluate, predict_step, schedule_of
+from planner.cost.ticks import TICK_SECONDS
+from planner.cost.workload import Workload, with_constants, workload
+from planner.runtimes import Runtime
+from planner.schedule import Schedule
+from planner.spec.calibration import DEFAULT, Constants
+from planner.spec.job import COMPUTE_TYPE
+from planner.spec.plan import Prediction, RankMemory
+from planner.spec.profile import RecomputeMode
+from planner.spec.run import MemoryKind, MemoryRank, Run
+
+
+@dataclass(frozen=True)
+class PricedRun:
+    """A run whose documents are read once, for prices under many constants."""
+
+    run: Run
+    runtime: Runtime
+    work: Workload
+    """Under the default constants, whose links are the cluster's own."""
+    stage_map: StageMap
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The order of the layout."""
+        return schedule_of(layout_costs(self.work, self.run.layout))
+
+    def costs(self, constants: Constants) -> LayoutCosts:
+        """Every layer, priced under these constants."""
+        return layout_costs(with_constants(self.work, constants), self.run.layout)
+
+    def stages(self, costs: LayoutCosts) -> tuple[StageLayers, ...]:
+        """The layers of every stage at these prices."""
+        return choose(costs, self.stage_map)
+
+    def step_seconds(self, constants: Constants) -> float:
+        """Seconds of what was timed: a step, or the blocks alone."""
+        costs = self.costs(constants)
+        stages = self.stages(costs)
+        if self.run.result.timed == "layers":
+            layers = [cost for stage in stages for _, cost in stage]
+            ticks = sum(one.forward_ticks + one.backward_ticks for one in layers)
+            return ticks * TICK_SECONDS
+        step = evaluate(costs, self.schedule, stages)
+        return step.total_ticks * TICK_SECONDS
+
+    def prediction(self, constants: Constants) -> RunPrediction:
+        """Step time and memory under these constants."""
+        costs = self.costs(constants)
+        prediction = predict_step(costs, self.schedule, self.stages(costs))
+        return RunPrediction(
+            run=self.run,
+            timed_seconds=self.step_seconds(constants),
+            prediction=prediction,
+            cached_bytes=constants.cached_bytes,
+            device_bytes=self.work.device.memory_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RunPrediction:
+    """What the cost model predicts for a run."""
+
+    run: Run
+    timed_seconds: float
+    """Of what was timed: a step, or the blocks alone."""
+    prediction: Prediction
+    cached_bytes: float
+    """Bytes that the allocator reserves above its peak."""
+    device_bytes: int
+
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes of the kind, and on the rank, that was measured."""
+        result = self.run.result
+        return self.memory_bytes_of(result.memory_kind, result.memory_rank)
+
+    def memory_bytes_of(self, kind: MemoryKind, rank: MemoryRank) -> float:
+        """Bytes as a counter of this kind shows them on a pipeline rank."""
+        rows = self.prediction.memory
+        chosen = {"first": rows[:1], "last": rows[-1:], "largest": rows}[rank]
+        if kind == "allocated":
+            return max(allocated_bytes(row) for row in chosen)
+        largest = max(row.peak_bytes for row in chosen) + self.cached_bytes
+        if kind == "device":
+            return largest
+        return largest - chosen[0].reserved_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the device's memory."""
+        peak = max(row.peak_bytes for row in self.prediction.memory)
+        return peak <= self.device_bytes
+
+
+def allocated_bytes(row: RankMemory) -> int:
+    """Return the bytes that the framework's allocator counts."""
+    return row.peak_bytes - row.reserved_bytes
+
+
+def priced_run(run: Run) -> PricedRun:
+    """Read the documents of a run, and count its operations.
+
+    Raises:
+        SpecError: the documents do not belong together, or name something unknown.
+    """
+    runtime = runtime_of(run)
+    heads = run.layout.pipeline_parallel_degree if runtime.vocab_in_pipeline else 1
+    counts = DecoderCounts(
+        model=run.model,
+        runtime=runtime,
+        split=split_of(run),
+        dtype=COMPUTE_TYPE[run.job.precision],
+        is_fp8=run.job.precision == "fp8",
+        heads=heads,
+    )
+    modes: tuple[RecomputeMode, ...] = ("none",)
+    if run.layout.recompute != "none":
+        modes = ("none", block_mode(run))
+    profile = decoder_profile(counts, run.source.id or "run", modes)
+    work = workload(
+        profile, run.cluster, run.job, framework=runtime, constants=DEFAULT
+    )
+    return PricedRun(run, runtime, work, stage_map(run, runtime, heads))
+
+
+def runtime_of(run: Run) -> Runtime:
+    """Return the traits of the run's framework, with the run's own settings."""
+    choice = run.runtime
+    return runtimes.get(
+        choice.name, release=choice.release, settings=choice.settings
+    )
+
+
+def split_of(run: Run) -> Split:
+    """Return how a micro-batch of the run is split over ranks."""
+    layout = run.layout
+    return Split(
+        micro_batch_size=layout.micro_batch_size,
+        sequence_length=run.job.sequence_length,
+        tensor=layout.tensor_parallel_degree,
+        context=layout.context_parallel_degree,
+        expert=layout.expert_parallel_degree,
+        expert_tensor=layout.expert_tensor_parallel_degree,
+        sequence_parallel=layout.sequence_parallel,
+    )
+
+
+def block_mode(run: Run) -> RecomputeMode:
+    """Return the recompute mode of the run's recomputed blocks."""
+    return "selective" if run.layout.recompute == "selective" else "full"
+
+
+def stage_map(run: Run, runtime: Runtime, heads: int = 1) -> StageMap:
+    """Return (layer index, recompute mode) of every layer, by stage."""
+    layout, model = run.layout, run.model
+    stages = layout.pipeline_parallel_degree * layout.virtual_stages_per_rank
+    blocks = run.stages or default_blocks(model, runtime, stages)
+    modes = _block_modes(run, runtime)
+    first_head = 1 + model.layers + model.multi_token_layers
+    found: list[list[tuple[int, RecomputeMode]]] = []
+    start = 0
+    for stage, count in enumerate(blocks):
+        layers: list[tuple[int, RecomputeMode]] = []
+        if stage == 0:
+            layers.append((0, "none"))
+        for block in range(start, start + count):
+            layers.append((1 + block, modes[block]))
+        start += count
+        if stage == stages - 1:
+            extra = range(1 + model.layers, first_head)
+            layers += [(layer, modes[-1]) for layer in extra]
+        if heads > 1 or stage == stages - 1:
+            layers.append((first_head + (stage if heads > 1 else 0), "none"))
+        found.append(layers)
+    return found
+
+
+def _block_modes(run: Run, runtime: Runtime) -> list[RecomputeMode]:
+    """Return the recompute mode of every block."""
+    if run.layout.recompute == "none":
+        return ["none"] * run.model.layers
+    mode = block_mode(run)
+    share = runtime.recompute_fraction
+    modes: list[RecomputeMode] = []
+    for block in range(run.model.layers):
+        is_recomputed = int((block + 1) * share) > int(block * share)
+        modes.append(mode if is_recomputed else "none")
+    return modes
