@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from planner.cli.main import main
 from planner.cli.plan_text import prediction_text
+from planner.cost import stage_durations
 from planner.errors import (
     DocumentError,
     SpecError,
@@ -38,12 +39,13 @@ from planner.profiler.local_devices import local_devices
 from planner.profiler.models import load_model
 from planner.profiler.recompute import recompute
 from planner.profiling import ProfileRequest, profile_model
-from planner.search import plan, predict
+from planner.search import plan, plan_layout, predict
 from planner.spec import Cluster, Infeasible, Plan, parse
 from planner.spec.layout import PredictionLayout
 from planner.spec.plan import RankMemory
 from planner.spec.profile import RecomputeMode
 from planner.spec.short_form import cluster_of, job_of
+from planner.validate import check
 from tests.builders import GIGABYTE, cluster, job, layer, profile, request
 from tests.executor.plans import make_plan
 from tests.profiler.known_device import know_cpu
@@ -717,3 +719,49 @@ def test_prediction_reports_host_memory_beside_device_memory() -> None:
     text = prediction_text(forecast, "toy", cluster(devices=1), job(batch=1))
     assert "1.0 GB too much" in text
     assert "3.0 GB too much" in text
+
+
+def small_llama(tmp_path: Path, **fields: Any) -> str:
+    """The path of a config.json: four decoder layers, long sequences."""
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 512,
+        "max_position_embeddings": 1 << 20,
+    }
+    path = tmp_path / "llama.json"
+    path.write_text(json.dumps({**config, **fields}))
+    return str(path)
+
+
+def test_sequence_chunks_beside_context_parallelism_take_time(tmp_path: Path) -> None:
+    """The rank priced does 1.5 times its share of attention, and what was left for all else was negative."""
+    model = count.profile(
+        load_model(small_llama(tmp_path)),
+        sequence_length=8192,
+        micro_batch_sizes=(1,),
+        tensor_parallel_degrees=(1,),
+        sequence_parallel=False,
+        expert_parallel_degrees=(1,),
+        context_parallel_degrees=(1, 2),
+        dtype="bf16",
+    )
+    layout = PredictionLayout(
+        context_parallel_degree=2,
+        pipeline_parallel_degree=2,
+        schedule="seqpipe",
+        sequence_chunks=4,
+    )
+    step = job_of(4, 8192)
+    machines = cluster_of("4xh100-sxm5-80gb")
+    found = plan_layout(request(model, machines, step), model, layout)
+    assert isinstance(found, Plan)
+    assert not check(found, model).problems
+    lasting = stage_durations(found, model)
+    every = (*lasting.forward, *lasting.backward_input, *lasting.backward_weight)
+    assert min(every) > 0

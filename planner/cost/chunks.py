@@ -1,8 +1,9 @@
 """Sequence chunks: what they cost besides, and what of a micro-batch's time and bytes belongs to each of them.
 
 (Q1)  attention's part a of a sum x, by its share of the FLOPs: a of the forward's n; of the input gradient 2.5 a of
-      (n - a) + 2.5 a (Dao, FlashAttention-2, section 3.1); of the forward that runs again, a of n
-                                                                                              -> attention_part()
+      (n - a) + 2.5 a (Dao, FlashAttention-2, section 3.1); of the forward that runs again, a of n. Both a and n are
+      those of the layer's kernels: with context parallelism the rank that is priced does more than its share of the
+      model's FLOPs                                                                           -> attention_part()
 (Q2)  chunk c of Q lasts C(c + 1) - C(c), C(c) = c (x - a) / Q + a (c / Q)^2, because under causal attention it sees
       its own keys and all before it                                                          -> per_chunk()
 """
@@ -122,10 +123,9 @@ def attention_part(
     attention = [
         operation for operation in plain.operations if operation.kind in ATTENTION
     ]
-    flops, whole = (
-        sum(each.count * each.flops for each in attention),
-        plain.forward_flops,
-    )
+    flops = sum(each.count * each.flops for each in attention)
+    of_kernels = sum(each.count * each.flops for each in plain.operations)
+    whole = max(plain.forward_flops, of_kernels)
     moved = sum(each.count * each.bytes for each in attention)
     if not flops:
         return AttentionPart(bytes=moved)

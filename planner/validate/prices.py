@@ -109,6 +109,12 @@ class LayerPrice:
         )
 
     @property
+    def kernel_flops(self) -> int:
+        """Of the forward: the rank that works longest may do more than its share of the model's FLOPs."""
+        every = sum(each.count * each.flops for each in self.plain.operations)
+        return max(every, self.plain.forward_flops)
+
+    @property
     def attention_bytes(self) -> int:
         """Read and written by the forward's attention."""
         return sum(
@@ -120,12 +126,12 @@ class LayerPrice:
     @property
     def attention_forward(self) -> int:
         """Of `forward`: equation (Q1)."""
-        return self.forward * self.attention_flops // max(1, self.plain.forward_flops)
+        return self.forward * self.attention_flops // max(1, self.kernel_flops)
 
     @property
     def attention_backward(self) -> int:
         """Of `backward_input` and `recompute`: equation (Q1)."""
-        attention, whole = self.attention_flops, max(1, self.plain.forward_flops)
+        attention, whole = self.attention_flops, max(1, self.kernel_flops)
         again = (
             self.recompute * attention // whole if self.row.recompute == "full" else 0
         )

@@ -92,7 +92,7 @@ def test_chunks_of_equal_cost_divide_the_bubble(
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("attention_flops", [0, FLOPS // 4, FLOPS])
+@pytest.mark.parametrize("attention_flops", [0, FLOPS // 4, FLOPS, 3 * FLOPS])
 @pytest.mark.parametrize(("schedule", "virtual", "chunks"), SHAPES)
 def test_the_check_recomputes_chunks(
     schedule: str, virtual: int, chunks: int, attention_flops: int, recompute: Any
