@@ -14,8 +14,9 @@ from planner.cli.options import option, verb
 from planner.cost.compute import matmul_fraction
 from planner.errors import SpecError
 from planner.spec import DeviceSpec, Link, ScaleUp, read
-from planner.spec.calibration import ANY, OURS, Constants, constants_for, shipped
+from planner.spec.calibration import MINIMUM_ROWS, constants_for, shipped
 from planner.spec.devices import CatalogueDevice, catalogue, find_entry, link_within
+from planner.spec.frameworks import OURS
 from planner.spec.units import percent, scaled
 
 HEADER = (
@@ -156,25 +157,24 @@ def _matrix_products(spec: DeviceSpec, architecture: str) -> dict[str, Any]:
         fraction = matmul_fraction(size, size, size, spec, constants)
         fractions[str(size)] = fraction
     return {
-        "source": _source(spec, architecture, constants),
+        "source": _source(spec, architecture),
         "fractions": fractions,
     }
 
 
-def _source(spec: DeviceSpec, architecture: str, constants: Constants) -> str:
+def _source(spec: DeviceSpec, architecture: str) -> str:
     """Where the curve of matrix products comes from."""
-    if not constants.matmul_edge:
+    if not architecture:
         source = spec.sources.get("achievable_fraction", "the device document")
         return f"the best matrix product, for all sizes ({source})"
-    fitted = {}
-    for one in shipped():
-        if one.framework == ANY and one.constants.matmul_edge:
-            fitted[one.architecture] = one.source
-    if architecture in fitted:
-        source = fitted[architecture]
-        return f"fitted to runs of all frameworks on {architecture}; {source}"
-    others = ", ".join(sorted(fitted))
-    return f"no measured runs on {architecture}: the median of {others}"
+    calibration = shipped()
+    runs = calibration.rows.architecture
+    count = runs.get(architecture, 0)
+    if count >= MINIMUM_ROWS:
+        return f"fitted to {count:,} measured runs on {architecture}"
+    known = sorted(name for name, rows in runs.items() if rows >= MINIMUM_ROWS)
+    few = f"{count} measured runs" if count else "no measured run"
+    return f"{few} on {architecture}: fitted to runs on {', '.join(known)}"
 
 
 def _domain(scale_up: ScaleUp) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from planner.cli.console import check_output, publish, to_json
@@ -12,11 +11,9 @@ from planner.cli.inputs import read_layout, read_question, request_options
 from planner.cli.interrupt import interruptible
 from planner.cli.options import option, output_option, verb
 from planner.cli.plan_text import prediction_text
-from planner.errors import DocumentError
 from planner.profiler.resolve import Question
 from planner.spec import Forecast
-from planner.spec.calibration import ANY, Constants, constants_for, load
-from planner.spec.devices import catalogue, find_device
+from planner.spec.calibration import load
 
 if TYPE_CHECKING:
     from planner.search import Account
@@ -64,48 +61,23 @@ def command(
     check_output(output)
     layout = read_layout(layout_words)
     question = read_question(**request)
-    constants = _constants(question, calibration) if calibration else None
+    table = load(calibration) if calibration else None
     documents = (question.profile, question.cluster, question.job)
 
     def predict() -> Forecast:
         from planner.search import predict
 
-        return predict(*documents, layout, model=question.model, constants=constants)
+        return predict(*documents, layout, model=question.model, calibration=table)
 
     forecast = interruptible(lambda _: predict())
     account = None
     if explain:
         from planner.search import account as account_for
 
-        account = account_for(*documents, forecast, constants=constants)
+        account = account_for(*documents, forecast, calibration=table)
     text = _text(question, forecast, account, full)
     publish(to_json(_document(forecast, account)), text, output, as_json=as_json)
     return DONE
-
-
-def _constants(question: Question, path: str) -> Constants:
-    """The constants of a calibration file for the job's runtime and the first device.
-
-    Raises:
-        DocumentError: the file has none for this runtime and device.
-    """
-    calibrations = load(Path(path))
-    runtime = question.job.runtime
-    group = question.cluster.node_groups[0]
-    device = find_device(group.device, field="cluster.node_groups[0].device")
-    known = catalogue().get(device.id)
-    architecture = known.architecture if known else ""
-    usable = {(runtime, architecture), (ANY, architecture), (runtime, ANY)}
-    fitted = [(one.framework, one.architecture) for one in calibrations]
-    if not usable & set(fitted):
-        names = ", ".join(f"{name} on {where}" for name, where in fitted) or "none"
-        raise DocumentError(
-            f"has no constants of runtime {runtime!r} on {architecture or device.id}, "
-            f"only: {names}.",
-            field="--calibration",
-            hint="fit them with `planner calibrate`, or leave --calibration out.",
-        )
-    return constants_for(runtime, architecture, calibrations)
 
 
 def _document(forecast: Forecast, account: Account | None) -> Any:

@@ -8,8 +8,15 @@ from functools import cached_property
 from typing import Any
 
 from planner.cost.fp8 import check_fp8, told_fp8
+from planner.cost.interval import usable_bytes, with_headroom
 from planner.errors import DocumentError, MismatchError
-from planner.spec.calibration import DEFAULT, Constants, constants_for
+from planner.spec.calibration import (
+    DEFAULT,
+    CalibrationTable,
+    Constants,
+    constants_for,
+    shipped,
+)
 from planner.spec.cluster import Cluster, DeviceSpec, Link
 from planner.spec.devices import catalogue, domain_of, find_device, links_of
 from planner.spec.fp8 import Fp8Casts
@@ -44,6 +51,8 @@ class Workload:
     groups: tuple[Workload, ...] = ()
     """Of a heterogeneous cluster: the same on each of its node groups alone, in order. Device, links, nodes and
     constants of the whole are then those of the first group, and price nothing: `planner.cost.mixed` does."""
+    calibration: CalibrationTable | None = None
+    """Source of the constants and of the uncertainty; None: the constants were given."""
     is_rearranged: bool = False
     """Its node groups stand in another order than the cluster's own."""
 
@@ -87,9 +96,12 @@ class Workload:
         """What the job may use of a device, its memory less the headroom; of several kinds, the largest."""
         if self.groups:
             return max(group.capacity_bytes for group in self.groups)
-        headroom = self.job.memory_headroom
-        kept = headroom * self.device.memory_bytes if headroom < 1 else headroom
-        return int(self.device.memory_bytes - kept)
+        return usable_bytes(self.device.memory_bytes, self.headroom)
+
+    @property
+    def headroom(self) -> float:
+        """Memory left free on every device: a fraction if below 1, else bytes."""
+        return self.job.memory_headroom or 0.0
 
     @property
     def host_capacity_bytes(self) -> int | None:
@@ -214,6 +226,7 @@ def workload(
     *,
     framework: str | Framework | None = None,
     constants: Constants | None = None,
+    calibration: CalibrationTable | None = None,
 ) -> Workload:
     """Check that the three documents belong together.
 
@@ -222,7 +235,8 @@ def workload(
         cluster: what the job may use.
         job: what is to be trained.
         framework: whose traits the prediction is for; None: the job's runtime.
-        constants: None: those that were fitted to this framework and device.
+        constants: None: those of the calibration for this framework and device.
+        calibration: None: the one of this release, unless constants are given.
 
     Raises:
         MismatchError: the profile was taken at another precision, sequence length or device.
@@ -231,9 +245,12 @@ def workload(
     traits = framework or job.runtime
     if isinstance(traits, str):
         traits = find_framework(traits)
+    if constants is None:
+        calibration = calibration or shipped()
+    job = with_headroom(job, cluster, runtime=traits.name, calibration=calibration)
     if len(cluster.node_groups) > 1:
-        return _mixed(profile, cluster, job, traits, constants)
-    return _on_group(profile, cluster, job, traits, constants, 0)
+        return _mixed(profile, cluster, job, traits, constants, calibration)
+    return _on_group(profile, cluster, job, traits, constants, calibration, 0)
 
 
 def _mixed(
@@ -242,10 +259,11 @@ def _mixed(
     job: Job,
     framework: Framework,
     constants: Constants | None,
+    calibration: CalibrationTable | None,
 ) -> Workload:
     """Of a heterogeneous cluster: every node group by itself, and all together."""
     groups = tuple(
-        _on_group(profile, cluster, job, framework, constants, place)
+        _on_group(profile, cluster, job, framework, constants, calibration, place)
         for place in range(len(cluster.node_groups))
     )
     return replace(groups[0], cluster=cluster, groups=groups)
@@ -257,6 +275,7 @@ def _on_group(
     job: Job,
     framework: Framework,
     constants: Constants | None,
+    calibration: CalibrationTable | None,
     place: int,
 ) -> Workload:
     group, field = cluster.node_groups[place], f"cluster.node_groups[{place}]"
@@ -268,6 +287,7 @@ def _on_group(
     constants = constants or constants_for(
         framework.name,
         known.architecture if known else "",
+        calibration=calibration,
         has_intra_node=group.intra_node is not None,
         has_inter_node=group.inter_node is not None,
     )
@@ -284,6 +304,7 @@ def _on_group(
         devices_per_node=group.devices_per_node,
         framework=framework,
         constants=constants,
+        calibration=calibration,
     )
     _check_precision(result)
     _check_device(result, f"{field}.device")

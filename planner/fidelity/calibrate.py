@@ -25,6 +25,7 @@ from statistics import median
 
 from planner.cost import TICK_SECONDS, choose, evaluate, schedule_of
 from planner.errors import DocumentError, PlannerError, UnsupportedError
+from planner.fidelity.calibrations import ANY, Calibration
 from planner.fidelity.decisions import Decision, decision, fit_decisions
 from planner.fidelity.fit import PRIORS, Prior, fit, priors_of
 from planner.fidelity.fit_fp8 import fp8_fits
@@ -33,7 +34,7 @@ from planner.fidelity.predict import Prepared, predict_run, prepare
 from planner.fidelity.remarks import PLAIN, Remarks, RowKey
 from planner.fidelity.rows import Run
 from planner.schedule import Schedule
-from planner.spec.calibration import ANY, DEFAULT, Calibration, Constants
+from planner.spec.calibration import DEFAULT, Constants
 from planner.spec.plan import Prediction, RankMemory
 
 LEAST_ROWS = 5

@@ -15,10 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
+from planner.fidelity.calibrations import ANY
 from planner.fidelity.fit import FP8_PRIOR, fit
 from planner.fidelity.outcomes import Pair, pair_of
 from planner.fidelity.rows import Run
-from planner.spec.calibration import ANY, Constants
+from planner.spec.calibration import Constants
 
 Seconds = Callable[[Sequence[Run]], Callable[[Constants], list[float]]]
 """Of these runs, under any constants."""

@@ -25,11 +25,11 @@ from statistics import mean, median, quantiles
 
 import numpy as np
 
+from planner.fidelity.calibrations import constants_for
 from planner.fidelity.metrics import LEAST_RUNS, Outcome
 from planner.fidelity.outcomes import pair_of
 from planner.fidelity.predict import costs_of, predict_run
 from planner.fidelity.rows import Run
-from planner.spec.calibration import constants_for
 
 CLOSE = 1.03
 """Measured seconds of the chosen plan / the fastest's, in a group that counts as won."""

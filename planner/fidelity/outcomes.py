@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
+from planner.fidelity.calibrations import Calibration, constants_for
 from planner.fidelity.metrics import Outcome
 from planner.fidelity.predict import predict_run
 from planner.fidelity.remarks import PLAIN, Remarks, RowKey
 from planner.fidelity.rows import Run
-from planner.spec.calibration import DEFAULT, Calibration, Constants, constants_for
+from planner.spec.calibration import DEFAULT, Constants
 from planner.spec.devices import catalogue
 
 Pair = tuple[str, str]

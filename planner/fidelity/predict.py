@@ -20,11 +20,13 @@ from planner.cost import (
 )
 from planner.cost.layers import LayoutCosts
 from planner.cost.workload import Workload, with_constants
+from planner.fidelity.calibrations import constants_for
 from planner.fidelity.rows import Run
 from planner.profiler.transformer import Shard, TransformerCounter
 from planner.schedule import Schedule
 from planner.spec.calibration import DEFAULT, Constants
 from planner.spec.cluster import Cluster, NodeGroup
+from planner.spec.devices import catalogue
 from planner.spec.job import Job
 from planner.spec.plan import Prediction
 from planner.spec.profile import ModelProfile, RecomputeMode
@@ -135,6 +137,9 @@ def costs_of(run: Run, constants: Constants | None = None) -> LayoutCosts:
 
 def workload_of(run: Run, constants: Constants | None = None) -> Workload:
     """Profile, cluster and job of a run."""
+    if constants is None:
+        architecture = catalogue()[run.device].architecture
+        constants = constants_for(run.framework.name, architecture)
     return workload(
         _profile(run),
         _cluster(run),

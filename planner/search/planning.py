@@ -18,6 +18,7 @@ from planner.cost import (
     stage_ranks,
     workload,
 )
+from planner.cost.interval import with_headroom
 from planner.errors import LayoutError, MismatchError
 from planner.schedule import Requirement, Schedule, canonical_name, find, requirements
 from planner.search.answer.explain import (
@@ -71,7 +72,7 @@ from planner.search.stage_maps.synthesized import (
     check_synthesis,
     given_order,
 )
-from planner.spec.calibration import Constants
+from planner.spec.calibration import CalibrationTable, Constants
 from planner.spec.cluster import Cluster
 from planner.spec.document import digest
 from planner.spec.frameworks import find_framework
@@ -104,6 +105,8 @@ def make_request(
 ) -> PlanRequest:
     """The canonical request; its `id` is the id of the plan that answers it.
 
+    A job without a memory margin gets that of the calibration.
+
     Args:
         profile: of the model; carried in the request unless `model` tells where it came from.
         cluster: what the job may use.
@@ -116,7 +119,7 @@ def make_request(
         profile_id=_profile_id(profile),
         profile=None if model else profile,
         cluster=cluster,
-        job=job,
+        job=with_headroom(job, cluster, runtime=find_framework(job.runtime).name),
         options=options or Options(),
         planner_version=__version__,
     )
@@ -340,6 +343,7 @@ def predict(
     model: str | None = None,
     framework: str | None = None,
     constants: Constants | None = None,
+    calibration: CalibrationTable | None = None,
 ) -> Forecast:
     """Time and memory of one given layout, whether it fits or not.
 
@@ -357,7 +361,8 @@ def predict(
         layout: what is to be priced.
         model: catalogue name that the profile was derived from.
         framework: whose traits the prediction is for, a name of `planner.spec.frameworks`; None: the job's runtime.
-        constants: None: those that were fitted to this framework and device.
+        constants: None: those of the calibration for this framework and device.
+        calibration: None: the one of this release, unless constants are given.
 
     Raises:
         LayoutError: the degrees, batch or layers per stage do not fit together, or the runtime has no cut of its own
@@ -375,7 +380,14 @@ def predict(
     if division:
         fixed = {**job.constraints, DIVISION: division}
         job = job.model_copy(update={"constraints": fixed})
-    work = workload(profile, cluster, job, framework=traits, constants=constants)
+    work = workload(
+        profile,
+        cluster,
+        job,
+        framework=traits,
+        constants=constants,
+        calibration=calibration,
+    )
     plain = Layout.model_validate(
         layout.model_dump(exclude={"layers_per_stage"})
         | {"schedule": canonical_name(layout.schedule)}

@@ -314,6 +314,8 @@ class Interval:
 
     def out_of_memory_probability(self, peak_bytes: float, memory_bytes: int) -> float:
         """Return the probability that a predicted peak exceeds a device's memory."""
+        if peak_bytes <= 0:
+            return 0.0
         return self.memory.probability_above(math.log(memory_bytes / peak_bytes))
 
 

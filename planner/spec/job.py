@@ -95,9 +95,10 @@ class Job(Document):
     """Tokens per sample; 0 for models without a sequence."""
     precision: Precision = "bf16-mixed"
     optimizer: OptimizerName = "adamw"
-    memory_headroom: Annotated[float, Field(ge=0)] = 0.05
+    memory_headroom: Annotated[float, Field(ge=0)] | None = None
     """Memory left free on every device: a fraction if below 1, otherwise bytes. Values
-    from 1 to 100 are ambiguous and rejected."""
+    from 1 to 100 are ambiguous and rejected. None: the margin that keeps the
+    probability of running out of memory at 20 %; `request.job` of a plan has it."""
     objective: Objective = "step_time"
     """What to minimise: the step time on all devices, the price of a token, or the
     number of devices that meet the deadline. The last two may use a part of the
@@ -115,8 +116,8 @@ class Job(Document):
 
     @field_validator("memory_headroom")
     @classmethod
-    def _headroom_is_no_percentage(cls, given: float) -> float:
-        if 1 <= given <= 100:
+    def _headroom_is_no_percentage(cls, given: float | None) -> float | None:
+        if given is not None and 1 <= given <= 100:
             raise ValueError(
                 f"ambiguous, got {given:g}; "
                 f"write {given / 100:g} for {given:g} %, "

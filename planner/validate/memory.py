@@ -28,7 +28,7 @@ StageMap = Sequence[Sequence[tuple[int, RecomputeMode]]]
 
 def capacity_bytes(facts: Facts, device: DeviceSpec) -> int:
     """What the job may use of a device: its memory less the headroom, a fraction below 1, bytes otherwise."""
-    headroom, memory = facts.job.memory_headroom, device.memory_bytes
+    headroom, memory = facts.job.memory_headroom or 0.0, device.memory_bytes
     return int(memory - (headroom * memory if headroom < 1 else headroom))
 
 

@@ -19,10 +19,11 @@ from planner.fidelity.calibrate import (
     time_fits,
     with_shared,
 )
+from planner.fidelity.calibrations import constants_for, dump, parse
 from planner.fidelity.fit import SIGMA, start
 from planner.fidelity.predict import predict_run
 from planner.fidelity.rows import Run
-from planner.spec.calibration import DEFAULT, Constants, constants_for, dump, parse
+from planner.spec.calibration import DEFAULT, Constants
 from tests.fidelity.support import run
 
 pytest.importorskip("scipy")

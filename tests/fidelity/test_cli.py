@@ -10,9 +10,9 @@ import pytest
 
 from planner.client import Response
 from planner.fidelity import calibrate as fits
+from planner.fidelity.calibrations import Calibration, dump, load
 from planner.fidelity.fit import start
 from planner.spec import Forecast, parse
-from planner.spec.calibration import Calibration, dump, load
 from planner.spec.frameworks import FRAMEWORKS
 from tests.cli.support import Command
 from tests.fidelity.support import row, write_rows

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from planner.fidelity.calibrate import Measured, StepSeconds, TimeFit, assemble
+from planner.fidelity.calibrations import constants_for
 from planner.fidelity.cross_validate import cross_validate
 from planner.fidelity.fit import FP8_PRIOR, start
 from planner.fidelity.predict import predict_run, workload_of
 from planner.fidelity.rows import Run
-from planner.spec.calibration import DEFAULT, constants_for
+from planner.spec.calibration import DEFAULT
 from tests.fidelity.support import run
 
 pytest.importorskip("scipy")

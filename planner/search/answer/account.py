@@ -28,7 +28,7 @@ from planner.cost import (
 from planner.cost.memory import host_states_bytes
 from planner.cost.step import Played, by_rank
 from planner.schedule import Durations, Schedule
-from planner.spec.calibration import Constants
+from planner.spec.calibration import CalibrationTable, Constants
 from planner.spec.cluster import Cluster
 from planner.spec.job import Job
 from planner.spec.plan import Forecast, RankMemory
@@ -156,6 +156,7 @@ def account(
     *,
     framework: str | None = None,
     constants: Constants | None = None,
+    calibration: CalibrationTable | None = None,
 ) -> Account:
     """Return the parts of a forecast that `predict` gave for the same documents, framework and constants.
 
@@ -165,12 +166,20 @@ def account(
         job: what is to be trained.
         forecast: of one layout.
         framework: whose traits the forecast is for; None: the job's runtime.
-        constants: None: those that were fitted to this framework and device.
+        constants: None: those of the calibration for this framework and device.
+        calibration: None: the one of this release, unless constants are given.
 
     Raises:
         SpecError: as `predict` does.
     """
-    work = workload(profile, cluster, job, framework=framework, constants=constants)
+    work = workload(
+        profile,
+        cluster,
+        job,
+        framework=framework,
+        constants=constants,
+        calibration=calibration,
+    )
     costs = layout_costs(work, forecast.layout)
     order = {layer.name: index for index, layer in enumerate(profile.layers)}
     stage_map = [

@@ -117,11 +117,7 @@ def _with_share(profile: ModelProfile, part: Part, job: Job, share: float) -> Jo
     kept = float(work.device.memory_bytes - int(share * work.capacity_bytes))
     if work.groups:  # a fraction means the same on every kind of device; bytes are held to the smallest
         least = min(group.device.memory_bytes for group in work.groups)
-        headroom = (
-            job.memory_headroom
-            if job.memory_headroom < 1
-            else job.memory_headroom / least
-        )
+        headroom = work.headroom if work.headroom < 1 else work.headroom / least
         kept = 1 - share * (1 - headroom)
     return job.model_copy(update={"memory_headroom": kept}) if share < 1 else job
 

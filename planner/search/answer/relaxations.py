@@ -237,8 +237,8 @@ def _with_memory(work: Workload, extra_bytes: int) -> _Change:
     """Devices, of every kind, with so much more that the job may use: a fraction of headroom takes more besides."""
     raised, groups = extra_bytes, []
     words = f"{gibibytes(extra_bytes)} more per device"
-    if 0 < work.job.memory_headroom < 1:
-        raised = math.ceil(extra_bytes / (1 - work.job.memory_headroom))
+    if 0 < work.headroom < 1:
+        raised = math.ceil(extra_bytes / (1 - work.headroom))
         words += ", headroom apart"
     for group in work.cluster.node_groups:
         device = find_device(group.device)
@@ -328,7 +328,7 @@ def _missing_memory(work: Workload, nearest: tuple[Miss, ...]) -> Iterator[_Chan
 
 
 def _headroom(work: Workload) -> Iterator[_Change]:
-    if work.job.memory_headroom:
+    if work.headroom:
         job = work.job.model_copy(update={"memory_headroom": 0.0})
         yield _Change("memory_headroom", "no memory headroom", work.cluster, job)
 

@@ -1,0 +1,175 @@
+"""Uncertainty of a prediction: intervals, probability of running out of memory, margin.
+
+    (I1)  80 % interval    predicted x exp(low) .. predicted x exp(high), where low and
+                           high are quantiles of log(measured / predicted) over held-out
+                           runs of the same kind
+    (I2)  out of memory    P(predicted peak x measured / predicted > device memory), of
+                           the rank that fills its device most
+    (I3)  memory margin    1 - 1 / q, where q is the 80 % quantile of
+                           measured / predicted peak memory
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.spec.calibration import (
+    CalibrationNote,
+    CalibrationTable,
+    Interval,
+    interval_for,
+    provenance,
+)
+from planner.spec.cluster import Cluster
+from planner.spec.devices import catalogue, find_device
+from planner.spec.job import Job
+from planner.spec.plan import RankMemory
+
+Bytes = tuple[int, int]
+Seconds = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Basis:
+    """What the uncertainty of a prediction follows from."""
+
+    runtime: str
+    cluster: Cluster
+    calibration: CalibrationTable | None = None
+    """None: the one of this release."""
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Architectures of the cluster's devices, once each; "": not in the catalogue."""
+        known = catalogue()
+        found: list[str] = []
+        for group in self.cluster.node_groups:
+            entry = known.get(find_device(group.device).id)
+            found.append(entry.architecture if entry else "")
+        return tuple(dict.fromkeys(found))
+
+    @property
+    def intervals(self) -> tuple[Interval, ...]:
+        """The interval of every architecture."""
+        return tuple(
+            interval_for(self.runtime, each, calibration=self.calibration)
+            for each in self.architectures
+        )
+
+    @property
+    def time(self) -> Interval:
+        """The interval whose step time is the least certain."""
+        return max(self.intervals, key=lambda one: one.time_high - one.time_low)
+
+    @property
+    def memory(self) -> Interval:
+        """The interval whose memory is the least certain."""
+        return max(self.intervals, key=lambda one: one.headroom)
+
+    @property
+    def note(self) -> CalibrationNote:
+        """The measured runs behind the prediction, of every architecture."""
+        notes = [
+            provenance(self.runtime, each, calibration=self.calibration)
+            for each in self.architectures
+        ]
+        return CalibrationNote(
+            name=notes[0].name,
+            measured_runs=min(one.measured_runs for one in notes),
+            note=" ".join(one.note for one in notes),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Uncertainty:
+    """Fields of a `planner.spec.Prediction` that state how certain it is."""
+
+    step_seconds_80: Seconds
+    peak_bytes_80: Bytes
+    out_of_memory_probability: float
+    calibration: CalibrationNote
+
+
+def interval_of(
+    basis: Basis,
+    step_seconds: float,
+    memory: Sequence[RankMemory],
+    headroom: float,
+) -> Uncertainty:
+    """Return how certain a predicted step time and memory are: equations (I1), (I2).
+
+    Args:
+        basis: runtime, cluster and calibration.
+        step_seconds: predicted.
+        memory: of every pipeline rank, on the device that it fills most.
+        headroom: memory left free on a device, a fraction if below 1, else bytes;
+            `RankMemory.capacity_bytes` is without it.
+    """
+    time, sizes = basis.time, basis.memory
+    fullest = max(memory, key=lambda row: row.peak_bytes)
+    risks = []
+    for row in memory:
+        device_bytes = device_memory(basis.cluster, row, headroom)
+        risks.append(sizes.out_of_memory_probability(row.peak_bytes, device_bytes))
+    return Uncertainty(
+        step_seconds_80=(
+            step_seconds * math.exp(time.time_low),
+            step_seconds * math.exp(time.time_high),
+        ),
+        peak_bytes_80=(
+            int(fullest.peak_bytes * math.exp(sizes.memory_low)),
+            int(fullest.peak_bytes * math.exp(sizes.memory_high)),
+        ),
+        out_of_memory_probability=max(risks),
+        calibration=basis.note,
+    )
+
+
+def usable_bytes(memory_bytes: int, headroom: float) -> int:
+    """Return a device's memory less the headroom.
+
+    Args:
+        memory_bytes: of the device.
+        headroom: a fraction if below 1, else bytes.
+    """
+    free = headroom * memory_bytes if headroom < 1 else headroom
+    return int(memory_bytes - free)
+
+
+def device_memory(cluster: Cluster, row: RankMemory, headroom: float) -> int:
+    """Return the memory of the device that a row is about, in bytes.
+
+    Args:
+        cluster: has that device.
+        row: its capacity is the device's memory less the headroom.
+        headroom: a fraction if below 1, else bytes.
+    """
+    sizes = [find_device(group.device).memory_bytes for group in cluster.node_groups]
+    return min(
+        sizes,
+        key=lambda size: abs(usable_bytes(size, headroom) - row.capacity_bytes),
+    )
+
+
+def with_headroom(
+    job: Job,
+    cluster: Cluster,
+    *,
+    runtime: str | None = None,
+    calibration: CalibrationTable | None = None,
+) -> Job:
+    """Return the job with a memory margin: its own, or that of equation (I3).
+
+    Args:
+        job: unchanged if it has a margin.
+        cluster: devices that the job may use.
+        runtime: name that the calibration knows the runtime by; None: the job's.
+        calibration: None: the one of this release.
+    """
+    if job.memory_headroom is not None:
+        return job
+    basis = Basis(runtime or job.runtime, cluster, calibration)
+    margin = round(basis.memory.headroom, 4)
+    return job.model_copy(update={"memory_headroom": margin})
