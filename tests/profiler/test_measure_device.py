@@ -46,6 +46,12 @@ MIB = 1 << 20
         ("NVIDIA GB200", 187 * GIB, "gb200-nvl72-186gb"),
         ("NVIDIA GH200 480GB", 97_871 * MIB, "gh200-96gb"),
         ("AMD Instinct MI300X", 191 * GIB, "mi300x-192gb"),
+        ("NVIDIA GB300", 284_208 * MIB, "gb300-nvl72-279gb"),
+        ("NVIDIA H800", 81_559 * MIB, "h800-sxm5-80gb"),
+        ("NVIDIA A800-SXM4-80GB", 79 * GIB, "a800-sxm4-80gb"),
+        ("NVIDIA RTX A6000", 47 * GIB, "a6000-48gb"),
+        ("NVIDIA H200 NVL", 143_771 * MIB, "h200-nvl-141gb"),
+        ("AMD Instinct MI350X", 287 * GIB, "mi350x-288gb"),
     ],
 )
 def test_gpus_are_found_by_name_form_and_memory(

@@ -137,6 +137,30 @@ def test_measured_fractions_are_those_of_the_cited_figure() -> None:
             )
 
 
+ADAPTERS = re.compile(r"(\d+) adapters? of (\d+) Gb/s for (\d+) ")
+
+
+@pytest.mark.parametrize(
+    "identifier",
+    [
+        identifier
+        for identifier, device in catalogue().items()
+        if ADAPTERS.search(
+            device.spec.sources.get("network_bandwidth_bytes_per_second", "")
+        )
+    ],
+)
+def test_the_network_is_one_devices_share_of_its_node(identifier: str) -> None:
+    """The network's bandwidth is that of the node's adapters, divided by the devices of the node."""
+    spec = catalogue()[identifier].spec
+    found = ADAPTERS.search(spec.sources["network_bandwidth_bytes_per_second"])
+    assert found is not None
+    adapters, gigabits, devices = map(int, found.groups())
+    assert spec.network_bandwidth_bytes_per_second == pytest.approx(
+        adapters * gigabits * 1e9 / 8 / devices
+    )
+
+
 @pytest.mark.parametrize("identifier", catalogue())
 def test_links_fit_together(identifier: str) -> None:
     """One pair gets at most the whole; the node's link is faster than the network; a switch gives a pair all of it."""
