@@ -22,6 +22,7 @@ from planner.cost.communication import (
 from planner.cost.groups import Groups
 from planner.cost.offload import Offload, is_offloading
 from planner.cost.placement import boundary_crosses_nodes
+from planner.cost.derived import DerivedRows
 from planner.cost.pricing import LayerCost, LayerPricing, known_prices
 from planner.cost.shared import SharedCost, SkipCost, shared_costs, skip_costs
 from planner.cost.ticks import check_step, ticks
@@ -77,7 +78,10 @@ class LayoutCosts:
     def waiting_ticks(self) -> int:
         """Return the ticks that an action waits for its neighbours: equation (S1)."""
         layout = self.layout
-        if layout.pipeline_parallel_degree * layout.virtual_stages_per_rank == 1:
+        if layout.pipeline_parallel_degree == 1:
+            return 0
+        is_interleaved = layout.virtual_stages_per_rank > 1
+        if is_interleaved and self.work.framework.overlaps_transfers:
             return 0
         return ticks(self.work.constants.transfer_seconds / 2)
 
@@ -335,9 +339,13 @@ def _rows(work: Workload, layout: Layout) -> Rows:
         layout.context_parallel_degree,
         layout.expert_parallel_degree,
     )
-    found = work.sizes.get(
-        (layout.micro_batch_size, *degrees, layout.sequence_parallel)
-    )
+    size = (layout.micro_batch_size, *degrees, layout.sequence_parallel)
+    expert_tensor = layout.expert_tensor_parallel_degree
+    has_own_degree = expert_tensor not in (None, layout.tensor_parallel_degree)
+    if has_own_degree and isinstance(work.sizes, DerivedRows):
+        if work.sizes.divides(size, expert_tensor):
+            return work.sizes.at(size, expert_tensor)
+    found = None if has_own_degree else work.sizes.get(size)
     if found is None:
         _refuse_unknown_splits(work, layout)
         known = ", ".join(f"({size}, {degree})" for size, degree in work.rows)

@@ -933,7 +933,7 @@ def decoder_profile(
         device="counted",
         dtype=counts.dtype,
         tokens_per_sample=counts.split.sequence_length,
-        transformer=model,
+        transformer=model if counts.heads == 1 else None,
         layers=layers,
         shared_parameters=shared,
     )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from planner.cost.derived import DerivedRows
 from planner.cost.fp8 import check_fp8, told_fp8
 from planner.cost.interval import usable_bytes, with_headroom
 from planner.errors import DocumentError, MismatchError
+from planner.runtimes import Runtime, planned
 from planner.spec.calibration import (
     DEFAULT,
     CalibrationTable,
@@ -20,8 +22,7 @@ from planner.spec.calibration import (
 from planner.spec.cluster import Cluster, DeviceSpec, Link
 from planner.spec.devices import catalogue, domain_of, find_device, links_of
 from planner.spec.fp8 import Fp8Casts
-from planner.spec.frameworks import Framework, find_framework
-from planner.spec.job import COMPUTE_TYPE, Job
+from planner.spec.job import COMPUTE_TYPE, OURS, Job
 from planner.spec.profile import LayerProfile, Measurement, ModelProfile, RecomputeMode
 from planner.spec.recipes import OgpRecipe, recipe
 
@@ -46,7 +47,7 @@ class Workload:
     inter_node: Link | None
     nodes: int
     devices_per_node: int
-    framework: Framework = field(default_factory=lambda: find_framework("planner"))
+    framework: Runtime = field(default_factory=lambda: planned(OURS))
     constants: Constants = DEFAULT
     groups: tuple[Workload, ...] = ()
     """Of a heterogeneous cluster: the same on each of its node groups alone, in order. Device, links, nodes and
@@ -133,8 +134,44 @@ class Workload:
         }
 
     @cached_property
-    def sizes(self) -> dict[_Size, tuple[dict[RecomputeMode, Measurement], ...]]:
-        """`rows` with all degrees that split a layer."""
+    def sizes(self) -> Mapping[_Size, tuple[dict[RecomputeMode, Measurement], ...]]:
+        """Rows by all degrees that split a layer.
+
+        For a decoder whose sizes are known they are those that the runtime launches;
+        else those of the profile.
+        """
+        profiled = self.profiled_sizes
+        if not self.derives_rows:
+            return profiled
+        transformer = self.profile.transformer
+        assert transformer is not None
+        rows = DerivedRows(
+            model=transformer,
+            runtime=self.framework,
+            sequence_length=self.job.sequence_length,
+            dtype=self.profile.dtype,
+            casts=self.casts,
+            listed=tuple(profiled),
+        )
+        rows.listed = tuple(size for size in profiled if rows.divides(size))
+        return rows
+
+    @property
+    def derives_rows(self) -> bool:
+        """Whether rows follow from the sizes of the model instead of the profile.
+
+        Measured rows, and those of our own runtime, are the profile's.
+        """
+        if self.profile.transformer is None or self.framework.name == OURS:
+            return False
+        rows = self.profile.layers[-1].measurements
+        return all(row.source == "counted" for row in rows)
+
+    @cached_property
+    def profiled_sizes(
+        self,
+    ) -> dict[_Size, tuple[dict[RecomputeMode, Measurement], ...]]:
+        """The profile's rows by all degrees that split a layer."""
         known: dict[tuple[str, bool], tuple[LayerProfile | None, _RowTable]] = {}
         tables = []
         for place, layer in enumerate(self.profile.layers, 1):
@@ -224,7 +261,7 @@ def workload(
     cluster: Cluster,
     job: Job,
     *,
-    framework: str | Framework | None = None,
+    framework: str | Runtime | None = None,
     constants: Constants | None = None,
     calibration: CalibrationTable | None = None,
 ) -> Workload:
@@ -244,7 +281,7 @@ def workload(
     """
     traits = framework or job.runtime
     if isinstance(traits, str):
-        traits = find_framework(traits)
+        traits = planned(traits)
     if constants is None:
         calibration = calibration or shipped()
     job = with_headroom(job, cluster, runtime=traits.name, calibration=calibration)
@@ -253,11 +290,16 @@ def workload(
     return _on_group(profile, cluster, job, traits, constants, calibration, 0)
 
 
+def _is_effective(link: Link | None) -> bool:
+    """Return whether a cluster's link has figures that collectives reach."""
+    return link is not None and not link.is_nominal
+
+
 def _mixed(
     profile: ModelProfile,
     cluster: Cluster,
     job: Job,
-    framework: Framework,
+    framework: Runtime,
     constants: Constants | None,
     calibration: CalibrationTable | None,
 ) -> Workload:
@@ -273,7 +315,7 @@ def _on_group(
     profile: ModelProfile,
     cluster: Cluster,
     job: Job,
-    framework: Framework,
+    framework: Runtime,
     constants: Constants | None,
     calibration: CalibrationTable | None,
     place: int,
@@ -285,11 +327,11 @@ def _on_group(
     )
     known = catalogue().get(device.id)
     constants = constants or constants_for(
-        framework.name,
+        framework.calibration_owner,
         known.architecture if known else "",
         calibration=calibration,
-        has_intra_node=group.intra_node is not None,
-        has_inter_node=group.inter_node is not None,
+        has_intra_node=_is_effective(group.intra_node),
+        has_inter_node=_is_effective(group.inter_node),
     )
     result = Workload(
         profile=profile,

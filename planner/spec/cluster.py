@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import not_
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -107,6 +108,9 @@ class Link(Document):
     latency_seconds: float = Field(ge=0)
     bandwidth_bytes_per_second: float = Field(gt=0)
     """Bandwidth of one device, in one direction."""
+    is_nominal: bool = Field(default=False, exclude_if=not_)
+    """Whether the figures are those of a data sheet, of which collectives reach the
+    calibrated fraction; else they are used unchanged."""
     relative_residual: float | None = Field(default=None, ge=0)
     """Of one fit over all operations; see `LinkFit`."""
     fits: tuple[LinkFit, ...] = ()

@@ -1,0 +1,116 @@
+"""Rows of a decoder at any micro-batch size and degree, derived when they are asked for.
+
+The mapping has the interface of rows that a profile lists: iterating gives the sizes
+that a search enumerates, and any other size that divides the model can be looked up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from planner.cost.fp8 import told_fp8
+from planner.cost.operations import MODES, DecoderCounts, Split, layer_kinds
+from planner.runtimes import Runtime
+from planner.spec.fp8 import Fp8Casts
+from planner.spec.profile import DataType, Measurement, RecomputeMode
+from planner.spec.transformer import Transformer
+
+Size = tuple[int, int, int, int, bool]
+"""Micro-batch size, tensor-, context- and expert-parallel degree, sequence
+parallelism."""
+Rows = tuple[dict[RecomputeMode, Measurement], ...]
+"""Of every layer, by recompute mode; identical layers share one dict."""
+
+
+@dataclass
+class DerivedRows(Mapping[Size, Rows]):
+    """Rows of one decoder for one runtime and sequence length."""
+
+    model: Transformer
+    runtime: Runtime
+    sequence_length: int
+    dtype: DataType
+    casts: Fp8Casts | None
+    """Of the runtime, for precision fp8; None: the job has another."""
+    listed: tuple[Size, ...]
+    """Sizes that a search enumerates."""
+    known: dict[tuple[Size, int | None], Rows] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Size]:
+        return iter(self.listed)
+
+    def __len__(self) -> int:
+        return len(self.listed)
+
+    def __getitem__(self, size: Size) -> Rows:
+        return self.at(size, None)
+
+    def at(self, size: Size, expert_tensor: int | None) -> Rows:
+        """Return the rows of a size, with a tensor degree of the experts' own.
+
+        Raises:
+            KeyError: the size does not divide the model.
+        """
+        key = (size, expert_tensor)
+        if key not in self.known:
+            if not self.divides(size, expert_tensor):
+                raise KeyError(size)
+            self.known[key] = self._derive(size, expert_tensor)
+        return self.known[key]
+
+    def divides(self, size: Size, expert_tensor: int | None = None) -> bool:
+        """Return whether the model can be split so."""
+        micro_batch_size, tensor, context, expert, sequence_parallel = size
+        model = self.model
+        tokens = self.sequence_length
+        split = context * (tensor if sequence_parallel else 1)
+        if micro_batch_size < 1 or tokens % (2 * context if context > 1 else 1):
+            return False
+        if tokens * micro_batch_size % split or model.heads % tensor:
+            return False
+        if sequence_parallel and tensor == 1:
+            return False
+        if model.feed_forward % tensor:
+            return False
+        if model.experts is None:
+            return expert == 1 and expert_tensor is None
+        inside = expert_tensor or tensor
+        return (
+            model.experts.experts % expert == 0
+            and model.experts.feed_forward % inside == 0
+        )
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """Kind of every layer."""
+        return layer_kinds(self.model)
+
+    def _derive(self, size: Size, expert_tensor: int | None) -> Rows:
+        micro_batch_size, tensor, context, expert, sequence_parallel = size
+        split = Split(
+            micro_batch_size=micro_batch_size,
+            sequence_length=self.sequence_length,
+            tensor=tensor,
+            context=context,
+            expert=expert,
+            expert_tensor=expert_tensor,
+            sequence_parallel=sequence_parallel,
+        )
+        is_fp8 = self.casts is not None
+        counts = DecoderCounts(self.model, self.runtime, split, self.dtype, is_fp8)
+        by_kind: dict[str, dict[RecomputeMode, Measurement]] = {}
+        for kind in dict.fromkeys(self.kinds):
+            modes = ("none",) if kind in ("embedding", "head") else MODES
+            by_kind[kind] = {mode: self._row(counts, kind, mode) for mode in modes}
+        return tuple(by_kind[kind] for kind in self.kinds)
+
+    def _row(
+        self, counts: DecoderCounts, kind: str, mode: RecomputeMode
+    ) -> Measurement:
+        row = counts.row(kind, mode)
+        if self.casts is None:
+            return row
+        return told_fp8(row, self.dtype, self.casts, is_last=kind == "head")
+
