@@ -8,6 +8,11 @@ from planner.cli.console import bar, bold, table
 from planner.spec import Forecast, Infeasible, Plan, Prediction
 from planner.spec.layout_words import layout_line, spans
 from planner.spec.plan import Alternative, Miss, RankMemory, SearchReport, Stage
+from planner.spec.prediction_words import (
+    calibration_text,
+    memory_risk,
+    step_interval,
+)
 from planner.spec.units import GIB, gibibytes, percent, scaled, seconds
 from planner.spec.words import counted
 from planner.spec.words import gibibytes as needed
@@ -156,8 +161,8 @@ def pareto_table(plan: Plan) -> str:
     return f"{bold(title)}\n{table(head, rows, left=(0, len(head) - 1))}"
 
 
-def _prediction(prediction: Prediction) -> tuple[str, str]:
-    """The headline, and the seconds and shares of the step: means over the pipeline ranks."""
+def _prediction(prediction: Prediction) -> tuple[str, ...]:
+    """The headline, its uncertainty, and seconds and shares of the step: means over ranks."""
     mfu = (
         "unknown (the device's peak is not known)"
         if prediction.mfu is None
@@ -179,7 +184,23 @@ def _prediction(prediction: Prediction) -> tuple[str, str]:
         for name, value in spent.items()
         if value
     ]
-    return head, table(("mean of the ranks", "time", "share"), rows)
+    breakdown = table(("mean of the ranks", "time", "share"), rows)
+    certainty = _certainty(prediction)
+    return (head, certainty, breakdown) if certainty else (head, breakdown)
+
+
+def _certainty(prediction: Prediction) -> str:
+    """80 % intervals, the risk of running out of memory, and the calibration."""
+    if prediction.calibration is None:
+        return ""
+    lines = [f"{bold('step time')} {step_interval(prediction)}"]
+    if prediction.peak_bytes_80 is not None:
+        low, high = prediction.peak_bytes_80
+        interval = f"80 %: {gibibytes(low)} to {gibibytes(high)}"
+        risk = memory_risk(prediction)
+        lines.append(f"{bold('peak memory')} {interval}, {risk}")
+    lines.append(f"{bold('calibration')} {calibration_text(prediction)}")
+    return "\n".join(lines)
 
 
 def _stages(stages: Sequence[Stage]) -> str:

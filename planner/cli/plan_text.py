@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
+from textwrap import wrap
 from typing import cast
 
 from planner.cli.console import table
@@ -14,6 +15,11 @@ from planner.spec.cluster import PeakType
 from planner.spec.devices import find_device
 from planner.spec.job import COMPUTE_TYPE
 from planner.spec.plan import Miss, RankMemory, Relaxation, SearchReport, Stage
+from planner.spec.prediction_words import (
+    calibration_text,
+    memory_risk,
+    step_interval,
+)
 from planner.spec.units import percent, seconds, significant
 from planner.spec.words import counted
 
@@ -42,7 +48,11 @@ def plan_text(plan: Plan, next_command: str) -> str:
     request = plan.request
     model = request.model or (request.profile.model if request.profile else "the model")
     subject = Subject(model, plan.cluster, request.job, request.cluster.devices)
-    lines = [*_summary(plan, subject), _line("Optimal", _optimal(plan.search))]
+    lines = [
+        *_summary(plan, subject),
+        _line("Optimal", _optimal(plan.search)),
+        *_calibration(plan.prediction),
+    ]
     if plan.cost_per_token is not None:
         price = significant(plan.cost_per_token * 1e6)
         lines.append(_line("Price", f"{price} per million {_unit(request.job)}"))
@@ -67,6 +77,7 @@ def prediction_text(forecast: Forecast, model: str, cluster: Cluster, job: Job) 
     over_host = [row for row in forecast.prediction.memory if not row.fits_host]
     if over_host:
         lines.append(_line("Host memory", _fullest_host(over_host)))
+    lines += _calibration(forecast.prediction)
     return "\n".join(lines)
 
 
@@ -111,15 +122,24 @@ def _summary(found: Plan | Forecast, subject: Subject) -> list[str]:
         _subject_line(subject),
         "",
         *_layout_lines(found),
-        _line("Step time", seconds(prediction.step_seconds)),
+        _line("Step time", _step_time(prediction)),
         _line("Throughput", _throughput(prediction, subject)),
-        _line("Memory", _fullest(prediction.memory)),
+        _line("Memory", _memory(prediction)),
         _line("Time", _shares(prediction)),
     ]
 
 
 def _line(label: str, text: str) -> str:
     return f"{label:<{LABEL_WIDTH}}{text}"
+
+
+def _calibration(prediction: Prediction) -> list[str]:
+    """The measured runs behind the prediction, on as many lines as needed."""
+    text = calibration_text(prediction)
+    first, *more = wrap(text, LINE_WIDTH - LABEL_WIDTH) or [""]
+    if not first:
+        return []
+    return [_line("Calibration", first), *(_line("", line) for line in more)]
 
 
 def _subject_line(subject: Subject) -> str:
@@ -235,6 +255,20 @@ def _mean_peak(subject: Subject) -> float:
 def _rounded(value: float) -> str:
     """Three significant digits with thousands separators."""
     return f"{float(f'{value:.3g}'):,.0f}" if value >= 100 else significant(value)
+
+
+def _step_time(prediction: Prediction) -> str:
+    """``6.33 s (80 %: 5.29 s to 7.58 s)``."""
+    text = seconds(prediction.step_seconds)
+    interval = step_interval(prediction)
+    return f"{text} ({interval})" if interval else text
+
+
+def _memory(prediction: Prediction) -> str:
+    """Memory of the fullest pipeline rank, and the risk of running out."""
+    text = _fullest(prediction.memory)
+    risk = memory_risk(prediction)
+    return f"{text}, {risk}" if risk else text
 
 
 def _fullest(memory: Sequence[RankMemory]) -> str:

@@ -1,18 +1,17 @@
 """Uncertainty of a prediction: intervals, probability of running out of memory, margin.
 
-    (I1)  80 % interval    predicted x exp(low) .. predicted x exp(high), where low and
-                           high are quantiles of log(measured / predicted) over held-out
-                           runs of the same kind
-    (I2)  out of memory    P(predicted peak x measured / predicted > device memory), of
-                           the rank that fills its device most
-    (I3)  memory margin    1 - 1 / q, where q is the 80 % quantile of
-                           measured / predicted peak memory
+(I1)  80 % interval    predicted x exp(low) .. predicted x exp(high), where low and
+                       high are quantiles of log(measured / predicted) over held-out
+                       runs of the same kind
+(I2)  out of memory    P(predicted peak x measured / predicted > device memory), of
+                       the rank that fills its device most
+(I3)  memory margin    1 - 1 / q, where q is the 80 % quantile of
+                       measured / predicted peak memory
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from planner.spec.calibration import (
@@ -25,10 +24,7 @@ from planner.spec.calibration import (
 from planner.spec.cluster import Cluster
 from planner.spec.devices import catalogue, find_device
 from planner.spec.job import Job
-from planner.spec.plan import RankMemory
-
-Bytes = tuple[int, int]
-Seconds = tuple[float, float]
+from planner.spec.plan import Prediction, RankMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,49 +78,35 @@ class Basis:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Uncertainty:
-    """Fields of a `planner.spec.Prediction` that state how certain it is."""
-
-    step_seconds_80: Seconds
-    peak_bytes_80: Bytes
-    out_of_memory_probability: float
-    calibration: CalibrationNote
-
-
-def interval_of(
-    basis: Basis,
-    step_seconds: float,
-    memory: Sequence[RankMemory],
-    headroom: float,
-) -> Uncertainty:
-    """Return how certain a predicted step time and memory are: equations (I1), (I2).
+def with_interval(prediction: Prediction, basis: Basis, headroom: float) -> Prediction:
+    """Return a prediction that states how certain it is: equations (I1) and (I2).
 
     Args:
-        basis: runtime, cluster and calibration.
-        step_seconds: predicted.
-        memory: of every pipeline rank, on the device that it fills most.
+        prediction: of step time and memory.
+        basis: runtime, cluster and calibration of the prediction.
         headroom: memory left free on a device, a fraction if below 1, else bytes;
             `RankMemory.capacity_bytes` is without it.
     """
     time, sizes = basis.time, basis.memory
-    fullest = max(memory, key=lambda row: row.peak_bytes)
+    step = prediction.step_seconds
+    peak = max(row.peak_bytes for row in prediction.memory)
     risks = []
-    for row in memory:
+    for row in prediction.memory:
         device_bytes = device_memory(basis.cluster, row, headroom)
         risks.append(sizes.out_of_memory_probability(row.peak_bytes, device_bytes))
-    return Uncertainty(
-        step_seconds_80=(
-            step_seconds * math.exp(time.time_low),
-            step_seconds * math.exp(time.time_high),
+    update = {
+        "step_seconds_80": (
+            step * math.exp(time.time_low),
+            step * math.exp(time.time_high),
         ),
-        peak_bytes_80=(
-            int(fullest.peak_bytes * math.exp(sizes.memory_low)),
-            int(fullest.peak_bytes * math.exp(sizes.memory_high)),
+        "peak_bytes_80": (
+            int(peak * math.exp(sizes.memory_low)),
+            int(peak * math.exp(sizes.memory_high)),
         ),
-        out_of_memory_probability=max(risks),
-        calibration=basis.note,
-    )
+        "out_of_memory_probability": max(risks),
+        "calibration": basis.note,
+    }
+    return prediction.model_copy(update=update)
 
 
 def usable_bytes(memory_bytes: int, headroom: float) -> int:

@@ -15,8 +15,8 @@ Constants are efficiencies of a device, and host and network time of a runtime.
                             host = kernels x host seconds per kernel: a layer cannot run
                             faster than the host launches its kernels
     (K3)  links             bandwidth x fraction, latency + host time of one collective
-    (K4)  pooling           constant = global value x exp(offset of its owner); the owner
-                            of a constant is an architecture, a runtime, a format, a
+    (K4)  pooling           constant = global value x exp(offset of its owner), within
+                            its bounds; the owner of a constant is an architecture, a runtime, a format, a
                             source, or a runtime on an architecture
 
 A constant without a measurement keeps its default, which is for torch's own kernels.
@@ -227,13 +227,15 @@ class CalibrationTable(Document):
     """By constant and owner: log of the owner's value / the global value."""
     owners: dict[str, OwnerKind] = Field(default_factory=dict)
     """What the offsets of a constant belong to."""
+    bounds: dict[str, tuple[float, float | None]] = Field(default_factory=dict)
+    """Least and most value of a constant by physics; None: no upper bound."""
     rows: RowCounts = RowCounts()
     """Runs with a step time."""
     memory: RowCounts = RowCounts()
     """Runs with a memory."""
     intervals: dict[Kind, IntervalRow]
 
-    @field_validator("constants", "offsets", "owners")
+    @field_validator("constants", "offsets", "owners", "bounds")
     @classmethod
     def _constants_are_known(cls, table: dict[str, Any]) -> dict[str, Any]:
         unknown = sorted(set(table) - NAMES)
@@ -378,8 +380,15 @@ def constants_for(
         if name in table.offsets:
             owner = owner_of[table.owners[name]]
             offset = table.offsets[name].get(owner, 0.0)
-        values[name] = value * math.exp(offset)
+        values[name] = _bounded(table, name, value * math.exp(offset))
     return replace(DEFAULT, **values)
+
+
+def _bounded(table: CalibrationTable, name: str, value: float) -> float:
+    """Return the nearest value within the bounds of a constant."""
+    least, most = table.bounds.get(name, (0.0, None))
+    above = max(value, least)
+    return above if most is None else min(above, most)
 
 
 def pair_name(runtime: str, architecture: str) -> str:
@@ -443,17 +452,17 @@ def _without_runs(table: CalibrationTable, runtime: str, architecture: str) -> s
     where = architecture or "this device"
     head = f"No measured run of {runtime} on {where} is behind this prediction"
     if not architecture:
-        return f"{head}: it rests on the device's own figures"
+        return f"{head}; it rests on the device's own figures"
     on_architecture = _most(table, "architecture", architecture)
     of_runtime = _most(table, "runtime", runtime)
     sources = []
     if on_architecture:
-        sources.append(f"{on_architecture:,} of other runtimes on {architecture}")
+        sources.append(f"{on_architecture:,} of other runtimes there")
     if of_runtime:
-        sources.append(f"{of_runtime:,} of {runtime} on other architectures")
+        sources.append(f"{of_runtime:,} of {runtime} elsewhere")
     if not sources:
-        return f"{head}: it rests on {table.measured_runs:,} runs of others"
-    return f"{head}: it rests on {' and '.join(sources)}"
+        sources.append(f"{table.measured_runs:,} runs of other runtimes elsewhere")
+    return f"{head}; it rests on {' and '.join(sources)}"
 
 
 def _most(table: CalibrationTable, level: str, name: str) -> int:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from planner.spec.calibration import CalibrationNote
 from planner.spec.cluster import Cluster
 from planner.spec.document import Document, digest
 from planner.spec.job import Job
@@ -128,6 +129,14 @@ class Prediction(Document):
     breakdown.bubble_seconds."""
     breakdown: Breakdown
     memory: tuple[RankMemory, ...]
+    step_seconds_80: tuple[float, float] | None = None
+    """Interval that contains the measured step time with a probability of 80 %."""
+    peak_bytes_80: tuple[int, int] | None = None
+    """The same for the peak memory of the fullest rank."""
+    out_of_memory_probability: float | None = Field(default=None, ge=0, le=1)
+    """Probability that a rank needs more than the whole memory of its device."""
+    calibration: CalibrationNote | None = None
+    """The calibration, and the measured runs behind this prediction."""
 
 
 class SearchReport(Document):

@@ -172,6 +172,8 @@ def account(
     Raises:
         SpecError: as `predict` does.
     """
+    if job.memory_headroom is None:
+        job = job.model_copy(update={"memory_headroom": 0.0})
     work = workload(
         profile,
         cluster,
