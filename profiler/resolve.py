@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from planner.errors import DocumentError, MismatchError, SpecError, UnknownNameError
 from planner.profiler.local_devices import local_devices
+from planner.runtimes import get as get_runtime
 from planner.spec import (
     Cluster,
     Job,
@@ -27,7 +28,6 @@ from planner.spec import (
 )
 from planner.spec.cluster_file import read_cluster
 from planner.spec.constraint_words import with_full_names
-from planner.spec.frameworks import find_framework
 from planner.spec.job import COMPUTE_TYPE
 from planner.spec.profile import DataType
 from planner.spec.short_form import cluster_of
@@ -149,7 +149,7 @@ def job_of_request(request: Request, spelling: Callable[[str], str] = str) -> Jo
         if value is not None:
             fields[name] = value
     if request.runtime is not None:
-        find_framework(request.runtime, field=spelling("runtime"))
+        get_runtime(request.runtime, field=spelling("runtime"))
     fixed = with_full_names(request.fix, where=spelling("fix"))
     fields["constraints"] = {**fields.get("constraints", {}), **fixed}
     try:

@@ -1,7 +1,7 @@
 """Count a decoder-only transformer from its sizes alone: operations, exchanges and saved bytes of one rank's shard.
 
 For models that nobody can build here: published runs that state sizes only, and planning before there is code. What
-the framework's kernels keep follows from its traits (`planner.spec.frameworks`), tensor by tensor as autograd saves
+the framework's kernels keep follows from its traits (`planner.runtimes`), tensor by tensor as autograd saves
 them. With b samples, s tokens, h hidden, a heads, f feed-forward size, t the tensor- and c the context-parallel degree:
 
     (A1)  tokens of a rank T = b s / c; outside the tensor-parallel regions T / t with sequence parallelism
@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from planner.profiler.transformer_tally import Tally
-from planner.spec.frameworks import AttentionKernel, Framework
+from planner.runtimes import AttentionKernel
+from planner.runtimes import Runtime as Framework
 from planner.spec.profile import (
     BYTES_PER_ELEMENT,
     DataType,

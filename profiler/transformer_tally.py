@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from planner.spec.frameworks import Framework
+from planner.runtimes import Runtime as Framework
 from planner.spec.profile import Collective, CollectiveName, Operation, RecomputeMode
 
 

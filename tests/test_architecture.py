@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("planner", "profiler", "api")
 
 BASE = {"planner.version", "planner.errors", "planner.spec"}
-SEARCH_SIDE = BASE | {"planner.schedule", "planner.partition", "planner.cost"}
+RUNTIMES = BASE | {"planner.runtimes"}
+SEARCH_SIDE = RUNTIMES | {"planner.schedule", "planner.partition", "planner.cost"}
 SERVICE_SIDE = SEARCH_SIDE | {"planner.search", "planner.validate", "planner.export"}
 MAY_IMPORT: dict[str, set[str]] = {
     "planner": {"planner.version", "planner.errors", "planner.interface"},
@@ -28,9 +29,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planner.version": set(),
     "planner.errors": set(),
     "planner.spec": {"planner.errors"},
+    "planner.runtimes": BASE,
     "planner.schedule": BASE,
     "planner.partition": BASE,
-    "planner.cost": BASE | {"planner.schedule", "planner.partition"},
+    "planner.cost": RUNTIMES | {"planner.schedule", "planner.partition"},
     "planner.search": SEARCH_SIDE | {"planner.validate"},
     "planner.fidelity": SEARCH_SIDE | {"planner.profiler"},
     # The checker shares no code with cost model and search: else both could be wrong
@@ -38,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planner.validate": BASE | {"planner.schedule"},
     "planner.export": BASE | {"planner.schedule"},
     "planner.executor": BASE | {"planner", "planner.schedule", "planner.profiler"},
-    "planner.profiler": BASE | {"planner.schedule"},
+    "planner.profiler": RUNTIMES | {"planner.schedule"},
     "planner.api": SERVICE_SIDE | {"planner.profiler"},
     "planner.client": {"planner.errors", "planner.spec"},
     # Finds plans for the executor, which cannot: the executor knows only its interfaces.
@@ -57,6 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 WITHOUT_TORCH = (
     "planner.errors",
     "planner.spec",
+    "planner.runtimes",
     "planner.cost",
     "planner.schedule",
     "planner.partition",

@@ -13,8 +13,13 @@ from planner.profiler.catalogue import names
 from planner.spec import Cluster, Job, NodeGroup, Options, PlanRequest, parse
 from planner.spec.constraint_words import read_constraint
 from planner.spec.devices import catalogue
-from planner.spec.frameworks import FrameworkName
-from planner.spec.job import CONSTRAINTS, Objective, OptimizerName, Precision
+from planner.spec.job import (
+    CONSTRAINTS,
+    RUNTIMES,
+    Objective,
+    OptimizerName,
+    Precision,
+)
 from planner.spec.short_form import cluster_of
 from planner.spec.words import written
 
@@ -67,7 +72,7 @@ FIELDS = (
         "Runtime",
         "planner",
         "framework that will run the plan",
-        choices=lambda: get_args(FrameworkName),
+        choices=lambda: RUNTIMES,
     ),
     Field(
         "devices_per_node",

@@ -13,8 +13,8 @@ from planner.cli.console import Progress, bold, check_output, note, publish, tab
 from planner.cli.failures import DONE
 from planner.cli.options import option, output_option, verb
 from planner.client import SCHEMES, exchange
+from planner.runtimes import get as get_runtime
 from planner.spec.calibration import ANY, DEFAULT, Calibration, Constants, dump
-from planner.spec.frameworks import find_framework
 from planner.spec.units import percent, scaled, seconds, significant
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def command(
 
     check_output(output)
     if framework is not None:
-        framework = find_framework(framework, field="--framework").name
+        framework = get_runtime(framework, field="--framework").name
     require_scipy()
     with _runs_file(source) as path:
         remarks = read_remarks(path)

@@ -16,7 +16,7 @@ from planner.errors import SpecError
 from planner.spec import DeviceSpec, Link, ScaleUp, read
 from planner.spec.calibration import MINIMUM_ROWS, constants_for, shipped
 from planner.spec.devices import CatalogueDevice, catalogue, find_entry, link_within
-from planner.spec.frameworks import OURS
+from planner.spec.job import OURS
 from planner.spec.units import percent, scaled
 
 HEADER = (

@@ -14,8 +14,7 @@ from planner.errors import DocumentError
 from planner.profiler.resolve import Question, Request, question
 from planner.spec import ModelProfile, PredictionLayout, parse, read
 from planner.spec.constraint_words import layers_of, read_constraint, scalar, split
-from planner.spec.frameworks import ALIASES, FRAMEWORKS
-from planner.spec.job import OptimizerName, Precision
+from planner.spec.job import RUNTIMES, OptimizerName, Precision
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -54,7 +53,7 @@ def request_options(function: Function) -> Function:
             option(
                 "--runtime",
                 metavar="R",
-                shell_complete=complete(lambda: (*FRAMEWORKS, *ALIASES)),
+                shell_complete=complete(lambda: RUNTIMES),
                 help="Framework that runs the plan [default: planner]",
             ),
             option(

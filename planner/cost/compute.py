@@ -25,12 +25,13 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
+from planner import runtimes
 from planner.cost.fp8 import check_fp8, told_fp8
 from planner.errors import MismatchError
 from planner.spec.calibration import DEFAULT, Constants
 from planner.spec.cluster import DeviceSpec
 from planner.spec.fp8 import Fp8Casts
-from planner.spec.frameworks import OURS, find_framework
+from planner.spec.job import OURS
 from planner.spec.profile import (
     DataType,
     LayerProfile,
@@ -474,7 +475,7 @@ def price(profile: ModelProfile, device: DeviceSpec) -> ModelProfile:
 def _priced_row(
     row: Measurement, device: DeviceSpec, profile: ModelProfile, *, is_last: bool
 ) -> Measurement:
-    casts = find_framework(OURS).fp8 if profile.precision == "fp8" else None
+    casts = runtimes.get(OURS).fp8 if profile.precision == "fp8" else None
     counted = row
     if casts is not None:
         counted = told_fp8(row, profile.dtype, casts, is_last=is_last)

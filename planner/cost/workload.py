@@ -284,7 +284,9 @@ def workload(
         traits = planned(traits)
     if constants is None:
         calibration = calibration or shipped()
-    job = with_headroom(job, cluster, runtime=traits.name, calibration=calibration)
+    job = with_headroom(
+        job, cluster, runtime=traits.calibration_owner, calibration=calibration
+    )
     if len(cluster.node_groups) > 1:
         return _mixed(profile, cluster, job, traits, constants, calibration)
     return _on_group(profile, cluster, job, traits, constants, calibration, 0)

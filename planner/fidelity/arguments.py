@@ -22,7 +22,8 @@ import re
 from dataclasses import replace
 
 from planner.profiler.transformer import TransformerShape
-from planner.spec.frameworks import AttentionKernel, Framework
+from planner.runtimes import AttentionKernel
+from planner.runtimes import Runtime as Framework
 
 Arguments = dict[str, str]
 EXPONENTIAL_BYTES = 4

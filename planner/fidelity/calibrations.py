@@ -67,7 +67,7 @@ def constants_for(
     framework shares: of the architecture, or the median of all architectures.
 
     Args:
-        framework: a name in `planner.spec.frameworks`.
+        framework: a name in `planner.runtimes`.
         architecture: as in the device catalogue, such as ``Ampere``; "" for a device
             that is not in it, whose figures are used unchanged.
         calibrations: None: those that come with the package.

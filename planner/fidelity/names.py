@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Any, Literal
 
+from planner.runtimes import AttentionKernel, get
+from planner.runtimes import Runtime as Framework
 from planner.spec.cluster import Link
 from planner.spec.devices import INTER_NODE_LATENCY_SECONDS, find_entry
-from planner.spec.frameworks import AttentionKernel, Framework, find_framework
 
 UNSTATED = "a100-sxm4-80gb"
 """For devices whose type is not told: bytes do not depend on it, and what does is not judged (`remarks`)."""
@@ -64,6 +65,15 @@ _FRAMEWORKS = (
     (r"megatron", "megatron-lm"),
 )
 
+_AS_RUN: dict[str, Any] = {
+    "megatron-core": {
+        "settings": {"overlaps_reduction": True, "overlaps_gathers": True}
+    },
+    "nanotron": {"release": "2024-07-06"},
+    "torchtitan": {"release": "2025-06-13"},
+}
+"""Releases and settings of the published runs."""
+
 _SCHEDULES = (
     (r"zb-?2p|zb-?h2", "zb-h2"),
     (r"zb-?1p|zb-?h1", "zb-h1"),
@@ -96,9 +106,9 @@ def framework_of(system: str, source: str = "") -> Framework:
     """The framework that a row names; plain torch when none is known. vTrain stands for the steps that it simulated;
     those on many nodes are runs of Megatron-LM itself."""
     named = _first(_FRAMEWORKS, system) or "planner"
-    return find_framework(
-        "megatron-lm" if named == "vtrain" and "ground_truth_multi" in source else named
-    )
+    if named == "vtrain" and "ground_truth_multi" in source:
+        named = "megatron-lm"
+    return get(named, **_AS_RUN.get(named, {}))
 
 
 def attention_of(text: str, framework: Framework, device: str) -> AttentionKernel:

@@ -50,8 +50,9 @@ from planner.fidelity.names import (
 from planner.fidelity.setting import setting_of
 from planner.fidelity.stages import blocks_of
 from planner.profiler.transformer import TransformerShape
+from planner.runtimes import AttentionKernel
+from planner.runtimes import Runtime as Framework
 from planner.spec.cluster import Link
-from planner.spec.frameworks import AttentionKernel, Framework
 from planner.spec.layout import Layout
 from planner.spec.profile import DataType, RecomputeMode
 

@@ -24,8 +24,9 @@ from typing import Any
 
 from planner.fidelity.arguments import Arguments, attention_with, framework_with
 from planner.fidelity.names import attention_of, framework_of, is_nemo
+from planner.runtimes import AttentionKernel
+from planner.runtimes import Runtime as Framework
 from planner.spec.devices import find_entry
-from planner.spec.frameworks import AttentionKernel, Framework
 from planner.spec.profile import DataType
 
 COPIED_GRADIENTS: dict[DataType, int] = {"fp16": 2, "bf16": 4, "fp32": 0}

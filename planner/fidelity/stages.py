@@ -16,7 +16,7 @@ import re
 from itertools import accumulate, pairwise
 
 from planner.profiler.transformer import TransformerShape
-from planner.spec.frameworks import Framework
+from planner.runtimes import Runtime as Framework
 from planner.spec.layout import Layout
 
 Ends = tuple[int | None, int | None]

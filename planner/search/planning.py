@@ -21,6 +21,7 @@ from planner.cost import (
 from planner.cost.interval import with_headroom
 from planner.errors import LayoutError, MismatchError
 from planner.schedule import Requirement, Schedule, canonical_name, find, requirements
+from planner import runtimes
 from planner.search.answer.explain import (
     alternatives,
     division_text,
@@ -75,7 +76,6 @@ from planner.search.stage_maps.synthesized import (
 from planner.spec.calibration import CalibrationTable, Constants
 from planner.spec.cluster import Cluster
 from planner.spec.document import digest
-from planner.spec.frameworks import find_framework
 from planner.spec.job import DIVISION, Constraint, Job
 from planner.spec.layout import Layout, PredictionLayout
 from planner.spec.plan import (
@@ -119,7 +119,7 @@ def make_request(
         profile_id=_profile_id(profile),
         profile=None if model else profile,
         cluster=cluster,
-        job=with_headroom(job, cluster, runtime=find_framework(job.runtime).name),
+        job=with_headroom(job, cluster, runtime=runtimes.planned(job.runtime).calibration_owner),
         options=options or Options(),
         planner_version=__version__,
     )
@@ -360,7 +360,7 @@ def predict(
         job: what is to be trained.
         layout: what is to be priced.
         model: catalogue name that the profile was derived from.
-        framework: whose traits the prediction is for, a name of `planner.spec.frameworks`; None: the job's runtime.
+        framework: whose traits the prediction is for, a name of `planner.runtimes`; None: the job's runtime.
         constants: None: those of the calibration for this framework and device.
         calibration: None: the one of this release, unless constants are given.
 
@@ -372,7 +372,7 @@ def predict(
             known, or pieces of sequences that cannot be cut.
         SpecError: the documents do not belong together.
     """
-    traits = find_framework(framework or job.runtime)
+    traits = runtimes.planned(framework or job.runtime)
     stages = layout.pipeline_parallel_degree * layout.virtual_stages_per_rank
     division: Constraint | None = layout.layers_per_stage
     if not division and DIVISION not in job.constraints:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self, get_args
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from planner.spec.document import Document
-from planner.spec.frameworks import OURS, check_runtime
+from planner.spec.words import suggestion
 
 Precision = Literal["fp32", "fp16-mixed", "bf16-mixed", "bf16", "fp8"]
 Objective = Literal["step_time", "cost", "devices"]
@@ -23,6 +23,33 @@ COMPUTE_TYPE: dict[str, str] = {
     "fp8": "bf16",
 }
 """Data type of activations by precision; also of matrix products, except for fp8."""
+OURS = "planner"
+"""Name of this package's executor, the default runtime."""
+RUNTIMES = (
+    OURS,
+    "megatron-core",
+    "nemo",
+    "megatron-bridge",
+    "torchtitan",
+    "deepspeed",
+    "nanotron",
+    "megatron-lm",
+    "megatron-deepspeed",
+    "megatron-zero-3",
+    "fsdp",
+    "llm-foundry",
+    "kempnerforge",
+    "torchtune",
+    "litgpt",
+    "galvatron",
+    "internevo",
+    "aa-scaling",
+    "libai",
+    "paxml",
+    "vtrain",
+    "mcore",
+)
+"""Names and aliases of the runtimes in `planner.runtimes`."""
 WHOLE_PARAMETERS: frozenset[OptimizerName] = frozenset({"adafactor", "muon"})
 """Optimizers whose update of an element depends on its whole matrix, so that a rank
 needs the whole parameter."""
@@ -107,7 +134,7 @@ class Job(Document):
     """Longest step time; only for the objective ``devices``."""
     runtime: str = OURS
     """Framework that runs the plan, whose kernels and overlaps the prediction assumes;
-    a name in `planner.spec.frameworks`."""
+    a name in `planner.runtimes`."""
     constraints: dict[str, Constraint] = Field(
         default_factory=dict,
         json_schema_extra={"properties": {DIVISION: _DIVISION_SCHEMA}},
@@ -128,7 +155,10 @@ class Job(Document):
     @field_validator("runtime")
     @classmethod
     def _runtime_is_known(cls, name: str) -> str:
-        return check_runtime(name)
+        if name not in RUNTIMES:
+            hint = f"{suggestion(name, RUNTIMES)}known: {', '.join(RUNTIMES)}"
+            raise ValueError(f"no runtime {name!r}; {hint}")
+        return name
 
     @model_validator(mode="after")
     def _deadline_has_a_use(self) -> Self:

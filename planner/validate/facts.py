@@ -8,9 +8,8 @@ from functools import cached_property
 
 from planner.spec.calibration import Constants
 from planner.spec.cluster import Cluster
-from planner.spec.fp8 import Fp8Casts
-from planner.spec.frameworks import OURS, find_framework
-from planner.spec.job import Job
+from planner.spec.fp8 import DYNAMIC, Fp8Casts
+from planner.spec.job import OURS, Job
 from planner.spec.layout import Layout
 from planner.spec.plan import Plan, RankPlacement
 from planner.spec.profile import LayerProfile, Measurement, ModelProfile, RecomputeMode
@@ -43,7 +42,7 @@ class Facts:
     @property
     def runtime(self) -> str:
         """Return the framework whose kernels and overlaps the plan is priced for."""
-        return find_framework(self.job.runtime).name
+        return self.job.runtime
 
     @property
     def is_priced_here(self) -> bool:
@@ -53,7 +52,7 @@ class Facts:
     @property
     def casts(self) -> Fp8Casts | None:
         """What our own executor casts to fp8; None: the job's precision is another."""
-        return find_framework("planner").fp8 if self.job.precision == "fp8" else None
+        return DYNAMIC if self.job.precision == "fp8" else None
 
     @property
     def devices(self) -> int:

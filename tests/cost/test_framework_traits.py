@@ -19,8 +19,8 @@ from planner.cost import (
 from planner.cost.communication import Group, chain_seconds
 from planner.cost.layers import LayoutCosts
 from planner.cost.step import by_rank, tail_ticks
+from planner.runtimes import Runtime, get
 from planner.spec import Layout
-from planner.spec.frameworks import FRAMEWORKS, Framework
 from tests.builders import cluster, job, layer, link, profile
 
 MICROSECOND = 1000
@@ -28,11 +28,11 @@ MODEL = profile(
     layer(forward=10e-6, backward_input=20e-6, backward_weight=30e-6, parameters=10**6)
     * 4
 )
-PLAIN = FRAMEWORKS["planner"]
+PLAIN = get("planner")
 
 
 def costs_of(
-    framework: Framework, machines: Any = None, samples: int = 8, **degrees: Any
+    framework: Runtime, machines: Any = None, samples: int = 8, **degrees: Any
 ) -> LayoutCosts:
     """Four layers of 10^6 parameters; a pass over the gradients of one takes two ranks 10 us."""
     layout = Layout(**degrees)
@@ -47,7 +47,7 @@ def costs_of(
     )
 
 
-def reduction(framework: Framework) -> int:
+def reduction(framework: Runtime) -> int:
     """Ticks of ZeRO 1's exchanges that compute does not hide."""
     costs = costs_of(framework, data_parallel_degree=2, zero_stage=1)
     stages = choose(costs, [[(index, "none") for index in range(4)]])

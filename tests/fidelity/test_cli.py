@@ -12,8 +12,8 @@ from planner.client import Response
 from planner.fidelity import calibrate as fits
 from planner.fidelity.calibrations import Calibration, dump, load
 from planner.fidelity.fit import start
+from planner.runtimes import names
 from planner.spec import Forecast, parse
-from planner.spec.frameworks import FRAMEWORKS
 from tests.cli.support import Command
 from tests.fidelity.support import row, write_rows
 
@@ -129,7 +129,7 @@ def test_calibrate_refuses_unknown_frameworks(
     """The error lists all frameworks, the nearest first."""
     ended = planner("calibrate", "--runs", measurements, "--framework", "megatron")
     assert ended.code == 2
-    assert all(name in ended.err for name in FRAMEWORKS)
+    assert all(name in ended.err for name in names())
 
 
 def test_calibrate_without_scipy(

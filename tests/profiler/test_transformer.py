@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.profiler.transformer import Shard, TransformerCounter, TransformerShape
-from planner.spec.frameworks import AttentionKernel, find_framework
+from planner.runtimes import AttentionKernel, get
 from planner.spec.profile import ModelProfile, RecomputeMode
 
 GPT3 = TransformerShape(
@@ -55,7 +55,7 @@ def counted(
 ) -> ModelProfile:
     """The profile under Megatron-LM's traits: fused kernels, dropout, half precision."""
     return TransformerCounter(
-        shape, find_framework(framework), shard, attention, "fp16"
+        shape, get(framework), shard, attention, "fp16"
     ).profile("model", MODES)
 
 

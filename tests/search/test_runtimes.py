@@ -26,6 +26,7 @@ from planner.cost import (
 )
 from planner.errors import LayoutError
 from planner.profiler.counted import counted_profile
+from planner.runtimes import planned
 from planner.search import plan, plan_layout, predict
 from planner.search.solve import single
 from planner.search.stage_maps.division import runtime_sizes
@@ -42,7 +43,6 @@ from planner.spec import (
     canonical_json,
 )
 from planner.spec.calibration import Constants
-from planner.spec.frameworks import FRAMEWORKS
 from planner.spec.layout import PredictionLayout
 from planner.spec.short_form import cluster_of, job_of
 from planner.validate import check
@@ -303,13 +303,13 @@ def test_every_runtime_has_a_cut_of_its_own(
 ) -> None:
     """Twelve blocks between an embedding and a head: Megatron's even blocks, torchtitan's ends that count as one."""
     model = blocks(12)
-    assert runtime_sizes(model, FRAMEWORKS[runtime], stages) == cut
+    assert runtime_sizes(model, planned(runtime), stages) == cut
 
 
 def test_a_large_head_takes_blocks_from_the_last_stage() -> None:
     """Nanotron cuts by parameters: a head as large as three blocks leaves the last stage one of seven blocks."""
     model = blocks(7, head=3)
-    assert runtime_sizes(model, FRAMEWORKS["nanotron"], 2) == (6, 3)
+    assert runtime_sizes(model, planned("nanotron"), 2) == (6, 3)
 
 
 def blocks(count: int, *, head: int = 0) -> ModelProfile:

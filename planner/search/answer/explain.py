@@ -16,8 +16,7 @@ from planner.search.bounds.layout import BOUNDED
 from planner.search.layouts.orders import recompute_wish
 from planner.search.result import Candidate, Found
 from planner.search.stage_maps.synthesized import order_gap
-from planner.spec.frameworks import OURS
-from planner.spec.job import DIVISION, Job
+from planner.spec.job import DIVISION, OURS, Job
 from planner.spec.layout import Layout
 from planner.spec.plan import (
     Alternative,

@@ -32,9 +32,9 @@ from itertools import accumulate, pairwise
 
 from planner.cost import Workload
 from planner.errors import LayoutError
+from planner.runtimes import Runtime
 from planner.search.answer.words import constraint_text
-from planner.spec.frameworks import OURS, Framework
-from planner.spec.job import DIVISION, Constraint, allows
+from planner.spec.job import DIVISION, OURS, Constraint, allows
 from planner.spec.profile import ModelProfile
 from planner.spec.words import counted
 
@@ -70,7 +70,7 @@ def given_sizes(work: Workload, stages: int) -> Sizes | None:
 
 
 def runtime_sizes(
-    profile: ModelProfile, framework: Framework, stages: int
+    profile: ModelProfile, framework: Runtime, stages: int
 ) -> Sizes | None:
     """Return the layers of every stage as a runtime cuts them by default: equation (N4).
 
