@@ -36,6 +36,7 @@ from planner.spec import (
 )
 from planner.spec import Plan as PlanDocument
 from planner.spec import Prediction as Figures
+from planner.spec.calibration import CalibrationNote
 from planner.spec.constraint_words import with_full_names
 from planner.spec.layout import Layout
 from planner.spec.plan import (
@@ -95,6 +96,21 @@ class Plan:
     def prediction(self) -> Figures:
         """Step time in seconds, and memory in bytes of every pipeline rank."""
         return self.document.prediction
+
+    @property
+    def step_seconds_80(self) -> tuple[float, float] | None:
+        """Interval that contains the measured step time with a probability of 80 %."""
+        return self.prediction.step_seconds_80
+
+    @property
+    def out_of_memory_probability(self) -> float | None:
+        """Probability that a rank needs more than the memory of its device."""
+        return self.prediction.out_of_memory_probability
+
+    @property
+    def calibration(self) -> CalibrationNote | None:
+        """The measured runs behind the prediction."""
+        return self.prediction.calibration
 
     @property
     def search(self) -> SearchReport:
@@ -184,6 +200,21 @@ class Prediction:
     def step_seconds(self) -> float:
         """Seconds per optimizer step."""
         return self.document.prediction.step_seconds
+
+    @property
+    def step_seconds_80(self) -> tuple[float, float] | None:
+        """Interval that contains the measured step time with a probability of 80 %."""
+        return self.document.prediction.step_seconds_80
+
+    @property
+    def out_of_memory_probability(self) -> float | None:
+        """Probability that a rank needs more than the memory of its device."""
+        return self.document.prediction.out_of_memory_probability
+
+    @property
+    def calibration(self) -> CalibrationNote | None:
+        """The measured runs behind this prediction."""
+        return self.document.prediction.calibration
 
     @property
     def tokens_per_second(self) -> float:

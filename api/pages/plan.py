@@ -44,7 +44,12 @@ from planner.api.pages.timeline import timeline_picture
 from planner.api.store import PlanRow
 from planner.spec import Infeasible, Plan, PlanRequest
 from planner.spec.layout_words import layout_line
-from planner.spec.units import percent, scaled, seconds
+from planner.spec.prediction_words import (
+    calibration_text,
+    memory_risk,
+    step_interval,
+)
+from planner.spec.units import gibibytes, percent, scaled, seconds
 from planner.spec.words import counted, written
 
 router = APIRouter()
@@ -92,10 +97,18 @@ def _facts(plan: Plan, row: PlanRow) -> Iterator[tuple[Node, Node]]:
         mfu = percent(prediction.mfu)
     yield "Layout", f"{layout_line(plan.layout)}; {micro_batches}"
     yield "Runtime", plan.request.job.runtime
-    yield "Step time", tag("strong", seconds(prediction.step_seconds))
+    interval = step_interval(prediction)
+    step = tag("strong", seconds(prediction.step_seconds))
+    yield "Step time", tag("span", step, f" ({interval})") if interval else step
     yield "Throughput", scaled(prediction.tokens_per_second, f"{unit}/s")
     yield "MFU", mfu
     yield "Mean bubble", percent(prediction.bubble_fraction)
+    if prediction.peak_bytes_80 is not None:
+        low, high = prediction.peak_bytes_80
+        sizes = f"80 %: {gibibytes(low)} to {gibibytes(high)}"
+        yield "Peak memory", f"{sizes}, {memory_risk(prediction)}"
+    if prediction.calibration is not None:
+        yield "Calibration", calibration_text(prediction)
     if plan.cost_per_token is not None:
         yield "Price", f"{plan.cost_per_token * 1e6:.4g} per million {unit}"
     yield "Search", proof(plan.search)

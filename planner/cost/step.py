@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from operator import add
 
 from planner.cost.chunks import per_chunk
+from planner.cost.interval import Basis, with_interval
 from planner.cost.layers import LayoutCosts
 from planner.cost.layout import layout_costs
 from planner.cost.memory import StageLayers, shared_on_several_stages, stage_memory
@@ -303,7 +304,7 @@ def predict_step(
     seconds = last.step.total_ticks * TICK_SECONDS
     job = costs.work.job
     per_sample = job.sequence_length or 1
-    return Prediction(
+    prediction = Prediction(
         step_seconds=seconds,
         tokens_per_second=job.global_batch_size * per_sample / seconds,
         mfu=_mfu(costs, stages, seconds),
@@ -311,6 +312,11 @@ def predict_step(
         breakdown=_breakdown(last.costs, last.schedule, last.stages, last.step),
         memory=rank_memory(costs, schedule, stages),
     )
+    work = costs.work
+    if work.calibration is None:
+        return prediction
+    basis = Basis(work.framework.calibration_owner, work.cluster, work.calibration)
+    return with_interval(prediction, basis, work.headroom)
 
 
 def _mfu(

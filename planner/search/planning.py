@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 
+from planner import runtimes
 from planner.cost import (
     LayoutCosts,
     StageMap,
@@ -18,10 +19,9 @@ from planner.cost import (
     stage_ranks,
     workload,
 )
-from planner.cost.interval import with_headroom
+from planner.cost.interval import device_memory, with_headroom
 from planner.errors import LayoutError, MismatchError
 from planner.schedule import Requirement, Schedule, canonical_name, find, requirements
-from planner import runtimes
 from planner.search.answer.explain import (
     alternatives,
     division_text,
@@ -354,6 +354,9 @@ def predict(
     backwards), layers are dealt as `stage_maps.dealt` says, and recompute ``per-layer`` as `stage_maps.dealt_recompute`
     says; the order that is ``synthesized`` for them is the one that a search would find.
 
+    A job without a memory margin may use the whole memory of its devices: the prediction states the probability of
+    running out. The stage map is that of `plan`, which leaves the calibration's margin free, where one fits so.
+
     Args:
         profile: of the model.
         cluster: what the job may use.
@@ -380,14 +383,6 @@ def predict(
     if division:
         fixed = {**job.constraints, DIVISION: division}
         job = job.model_copy(update={"constraints": fixed})
-    work = workload(
-        profile,
-        cluster,
-        job,
-        framework=traits,
-        constants=constants,
-        calibration=calibration,
-    )
     plain = Layout.model_validate(
         layout.model_dump(exclude={"layers_per_stage"})
         | {"schedule": canonical_name(layout.schedule)}
@@ -395,19 +390,49 @@ def predict(
     _check_virtual_stages(plain)
     _check_sequence_chunks(plain, job)
     check_pieces_of(plain, profile)
-    costs = layout_costs(work, plain)
-    _check_stages(layout, costs)
-    if plain.schedule == SYNTHESIZED:
+
+    def work_of(job: Job) -> Workload:
+        return workload(
+            profile,
+            cluster,
+            job,
+            framework=traits,
+            constants=constants,
+            calibration=calibration,
+        )
+
+    work = work_of(job)
+    _check_stages(layout, layout_costs(work, plain))
+    forecast = _predict(work, plain)
+    if job.memory_headroom is not None:
+        return forecast
+    if forecast.fits:
+        return _on_whole_devices(forecast, work)
+    without_margin = job.model_copy(update={"memory_headroom": 0.0})
+    return _predict(work_of(without_margin), plain)
+
+
+def _predict(work: Workload, layout: Layout) -> Forecast:
+    """Time and memory of a layout, with the stage map that a search would find."""
+    costs = layout_costs(work, layout)
+    if layout.schedule == SYNTHESIZED:
         check_synthesis(costs)
-        unordered = Unordered(
-            costs, Uniform.of(costs, uniform_modes(costs, plain.recompute))
-        )
-        found = given_order(unordered)
-        return _forecast(
-            costs, found.stage_map, found.schedule, actions=found.schedule.to_text()
-        )
+        modes = uniform_modes(costs, layout.recompute)
+        found = given_order(Unordered(costs, Uniform.of(costs, modes)))
+        actions = found.schedule.to_text()
+        return _forecast(costs, found.stage_map, found.schedule, actions=actions)
     _check_full_backwards(costs)
     return _forecast(costs, _stage_map(costs), schedule_of(costs))
+
+
+def _on_whole_devices(forecast: Forecast, work: Workload) -> Forecast:
+    """The forecast with the capacity of devices without a memory margin."""
+    rows = []
+    for row in forecast.prediction.memory:
+        device_bytes = device_memory(work.cluster, row, work.headroom)
+        rows.append(row.model_copy(update={"capacity_bytes": device_bytes}))
+    prediction = forecast.prediction.model_copy(update={"memory": tuple(rows)})
+    return forecast.model_copy(update={"prediction": prediction})
 
 
 def _stage_map(costs: LayoutCosts) -> StageMap:
