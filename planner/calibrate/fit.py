@@ -104,14 +104,14 @@ class Timed:
         if kind == "source":
             return self.source
         if kind == "runtime":
-            return self.run.runtime.name
+            return self.run.runtime.calibration_owner
         if kind == "format":
             scaling = self.run.runtime.fp8_scaling
             return f"fp8-{scaling}" if job.precision == "fp8" else job.precision
         architecture = architecture_of(self.run)
         if kind == "architecture":
             return architecture
-        return f"{self.run.runtime.name} x {architecture}"
+        return f"{self.run.runtime.calibration_owner} x {architecture}"
 
 
 def architecture_of(run: PricedRun) -> str:

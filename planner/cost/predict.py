@@ -143,9 +143,10 @@ def priced_run(run: Run) -> PricedRun:
 def runtime_of(run: Run) -> Runtime:
     """Return the traits of the run's framework, with the run's own settings."""
     choice = run.runtime
-    return runtimes.get(
+    found = runtimes.get(
         choice.name, release=choice.release, settings=choice.settings
     )
+    return found.without_overlap() if found.launch_blocking else found
 
 
 def split_of(run: Run) -> Split:

@@ -225,9 +225,9 @@ def _value(name: str, value: object, field: str) -> Any:
     except ValidationError as error:
         cause = error.errors()[0]["msg"]
         raise DocumentError(
-            f"{value!r}: {cause[0].lower()}{cause[1:]}.",
+            f"the trait {name} cannot be {value!r}: {cause[0].lower()}{cause[1:]}.",
             field=path,
-            hint=f"give a {get_type_hints(Runtime)[name]}.",
+            hint="give a value of the trait's type, or leave it out.",
         ) from None
 
 

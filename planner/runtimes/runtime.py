@@ -8,7 +8,7 @@ about the runtime's code, with its source in the runtime's data file. Fitted qua
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from planner.runtimes.supports import Supports
@@ -241,6 +241,20 @@ class Runtime:
         if self.expert_tensor_default == "one":
             return 1
         return tensor_parallel_degree
+
+    def without_overlap(self) -> Runtime:
+        """Return the traits of a run in which every kernel is waited for."""
+        return replace(
+            self,
+            hides_regather=False,
+            overlaps_input_gradient=False,
+            overlaps_tensor_parallel=False,
+            overlaps_transfers=False,
+            overlaps_context=False,
+            overlaps_expert_exchange=False,
+            overlaps_reduction=False,
+            overlaps_gathers=False,
+        )
 
     @property
     def calibration_owner(self) -> str:
