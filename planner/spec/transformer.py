@@ -6,15 +6,23 @@ The cost model derives the operations of every layer from these sizes
 
 from __future__ import annotations
 
+from operator import not_
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from planner.spec.document import Document
 
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Norm = Literal["rms", "layer", "plain"]
 Positions = Literal["rotary", "learned", "alibi", "none"]
 Biases = Literal["none", "attention", "all"]
 BlockKind = Literal["dense", "moe"]
+
+
+def _is_none(value: object) -> bool:
+    """Return whether to leave out an optional field, so that old ids stay valid."""
+    return value is None
 
 
 class LatentAttention(Document):
@@ -83,6 +91,26 @@ class Transformer(Document):
     1: all layers are windowed."""
     multi_token_layers: int = Field(default=0, ge=0)
     """Extra blocks of multi-token prediction, each with its own output loss."""
+    architecture: str = Field(default="", exclude_if=not_)
+    """``model_type`` of the Hugging Face configuration; empty: unknown. Modules of the
+    same sizes launch different kernels in different architectures."""
+    activation: Activation | None = Field(default=None, exclude_if=_is_none)
+    """None: SiLU with a gate, GELU without."""
+    norm: Norm | None = Field(default=None, exclude_if=_is_none)
+    """rms: RMSNorm; layer: LayerNorm; plain: LayerNorm without parameters. None:
+    LayerNorm if all layers have biases, else RMSNorm."""
+    post_norms: bool = Field(default=False, exclude_if=not_)
+    """Attention and feed-forward outputs have norms of their own (Gemma 2)."""
+    query_key_norm: bool = Field(default=False, exclude_if=not_)
+    """Queries and keys have norms over each head (Qwen3, Gemma 3)."""
+    attention_sinks: bool = Field(default=False, exclude_if=not_)
+    """Every head has a learned score that takes part in the softmax (gpt-oss)."""
+    scaled_embedding: bool = Field(default=False, exclude_if=not_)
+    """Embeddings are multiplied by a constant (Gemma)."""
+    capped_scores: bool = Field(default=False, exclude_if=not_)
+    """Attention scores are soft-capped by a tanh (Gemma 2)."""
+    capped_logits: bool = Field(default=False, exclude_if=not_)
+    """Logits are soft-capped by a tanh (Gemma 2)."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -129,7 +157,8 @@ class Transformer(Document):
             biases = projected + self.hidden if self.biases == "all" else 0
             if self.biases == "attention":
                 biases = projected
-            return self.hidden * projected + inner * self.hidden + biases
+            sinks = self.heads if self.attention_sinks else 0
+            return self.hidden * projected + inner * self.hidden + biases + sinks
         queries = self.heads * self.head_dim
         query = self.hidden * queries
         if latent.query_rank:
@@ -142,12 +171,34 @@ class Transformer(Document):
         return query + compressed + expanded + output
 
     @property
+    def norm_kind(self) -> Norm:
+        """Kind of the norms of hidden tensors."""
+        if self.norm is not None:
+            return self.norm
+        return "layer" if self.biases == "all" else "rms"
+
+    @property
+    def hidden_norm_parameters(self) -> int:
+        """Elements of one norm of a hidden tensor."""
+        vectors = {"rms": 1, "layer": 2, "plain": 0}[self.norm_kind]
+        return vectors * self.hidden
+
+    @property
     def norm_parameters(self) -> int:
         """Elements of the norms of one block."""
-        per_norm = 2 if self.biases == "all" else 1
         latent = self.latent_attention
         of_latent = latent.query_rank + latent.key_value_rank if latent else 0
-        return 2 * per_norm * self.hidden + of_latent
+        of_heads = 2 * self.head_dim if self.query_key_norm else 0
+        norms = 4 if self.post_norms else 2
+        return norms * self.hidden_norm_parameters + of_latent + of_heads
+
+    @property
+    def router_parameters(self) -> int:
+        """Elements of the router of one mixture; 0 without experts."""
+        if self.experts is None:
+            return 0
+        biases = 1 if self.biases == "all" else 0
+        return (self.hidden + biases) * self.experts.experts
 
     def network_parameters(self, feed_forward: int) -> int:
         """Elements of one feed-forward network of this hidden size."""
@@ -167,7 +218,7 @@ class Transformer(Document):
         shared = 0
         if experts.shared_feed_forward:
             shared = self.network_parameters(experts.shared_feed_forward)
-        return dense + routed + shared + self.hidden * experts.experts
+        return dense + routed + shared + self.router_parameters
 
     @property
     def parameters(self) -> int:
@@ -180,4 +231,5 @@ class Transformer(Document):
         if self.multi_token_layers:
             one = self.block_parameters(kinds[-1]) + 2 * self.hidden * self.hidden
             extra = self.multi_token_layers * one
-        return blocks + embeddings + positions + self.hidden + extra
+        final_norm = self.hidden_norm_parameters
+        return blocks + embeddings + positions + final_norm + extra
