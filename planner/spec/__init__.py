@@ -10,6 +10,7 @@ from planner.spec.cluster import (
     NodeGroup,
     ScaleUp,
 )
+from planner.spec.device_curves import DeviceCurves
 from planner.spec.document import (
     Document,
     canonical_json,
@@ -47,6 +48,7 @@ SCHEMAS: dict[str, type[Document]] = {
     "transformer": Transformer,
     "options": Options,
     "device": DeviceSpec,
+    "curves": DeviceCurves,
     "link": Link,
     "links": Links,
 }
@@ -55,6 +57,7 @@ SCHEMAS: dict[str, type[Document]] = {
 __all__ = [
     "SCHEMAS",
     "Cluster",
+    "DeviceCurves",
     "DeviceSpec",
     "Document",
     "Forecast",

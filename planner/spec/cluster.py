@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from planner.spec.device_curves import DeviceCurves
 from planner.spec.document import MOST_MEMORY_BYTES, Document
 
 PeakType = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
@@ -19,6 +20,11 @@ OperationName = Literal[
     "broadcast",
     "point_to_point",
 ]
+
+
+def _is_none(value: object) -> bool:
+    return value is None
+
 
 INTRA_NODE_LATENCY_SECONDS = 4e-6
 """Latency of one hop of a collective inside a node: NCCL over NVLink, roughly."""
@@ -75,6 +81,9 @@ class DeviceSpec(Document):
     """Price of one device, in the user's currency; the catalogue has none."""
     sources: dict[str, str] = Field(default_factory=dict)
     """Source of every figure, by field."""
+    curves: DeviceCurves | None = Field(default=None, exclude_if=_is_none)
+    """Measured seconds of kernels by shape, which price counted operations; None: they
+    are priced by the peaks and fractions above."""
 
 
 class LinkMeasurement(Document):
