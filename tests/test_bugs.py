@@ -765,3 +765,38 @@ def test_sequence_chunks_beside_context_parallelism_take_time(tmp_path: Path) ->
     lasting = stage_durations(found, model)
     every = (*lasting.forward, *lasting.backward_input, *lasting.backward_weight)
     assert min(every) > 0
+
+
+def test_torchgpipe_does_not_recompute_its_last_micro_batch() -> None:
+    """Its recomputation was booked all the same, which left a negative bubble, and its activations were not held."""
+    ranks, micro_batches = 2, 4
+    model = profile(
+        layer(
+            forward=1e-3,
+            backward_input=1e-3,
+            backward_weight=1e-3,
+            modes=("none", "full"),
+            activation=5000,
+            kept=1000,
+            output=100,
+        )
+        * ranks
+    )
+    layout = PredictionLayout(
+        pipeline_parallel_degree=ranks,
+        schedule="torchgpipe",
+        recompute="full",
+        layers_per_stage=(1,) * ranks,
+    )
+    found = predict(model, cluster(ranks), job(micro_batches), layout).prediction
+    recomputed = micro_batches - 1
+    slots = micro_batches + ranks - 1
+    transfers = found.breakdown.pipeline_seconds
+    expected = slots * 3e-3 + recomputed * 1e-3 + transfers
+    assert found.step_seconds == pytest.approx(expected)
+    assert found.breakdown.recompute_seconds == pytest.approx(recomputed * 1e-3)
+    assert found.breakdown.bubble_seconds == pytest.approx(3e-3)
+    first = found.memory[0]
+    outputs, received = micro_batches * 100, 2 * 100
+    saved = recomputed * 1000 + 5000
+    assert first.activations_bytes == saved + outputs + received

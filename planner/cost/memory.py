@@ -13,6 +13,9 @@
                 torch's pipeline stage keeps every sent output until its backward, Megatron frees it; the executor holds
                 at most two receive buffers per direction, the one in use and the one being filled; Megatron's is the
                 stage's input, one per direction
+                where the schedule recomputes ahead of a backward (torchgpipe), one micro-batch is held with all that the
+                mode which recomputes least saves: the last one, which is not recomputed, or another one after its
+                recomputation; and temporaries are those of that mode, whose backward finds all activations in place
                 with sequence chunks a unit holds its share of that, rounded up; and as much as attention reads and
                 writes once more, for keys and values, and their gradients, stand whole from the first chunk on
 (M3)  temp(s) = largest temporary of a layer of the stage; ZeRO 3: and the gathered parameters of two layers, one that
@@ -88,19 +91,53 @@ def stage_memory(
     host = [
         _host_bytes(costs, stages, schedule, rank) for rank in range(schedule.ranks)
     ]
+    running = stages
+    if schedule.recompute_stop is not None:
+        running = _without_recompute_on_all(costs, stages)
     return tuple(
-        _rank_memory(costs, stages, rank, units, host[rank])
+        _rank_memory(costs, stages, running, rank, units, host[rank])
         for rank, units in enumerate(held)
     )
+
+
+def without_recompute(
+    costs: LayoutCosts, stages: Sequence[StageLayers], stage: int
+) -> list[LayerCost]:
+    """Return the costs of a stage's layers in the modes that recompute least."""
+    options = costs.on_stage(stage).layers
+    return [next(iter(options[layer].values())) for layer, _ in stages[stage]]
+
+
+def _without_recompute_on_all(
+    costs: LayoutCosts, stages: Sequence[StageLayers]
+) -> Sequence[StageLayers]:
+    """Return `without_recompute` of every stage, with the indices of its layers."""
+    found: list[StageLayers] = []
+    for index, stage in enumerate(stages):
+        indices = [layer for layer, _ in stage]
+        least = without_recompute(costs, stages, index)
+        found.append(tuple(zip(indices, least, strict=True)))
+    return found
 
 
 def _rank_memory(
     costs: LayoutCosts,
     stages: Sequence[StageLayers],
+    running: Sequence[StageLayers],
     rank: int,
     units: Mapping[int, int],
     host_bytes: int,
 ) -> RankMemory:
+    """Memory of one pipeline rank.
+
+    Args:
+        costs: of the layout.
+        stages: layers of every stage, in the modes in which micro-batches are held.
+        running: the same in the mode of the micro-batch whose backward runs.
+        rank: pipeline rank.
+        units: micro-batches (or chunks) that it holds of each of its stages.
+        host_bytes: what it has in its host's memory.
+    """
     costs, mine = costs.on_rank(rank), tuple(units)
     layers = [cost for index in mine for _, cost in stages[index]]
     parameters, gradients, optimizer = _ogp_bytes(
@@ -110,11 +147,18 @@ def _rank_memory(
     activations = sum(
         count * unit_bytes(costs, stages, index) for index, count in units.items()
     )
+    if running is not stages:
+        activations += sum(
+            unit_bytes(costs, running, index) - unit_bytes(costs, stages, index)
+            for index in mine
+        )
     activations += receive_buffers(costs.work) * max(
         -(-buffer_bytes(costs, stages, index) // chunks) for index in mine
     )
     activations += sum(cost.attention.bytes for cost in layers) if chunks > 1 else 0
-    temporary = max(cost.temporary_bytes for cost in layers) + costs.gathered_bytes
+    temporary = costs.gathered_bytes + max(
+        cost.temporary_bytes for index in mine for _, cost in running[index]
+    )
     temporary += (
         int(costs.work.constants.workspace_bytes) + costs.work.framework.workspace_bytes
     )

@@ -3,6 +3,8 @@
 (S1)  F(s) = sum of f(l) over the stage's layers, B(s) = sum of b(l, r), and in a pipeline half of the time that
              an exchange with the neighbours takes and nothing hides (`transfer_seconds`)  -> durations()
       of sequence chunks, their parts: planner.cost.chunks
+      where the schedule recomputes ahead of a backward (torchgpipe), B is that of the mode that recomputes least, and
+      the recomputation R(s) = max(0, sum of b(l, r) - b(l, least)) is paid by the micro-batches below its stop only
 (S2)  schedule with F, B and transfers c(s) between neighbours -> end(p) of pipeline rank p -> simulate
 (S3)  tail(p) = reduction latency + sum of g(l) + exchange of parameters shared with another stage
                 + sum of u(l); what several layers of the stage share is reduced and updated once; over all
@@ -31,12 +33,17 @@ from planner.cost.chunks import per_chunk
 from planner.cost.interval import Basis, with_interval
 from planner.cost.layers import LayoutCosts
 from planner.cost.layout import layout_costs
-from planner.cost.memory import StageLayers, shared_on_several_stages, stage_memory
+from planner.cost.memory import (
+    StageLayers,
+    shared_on_several_stages,
+    stage_memory,
+    without_recompute,
+)
 from planner.cost.pricing import LayerCost
 from planner.cost.ticks import TICK_SECONDS, ticks
 from planner.cost.workload import workload
 from planner.errors import DocumentError
-from planner.schedule import Durations, Schedule, Simulation, build, simulate
+from planner.schedule import Durations, Schedule, Simulation, build, find, simulate
 from planner.spec.plan import Breakdown, Plan, Prediction, RankMemory
 from planner.spec.profile import ModelProfile, RecomputeMode
 
@@ -108,6 +115,11 @@ def durations(
     backward_input = [
         b - w - r for b, w, r in zip(backward, weight, recompute, strict=True)
     ]
+    if find(costs.layout.schedule).recompute_modes:
+        kept = [without_recompute(costs, stages, s) for s in range(len(stages))]
+        least = [sum(cost.backward_ticks for cost in stage) for stage in kept]
+        recompute = [max(0, b - k) for b, k in zip(backward, least, strict=True)]
+        backward_input = [k - w for k, w in zip(least, weight, strict=True)]
     chunks, nothing = costs.layout.sequence_chunks, [0] * len(stages)
     is_joint = bool(boundaries and transfers)
     waiting = [
@@ -349,29 +361,24 @@ def _breakdown(
     costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers], step: Step
 ) -> Breakdown:
     """Return the mean over pipeline ranks of where each rank's step goes: equation (S7)."""
-    ranks = by_rank(schedule, stages)
-    tails = tail_ticks(costs, ranks)
+    tails = tail_ticks(costs, by_rank(schedule, stages))
     free = simulate(schedule, durations(costs, stages, transfers=False))
     free_ends = _lasted(costs, free)
     free_step = max(end + sum(tail) for end, tail in zip(free_ends, tails, strict=True))
-    count = costs.micro_batches
     totals: Counter[str] = Counter()
     for rank, (reduction, optimizer) in enumerate(tails):
-        layers = [cost for _, cost in ranks[rank]]
-        parts = {
-            "compute": count
-            * sum(
-                cost.forward_compute_ticks + cost.backward_compute_ticks
-                for cost in layers
-            ),
-            "recompute": count * sum(cost.recompute_ticks for cost in layers),
-            "tensor_parallel": count * sum(cost.communication_ticks for cost in layers),
-            "pipeline": step.total_ticks - free_step,
-            "data_parallel": reduction
-            + count * sum(cost.gather_ticks for cost in layers),
-            "optimizer": optimizer,
-            "offload": count * sum(cost.offload_ticks for cost in layers),
-        }
+        parts = Counter(
+            pipeline=step.total_ticks - free_step,
+            data_parallel=reduction,
+            optimizer=optimizer,
+        )
+        for count, cost in _runs(costs, schedule, stages, rank):
+            computed = cost.forward_compute_ticks + cost.backward_compute_ticks
+            parts["compute"] += count * computed
+            parts["recompute"] += count * cost.recompute_ticks
+            parts["tensor_parallel"] += count * cost.communication_ticks
+            parts["data_parallel"] += count * cost.gather_ticks
+            parts["offload"] += count * cost.offload_ticks
         parts["bubble"] = step.total_ticks - sum(parts.values())
         totals.update(parts)
     seconds = {
@@ -379,6 +386,22 @@ def _breakdown(
         for part, ticks_ in totals.items()
     }
     return Breakdown(**seconds)
+
+
+def _runs(
+    costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers], rank: int
+) -> Iterator[tuple[int, LayerCost]]:
+    """Yield the micro-batches of a step that a rank runs through every layer, and the layer's cost for them."""
+    stop = schedule.recompute_stop
+    for stage in schedule.stages_of(rank):
+        if stop is None:
+            for _, cost in stages[stage]:
+                yield schedule.micro_batches, cost
+            continue
+        for _, cost in stages[stage]:
+            yield stop, cost
+        for cost in without_recompute(costs, stages, stage):
+            yield schedule.micro_batches - stop, cost
 
 
 def stage_schedule(plan: Plan, profile: ModelProfile) -> Schedule:
