@@ -19,6 +19,7 @@ from planner.errors import DocumentError, UnsupportedError
 from planner.profiler.compute_type import building_in, cast, cast_inputs
 from planner.profiler.cut import Borders, LayerCut, Size, TensorChain
 from planner.profiler.cut_whole import same_numbers
+from planner.profiler.decoder_config import transformer_of
 from planner.profiler.expert_parallel import common_experts, experts_of
 from planner.profiler.layer_count import LayerRun, LayerTrace
 from planner.profiler.models import ModelSource
@@ -30,6 +31,7 @@ from planner.profiler.shard import Exchanges, border_split, shard_layer
 from planner.profiler.splits import WHOLE, Split, splits
 from planner.profiler.tensor_parallel import refusal as tensor_refusal
 from planner.spec.profile import DataType, Measurement, ModelProfile, RecomputeMode
+from planner.spec.transformer import Transformer
 
 TORCH_TYPES: dict[DataType, torch.dtype] = {
     "fp32": torch.float32,
@@ -578,9 +580,27 @@ def profile(
         shared_parameters=counter.cut.shared_parameters,
         cut=source.starts,
         whole_sequences=source.whole_sequences if sequence_length else "",
+        transformer=_sizes_of(counter),
         environment={"torch": torch.__version__.partition("+")[0]}
         | _reason(counter.cut),
     )
+
+
+def _sizes_of(counter: Counter) -> Transformer | None:
+    """Return the sizes of a decoder that is trained as its configuration says.
+
+    None: another kind of model, one with frozen parameters, or one that was changed
+    after it was built.
+    """
+    source = counter.source
+    if source.config is None or counter.frozen_parameters:
+        return None
+    model = transformer_of(source.config.to_dict())
+    if model is None:
+        return None
+    is_cut_by_block = len(counter.layers) == model.layers + 2
+    elements = _elements(source.blueprint.parameters())
+    return model if is_cut_by_block and elements == model.parameters else None
 
 
 def _reason(cut: LayerCut) -> dict[str, str]:

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from planner.errors import DocumentError, UnknownNameError
 from planner.profiler.catalogue import entry
+from planner.profiler.decoder_config import transformer_of
 from planner.profiler.polynomials import evaluate, evaluate_layer
 from planner.profiler.quantities import Limits, layer_profiles, rows_of
 from planner.profiler.splits import Split, splits
@@ -112,6 +113,7 @@ def counted_profile(
             for shared in data["shared_parameters"]
         ),
         whole_sequences=data.get("whole_sequences", ""),
+        transformer=transformer_of(entry(name).config or {}),
         environment={"torch": data["torch"]},
     )
 
