@@ -8,13 +8,17 @@ latency a and bandwidth b of one device and direction:
                                               (src/device/all_gather.h and reduce_scatter.h: n steps; all_reduce.h:
                                               2 n - 1), between nodes x = 0                 -> ring_seconds()
     (L2)  all-reduce                          reduce-scatter, then all-gather, the same x once -> collective_seconds()
-    (L3)  over nodes with k members each      inside with S, then between the nodes with S / (1 + f (k - 1))
-                                                                                            -> collective_seconds()
+    (L3)  over nodes with up to k members each      inside with k ranks and S, then between the nodes with
+          S / (1 + f (j - 1)), j members on the node that has fewest                      -> collective_seconds()
           (hierarchical; at f = 1 every member drives its own network adapter, at f = 0 a group one of them, as where
-          the collectives' library knows no rails of the network); members unevenly spread over the nodes run one flat
-          ring at the slower link
+          the collectives' library knows no rails of the network)
     (L4)  point to point, broadcast           a + S/b                                       -> transfer_seconds()
-    (L5)  all-to-all                          (n - 1) a + (n - 1)/n S/b at the slowest link -> collective_seconds()
+    (L5)  all-to-all among n ranks, k of them on a node: messages inside the node and through the network are in
+          flight at the same time; the slower of
+              inside    (k - 1) a + (k - 1)/n S/b          at the link inside the node
+              between   (n - j) a + c (n - j)/n S/b        at the network                    -> all_to_all_seconds()
+          c = 1: every token is sent to every expert; c < 1: a token is sent to a node once (DeepEP, HybridEP), in one
+          message per node, and forwarded inside it, so that (k - 1)/k of S pass the link inside
     (L6)  broadcast to n ranks, before its bytes: the a of every link of a chain through all of them, node by node
                                                                                             -> chain_seconds()
 """
@@ -22,13 +26,13 @@ latency a and bandwidth b of one device and direction:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 from planner.spec.cluster import Link
 from planner.spec.profile import CollectiveName
 
-_RING_PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+_RING_PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +45,38 @@ class Group:
     """On the fullest node."""
     links: tuple[Link, Link] | None = None
     """Inside and between nodes, where the members stand in several node groups; None: those of their own group."""
+    fewest: int | None = None
+    """Members on the node that has fewest; None: what is left if every other node is as full as the fullest."""
+
+    @classmethod
+    def over(
+        cls, members: Collection[int], links: tuple[Link, Link] | None = None
+    ) -> Group:
+        """Return the group with these numbers of members, one number per node."""
+        group = cls(sum(members), len(members), max(members), links)
+        fewest = min(members)
+        return (
+            group if group.fewest_per_node == fewest else replace(group, fewest=fewest)
+        )
 
     @property
-    def is_even(self) -> bool:
-        """Every node has the same number of members."""
-        return self.ranks == self.nodes * self.ranks_per_node
+    def fewest_per_node(self) -> int:
+        """Return the number of members on the node that has fewest."""
+        if self.fewest is not None:
+            return self.fewest
+        others = (self.nodes - 1) * self.ranks_per_node
+        return max(1, self.ranks - others)
 
 
 def group_of(ranks: Sequence[int], domain_devices: int) -> Group:
     """Members of a communicator, by global rank; ranks fill the nodes in order."""
     per_node = Counter(rank // domain_devices for rank in ranks)
-    return Group(len(ranks), len(per_node), max(per_node.values()))
+    return Group.over(per_node.values())
+
+
+def crossing(group: Group) -> tuple[int, int, int]:
+    """Return how slow a communicator is among those with as many members: nodes, then fewest members on a node."""
+    return (group.nodes, -group.fewest_per_node, group.ranks_per_node)
 
 
 def ring_seconds(
@@ -81,8 +106,9 @@ def collective_seconds(
     latency: bool = True,
     copies: float = 0.0,
     rails: float = 1.0,
+    copies_between: float = 1.0,
 ) -> float:
-    """Seconds of one collective on a full tensor of `size_bytes`: equations (L2) to (L5).
+    """Return the seconds of one collective on a full tensor of `size_bytes`: equations (L2) to (L5).
 
     Args:
         operation: which collective.
@@ -93,6 +119,7 @@ def collective_seconds(
         latency: False leaves the hops' fixed costs out, as of one among many that follow each other.
         copies: x of equation (L1).
         rails: f of equation (L3).
+        copies_between: c of equation (L5).
     """
     if group.ranks == 1 or size_bytes == 0:
         return 0.0
@@ -100,9 +127,17 @@ def collective_seconds(
     between = inter_node or intra_node
     if operation == "broadcast":
         return transfer_seconds(size_bytes, intra_node if group.nodes == 1 else between)
+    if operation == "all_to_all":
+        return all_to_all_seconds(
+            size_bytes,
+            group,
+            intra_node,
+            between,
+            latency=latency,
+            copies_between=copies_between,
+        )
     passes = _RING_PASSES[operation]
     if group.nodes == 1:
-        copies = 0.0 if operation == "all_to_all" else copies
         return ring_seconds(
             size_bytes,
             group.ranks,
@@ -111,18 +146,57 @@ def collective_seconds(
             copies=copies,
             latency=latency,
         )
-    if operation == "all_to_all" or not group.is_even:
-        return ring_seconds(
-            size_bytes, group.ranks, between, passes=passes, latency=latency
-        )
-    members, each = group.ranks_per_node, passes * copies
     inside = ring_seconds(
-        size_bytes, members, intra_node, passes=passes, copies=each, latency=latency
+        size_bytes,
+        group.ranks_per_node,
+        intra_node,
+        passes=passes,
+        copies=passes * copies,
+        latency=latency,
     )
-    share = size_bytes / (1 + rails * (members - 1))
+    share = size_bytes / (1 + rails * (group.fewest_per_node - 1))
     return inside + ring_seconds(
         share, group.nodes, between, passes=passes, latency=latency
     )
+
+
+def all_to_all_seconds(
+    size_bytes: float,
+    group: Group,
+    intra_node: Link,
+    inter_node: Link,
+    *,
+    latency: bool = True,
+    copies_between: float = 1.0,
+) -> float:
+    """Return the seconds of an all-to-all of `size_bytes` per rank: equation (L5)."""
+    ranks, neighbours = group.ranks, group.ranks_per_node - 1
+    others = ranks - group.fewest_per_node if group.nodes > 1 else 0
+    is_forwarded = copies_between < 1 and group.nodes > 1
+    inside_part = neighbours / (group.ranks_per_node if is_forwarded else ranks)
+    between_part = copies_between * others / ranks
+    inside = inside_part * size_bytes / intra_node.bandwidth_bytes_per_second
+    between = between_part * size_bytes / inter_node.bandwidth_bytes_per_second
+    if latency:
+        messages = group.nodes - 1 if is_forwarded else others
+        inside += neighbours * intra_node.latency_seconds
+        between += messages * inter_node.latency_seconds
+    return max(inside, between)
+
+
+def copies_between_nodes(
+    experts_per_token: int, nodes: int, most_nodes: int | None = None
+) -> float:
+    """Return c of equation (L5) for tokens that go to a node once, whatever number of its experts they need.
+
+    Args:
+        experts_per_token: experts that a token is sent to, evenly likely on every node.
+        nodes: nodes (scale-up domains) of the expert-parallel group.
+        most_nodes: nodes that the router sends a token to at most (DeepSeek-V3: 4); None: all.
+    """
+    reached = nodes * (1 - (1 - 1 / nodes) ** experts_per_token)
+    reached = min(reached, most_nodes or nodes)
+    return min(1.0, reached / experts_per_token)
 
 
 def chain_seconds(group: Group, intra_node: Link, inter_node: Link | None) -> float:

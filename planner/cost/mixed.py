@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from planner.cost.communication import Group
+from planner.cost.communication import Group, crossing
 from planner.cost.groups import Groups
 from planner.cost.layers import LayoutCosts, priced
 from planner.cost.offload import is_offloading, refuse_unknown_hosts
@@ -35,7 +35,6 @@ from planner.cost.placement import (
     CommunicatorName,
     communicator_degrees,
     communicators,
-    crossing,
     strides,
 )
 from planner.cost.pricing import LayerCost
@@ -78,7 +77,7 @@ class _Sites:
     def around(self, ranks: Sequence[int]) -> Group:
         """A communicator of these ranks."""
         per_domain = Counter(self.domains[rank] for rank in ranks)
-        return Group(len(ranks), len(per_domain), max(per_domain.values()))
+        return Group.over(per_domain.values())
 
 
 def mixed_costs(work: Workload, layout: Layout) -> LayoutCosts:
@@ -472,14 +471,17 @@ def _groups(found: dict[str, Group]) -> Groups:
     return Groups(**{**every, **found})
 
 
-def _shapes(groups: Groups) -> tuple[tuple[int, int, int], ...]:
+def _shapes(groups: Groups) -> tuple[tuple[int, int, int, int], ...]:
     """How communicators lie on the nodes: with the node groups that they cross, this tells their links too."""
     near, shards = (
         (groups.tensor, groups.context, groups.expert),
         (groups.shard, groups.expert_shard, groups.copies),
     )
     several = (*near, groups.data, groups.expert_data, *shards)
-    return tuple((one.ranks, one.nodes, one.ranks_per_node) for one in several)
+    return tuple(
+        (one.ranks, one.nodes, one.ranks_per_node, one.fewest_per_node)
+        for one in several
+    )
 
 
 def _figures(link: Link | None) -> tuple[float, float] | None:

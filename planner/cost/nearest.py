@@ -156,8 +156,8 @@ def nearest_ticks(
 def _nearest(work: Workload, ranks: int) -> Group:
     """Neighbours on as few domains as there can be; one rank where these would not be the fastest group.
 
-    Groups that neither divide a domain nor fill several lie across its ends, some perhaps in equal parts: their
-    hierarchical collective has fewer hops than the ring inside, or the flat ring of unequal parts.
+    Groups that neither divide a domain nor fill several lie across its ends: their hierarchical collective may have
+    fewer hops than the ring inside.
     """
     domain = work.domain_devices
     if _is_nearer_faster(work) and (domain % ranks == 0 or ranks % domain == 0):
@@ -180,8 +180,9 @@ def _all_nearest(work: Workload, split: Split, zero: ZeroStage, alike: int) -> G
     """Neighbours; ranks by themselves, which exchange nothing, where others might be faster.
 
     Tensor- and context-parallel ranks that divide a domain never lie across two: hierarchical collectives of more nodes
-    would have fewer hops. Ranks that share experts are priced at the slowest link between any two, as far as they
-    exchange all to all.
+    would have fewer hops. Ranks that share experts, as far as they exchange all to all, are on as few nodes as there
+    can be. That is fastest only where the network has at most half the bandwidth of the link inside: half of a group
+    on another node is then no faster than all of it on one.
     """
     if not _is_nearer_faster(work):
         return Groups(*(_ALONE,) * 8)
@@ -197,8 +198,8 @@ def _all_nearest(work: Workload, split: Split, zero: ZeroStage, alike: int) -> G
         context=Group(context, 1, context)
         if domain % (tensor * context) == 0
         else _ALONE,
-        expert=Group(expert, -(-expert * tensor // domain), min(expert, domain))
-        if _exchange_all_to_all(work.sizes[split])
+        expert=_nearest_experts(expert, tensor, domain)
+        if _exchange_all_to_all(work.sizes[split]) and _is_network_much_slower(work)
         else _ALONE,
         data=_ALONE,
         expert_data=_ALONE,
@@ -206,6 +207,19 @@ def _all_nearest(work: Workload, split: Split, zero: ZeroStage, alike: int) -> G
         expert_shard=apart if zero > 1 and alike > 1 else _ALONE,
         copies=_ALONE,
     )
+
+
+def _nearest_experts(expert: int, tensor: int, domain: int) -> Group:
+    """Return the expert-parallel group on as few domains as there can be, as even as there can be."""
+    nodes = -(-expert * tensor // domain)
+    return Group(expert, nodes, -(-expert // nodes), fewest=-(-expert // nodes))
+
+
+def _is_network_much_slower(work: Workload) -> bool:
+    """Return whether the network has half the bandwidth, and twice the latency, of the link inside a domain."""
+    intra, inter = work.intra_node, work.inter_node or work.intra_node
+    is_half = 2 * inter.bandwidth_bytes_per_second <= intra.bandwidth_bytes_per_second
+    return is_half and inter.latency_seconds >= 2 * intra.latency_seconds
 
 
 def _exchange_all_to_all(rows: tuple[dict[RecomputeMode, Measurement], ...]) -> bool:

@@ -22,7 +22,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Literal, NamedTuple
 
-from planner.cost.communication import Group, group_of
+from planner.cost.communication import Group, crossing, group_of
 from planner.spec.layout import Layout
 from planner.spec.plan import RankPlacement
 
@@ -363,8 +363,3 @@ def boundary_crosses_nodes(layout: Layout, boundary: int, domain_devices: int) -
         for start in starts
         for rank in inner
     )
-
-
-def crossing(group: Group) -> tuple[int, int]:
-    """By how much a communicator crosses nodes, to compare."""
-    return (group.nodes, -group.ranks_per_node)

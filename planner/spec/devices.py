@@ -173,9 +173,14 @@ def domain_of(group: NodeGroup) -> int:
     """Return the number of devices that `intra_node` connects.
 
     They are the devices of a node, or of all nodes of a scale-up domain: 18 nodes of 4
-    in an NVIDIA GB200 NVL72. A node with fewer devices than usual (4 of 8) is a domain.
-    So is every node if the group has an inter_node link and one domain could contain
-    all its nodes.
+    in an NVIDIA GB200 NVL72. A group on several domains whose nodes can be divided into
+    segments of a power of two has one such segment in each domain: 16 nodes (64 of 72
+    devices), as NVIDIA recommends for jobs of 128 GPUs or more (``--segment=16`` of
+    Slurm's topology/block plugin; NVIDIA technical blog, "Unlock Exascale Performance
+    on NVIDIA GB200 NVL72 with Slurm Topology-Aware Job Scheduling", 2026).
+
+    A node with fewer devices than usual (4 of 8) is a domain. So is every node if the
+    group has an inter_node link and one domain could contain all its nodes.
     """
     device, one = _known(group.device), group.devices_per_node
     if device is None or device.scale_up is None:
@@ -184,7 +189,15 @@ def domain_of(group: NodeGroup) -> int:
     nodes = min(wide // one, wide // usual.devices_per_node if usual else wide)
     if group.inter_node is not None and group.nodes <= nodes:
         return one
-    return one * max(1, nodes)
+    return one * _nodes_of_segment(group.nodes, max(1, nodes))
+
+
+def _nodes_of_segment(nodes: int, domain_nodes: int) -> int:
+    """Return the number of a job's nodes in each scale-up domain."""
+    segment = 1 << (domain_nodes.bit_length() - 1)
+    if nodes > domain_nodes and nodes % segment == 0:
+        return segment
+    return domain_nodes
 
 
 def _link_between_domains(

@@ -27,6 +27,8 @@ class Spread(NamedTuple):
     nodes: int
     fullest: int
     """Members on the node that has most."""
+    fewest: int
+    """Members on the node that has fewest."""
 
 
 class Communicator(NamedTuple):
@@ -88,7 +90,7 @@ def far_axes(layout: Layout) -> Mapping[str, Axis]:
 def widest(
     rows: Sequence[RankPlacement], axis: Axis, domains: Mapping[int, Coordinate]
 ) -> Spread:
-    """Of all communicators along an axis: most domains, then least on the fullest.
+    """Of all communicators along an axis: most domains, then fewest members on one of them.
 
     Args:
         rows: ranks, of which each stands in one communicator.
@@ -100,9 +102,10 @@ def widest(
         members.setdefault(axis(row), Counter())[domains[row.rank]] += 1
     return max(
         map(_spread, members.values()),
-        key=lambda spread: (spread.nodes, -spread.fullest),
+        key=lambda spread: (spread.nodes, -spread.fewest, spread.fullest),
     )
 
 
 def _spread(ranks: Counter[Coordinate]) -> Spread:
-    return Spread(ranks.total(), len(ranks), max(ranks.values()))
+    members = ranks.values()
+    return Spread(ranks.total(), len(ranks), max(members), min(members))

@@ -298,22 +298,33 @@ def collective_seconds(
     costs out."""
     if spread.ranks == 1 or size_bytes == 0:
         return 0.0
-    slowest = intra if spread.nodes == 1 else inter
     if operation == "broadcast":
-        return send_seconds(size_bytes, slowest)
+        return send_seconds(size_bytes, intra if spread.nodes == 1 else inter)
+    if operation == "all_to_all":
+        return _all_to_all(size_bytes, spread, intra, inter, latency)
     rounds = 2 if operation == "all_reduce" else 1
-    is_even = spread.nodes * spread.fullest == spread.ranks
-    if spread.nodes > 1 and is_even and operation != "all_to_all":
-        inside = _ring(
-            size_bytes, spread.fullest, intra, rounds, rounds * copies, latency
+    if spread.nodes == 1:
+        return _ring(size_bytes, spread.ranks, intra, rounds, copies, latency)
+    inside = _ring(size_bytes, spread.fullest, intra, rounds, rounds * copies, latency)
+    adapters = (1 - rails) + rails * spread.fewest
+    return inside + _ring(
+        size_bytes / adapters, spread.nodes, inter, rounds, 0.0, latency
+    )
+
+
+def _all_to_all(
+    size_bytes: float, spread: Spread, intra: Link, inter: Link, latency: bool
+) -> float:
+    """The slower of messages inside a node and messages between nodes, in flight at the same time: equation (L5)."""
+    neighbours = spread.fullest - 1
+    others = spread.ranks - spread.fewest if spread.nodes > 1 else 0
+    return max(
+        peers
+        * (
+            link.latency_seconds * latency
+            + size_bytes / spread.ranks / link.bandwidth_bytes_per_second
         )
-        adapters = (1 - rails) + rails * spread.fullest
-        return inside + _ring(
-            size_bytes / adapters, spread.nodes, inter, rounds, 0.0, latency
-        )
-    is_copied = spread.nodes == 1 and operation != "all_to_all"
-    return _ring(
-        size_bytes, spread.ranks, slowest, rounds, copies if is_copied else 0.0, latency
+        for peers, link in ((neighbours, intra), (others, inter))
     )
 
 

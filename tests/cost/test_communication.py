@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from planner.cost.communication import (
     Group,
     collective_seconds,
+    copies_between_nodes,
+    crossing,
     group_of,
     ring_seconds,
     transfer_seconds,
@@ -99,17 +101,58 @@ def test_one_member_per_node_uses_the_network_only() -> None:
 
 
 @pytest.mark.parametrize("operation", ["all_reduce", "all_gather", "reduce_scatter"])
-def test_uneven_members_run_one_flat_ring(operation: str) -> None:
-    """(L3): six ranks, four on one node and two on the other, all at the slower link."""
+def test_uneven_members_are_hierarchical(operation: str) -> None:
+    """(L3): four ranks on one node and two on the other: a ring of four inside, then two adapters between the nodes."""
     passes = 2 if operation == "all_reduce" else 1
+    between = 1e-5 + 0.5 * (MEGABYTE / 2) / 1e8
     found = collective_seconds(operation, MEGABYTE, UNEVEN, INTRA, INTER)
-    assert found == pytest.approx(passes * (5 * 1e-5 + 5 / 6 * MEGABYTE / 1e8))
+    assert found == pytest.approx(passes * (RING_OF_FOUR + between))
 
 
-def test_all_to_all_over_nodes_is_flat() -> None:
-    """(L5): every pair exchanges, so the slowest link counts."""
+def test_all_to_all_over_nodes_waits_for_the_network() -> None:
+    """(L5): four of eight ranks are on the other node, so half of the bytes pass the network."""
     found = collective_seconds("all_to_all", MEGABYTE, ON_TWO_NODES, INTRA, INTER)
-    assert found == pytest.approx(7 * 1e-5 + 7 / 8 * MEGABYTE / 1e8)
+    assert found == pytest.approx(4 * 1e-5 + 4 / 8 * MEGABYTE / 1e8)
+
+
+def test_all_to_all_over_nodes_waits_for_the_slower_link() -> None:
+    """(L5): three of eight parts pass the link inside a node, which is the slower one here."""
+    slow, fast = link(1e7, 1e-6), link(1e8, 1e-5)
+    found = collective_seconds("all_to_all", MEGABYTE, ON_TWO_NODES, slow, fast)
+    assert found == pytest.approx(3 * 1e-6 + 3 / 8 * MEGABYTE / 1e7)
+
+
+def test_all_to_all_of_uneven_nodes_waits_for_the_emptier_one() -> None:
+    """(L5): two of six ranks on a node send four of six parts through the network."""
+    found = collective_seconds("all_to_all", MEGABYTE, UNEVEN, INTRA, INTER)
+    assert found == pytest.approx(4 * 1e-5 + 4 / 6 * MEGABYTE / 1e8)
+
+
+def test_tokens_sent_to_a_node_once_are_forwarded_inside() -> None:
+    """(L5), c < 1: one message to the other node with a share of the bytes; three of four parts are forwarded."""
+    found = [
+        collective_seconds(
+            "all_to_all",
+            MEGABYTE,
+            ON_TWO_NODES,
+            INTRA,
+            INTER,
+            copies_between=copies,
+        )
+        for copies in (0.5, 0.01)
+    ]
+    assert found == [
+        pytest.approx(1e-5 + 0.5 * 4 / 8 * MEGABYTE / 1e8),
+        pytest.approx(3 * 1e-6 + 3 / 4 * MEGABYTE / 1e9),
+    ]
+
+
+def test_tokens_reach_a_node_once_for_several_experts() -> None:
+    """Eight experts on eight nodes lie on 5.25 of them; a router that picks four nodes halves the copies."""
+    expected = 8 * (1 - (7 / 8) ** 8)
+    assert copies_between_nodes(8, 8) == pytest.approx(expected / 8)
+    assert copies_between_nodes(8, 8, most_nodes=4) == 0.5
+    assert copies_between_nodes(1, 8) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -154,10 +197,19 @@ def test_groups_lie_on_nodes_of_four(ranks: list[int], expected: Group) -> None:
     assert group_of(ranks, 4) == expected
 
 
-def test_even_means_the_same_number_everywhere() -> None:
-    """Three and one are not even, two and two are."""
-    assert group_of([2, 3, 4, 5], 4).is_even
-    assert not group_of([3, 4, 5, 6], 4).is_even
+def test_the_fewest_members_of_a_node() -> None:
+    """Of nodes with two and two, three and one, one, four and three members."""
+    assert group_of([2, 3, 4, 5], 4).fewest_per_node == 2
+    assert group_of([3, 4, 5, 6], 4).fewest_per_node == 1
+    assert Group.over((2, 4, 3)).fewest_per_node == 2
+    assert Group.over((2, 4, 4)) == Group(10, 3, 4)
+
+
+def test_the_communicator_with_the_emptiest_node_crosses_most() -> None:
+    """Of communicators on as many nodes, the one whose emptiest node has fewest members is the slowest."""
+    uneven, even = Group.over((5, 1)), Group.over((3, 3))
+    assert crossing(uneven) > crossing(even)
+    assert crossing(Group.over((2, 2, 2))) > crossing(uneven)
 
 
 sizes = st.integers(1, 10**9)

@@ -6,13 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.cost.communication import Group, group_of
+from planner.cost.communication import Group, crossing, group_of
 from planner.cost.groups import groups_of
 from planner.cost.placement import (
     CommunicatorName,
     boundary_crosses_nodes,
     communicators,
-    crossing,
     placement,
     stage_ranks,
     strides,

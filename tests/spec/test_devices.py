@@ -202,6 +202,11 @@ def test_a_scale_up_domain_may_hold_many_nodes() -> None:
         ("gb200-nvl72-186gb", 36, 2, 36),
         ("gb200-nvl72-186gb", 2, 72, 72),
         ("gb200-nvl72-186gb", 18, 8, 72),
+        ("gb200-nvl72-186gb", 16, 4, 72),
+        ("gb200-nvl72-186gb", 32, 4, 64),
+        ("gb300-nvl72-279gb", 128, 4, 64),
+        ("gb200-nvl72-186gb", 20, 4, 72),
+        ("gb200-nvl72-186gb", 64, 2, 32),
         ("h100-sxm5-80gb", 2, 8, 8),
         ("h100-sxm5-80gb", 2, 4, 4),
         ("h100-sxm5-80gb", 8, 1, 1),
@@ -212,8 +217,8 @@ def test_a_scale_up_domain_may_hold_many_nodes() -> None:
 def test_domains_hold_whole_nodes(
     device: str, nodes: int, devices_per_node: int, domain: int
 ) -> None:
-    """A rack holds 18 nodes, however many of their devices are used, and at most 72; other devices end at their node,
-    also where only a part of it is used."""
+    """A rack has 18 nodes, however many of their devices are used, and at most 72 devices; a job on several racks that
+    can be divided into segments of 16 nodes has one in each. Other devices end at their node."""
     assert (
         domain_of(group(device, nodes=nodes, devices_per_node=devices_per_node))
         == domain

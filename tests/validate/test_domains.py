@@ -29,6 +29,16 @@ TWO_RACKS = Cluster(
 )
 
 
+TWO_SEGMENTS = TWO_RACKS.model_copy(
+    update={"node_groups": (TWO_RACKS.node_groups[0].model_copy(update={"nodes": 32}),)}
+)
+"""128 devices: 64 in each of two racks."""
+RACK_AND_A_PART = TWO_RACKS.model_copy(
+    update={"node_groups": (TWO_RACKS.node_groups[0].model_copy(update={"nodes": 20}),)}
+)
+"""80 devices: 72 in one rack, 8 in another."""
+
+
 def model(degree: int = 8) -> ModelProfile:
     """Four layers that exchange a gigabyte per pass, split over so many devices."""
     drafts = layer(parameters=BYTES // 2, exchange=BYTES, flops=10**9) * 4
@@ -94,6 +104,43 @@ def test_the_check_agrees(degrees: dict[str, int]) -> None:
     """Plans on two racks hold: every price is the recomputed one, whatever crosses from rack to rack."""
     found = planned(TWO_RACKS, 36, **degrees)
     assert check(found, model(degrees["tensor_parallel_degree"])).problems == ()
+
+
+@pytest.mark.parametrize(
+    ("cluster", "degrees"),
+    [
+        (TWO_SEGMENTS, {"data_parallel_degree": 16, "tensor_parallel_degree": 8}),
+        (TWO_SEGMENTS, {"data_parallel_degree": 2, "tensor_parallel_degree": 64}),
+        (RACK_AND_A_PART, {"data_parallel_degree": 10, "tensor_parallel_degree": 8}),
+        (RACK_AND_A_PART, {"data_parallel_degree": 1, "tensor_parallel_degree": 80}),
+    ],
+)
+def test_the_check_agrees_on_segments(
+    cluster: Cluster, degrees: dict[str, int]
+) -> None:
+    """Plans on segments of racks, and on unequal parts of racks, have the recomputed prices."""
+    found = planned(cluster, 20 if cluster is RACK_AND_A_PART else 16, **degrees)
+    assert check(found, model(degrees["tensor_parallel_degree"])).problems == ()
+
+
+def test_power_of_two_groups_fill_a_segment() -> None:
+    """On 128 devices, a tensor-parallel group of 64 stays inside a rack, and data groups have half in each."""
+    work = workload(model(64), TWO_SEGMENTS, job(batch=16))
+    layout = Layout(data_parallel_degree=2, tensor_parallel_degree=64)
+    groups = groups_of(layout, work.domain_devices)
+    assert (groups.tensor.nodes, groups.data.nodes) == (1, 2)
+
+
+def test_data_groups_over_unequal_racks_wait_for_the_smaller_part() -> None:
+    """Nine ranks in one rack and one in another: a ring of nine, then all gradients through one adapter."""
+    found = planned(
+        RACK_AND_A_PART, 20, data_parallel_degree=10, tensor_parallel_degree=8
+    )
+    gradients = 4 * BYTES / 8
+    seconds = 2 * (8 / 9 * gradients / NVLINK + 1 / 2 * gradients / NETWORK)
+    assert found.prediction.breakdown.data_parallel_seconds == pytest.approx(
+        seconds, rel=0.05
+    )
 
 
 def test_one_rack_has_no_second_level() -> None:

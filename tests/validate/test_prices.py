@@ -142,12 +142,10 @@ def test_collectives_agree(
     """Any collective over any spread of ranks takes the same seconds in both."""
     ranks = max(nodes, nodes * fullest - min(fewer, fullest - 1 if nodes > 1 else 0))
     intra, inter = link(1e11, 3e-6), link(1e10, 1e-5)
-    one = cost_collective_seconds(
-        operation, size, Group(ranks, nodes, fullest), intra, inter, **fitted
-    )
-    other = collective_seconds(
-        operation, size, Spread(ranks, nodes, fullest), intra, inter, **fitted
-    )
+    group = Group(ranks, nodes, fullest)
+    spread = Spread(ranks, nodes, fullest, group.fewest_per_node)
+    one = cost_collective_seconds(operation, size, group, intra, inter, **fitted)
+    other = collective_seconds(operation, size, spread, intra, inter, **fitted)
     assert one == pytest.approx(other)
 
 
