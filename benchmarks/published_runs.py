@@ -360,13 +360,14 @@ def _precision(row: Row) -> str:
 
 def _layout(row: Row, stages: tuple[int, ...] | None, layers: int) -> Layout:
     pipeline = _integer(row, "pp")
+    tensor = _integer(row, "tp")
     virtual = len(stages) // pipeline if stages else _virtual_stages(row, layers)
     expert_tensor = _integer(row, "etp", 0) or None
     zero_stage = _integer(row, "zero_stage", 0)
     shards = _integer(row, "zero_shard_degree", 0) or None
     values = {
         "data_parallel_degree": _integer(row, "dp"),
-        "tensor_parallel_degree": _integer(row, "tp"),
+        "tensor_parallel_degree": tensor,
         "pipeline_parallel_degree": pipeline,
         "context_parallel_degree": _integer(row, "cp", 1),
         "expert_parallel_degree": _integer(row, "ep", 1),
@@ -374,7 +375,7 @@ def _layout(row: Row, stages: tuple[int, ...] | None, layers: int) -> Layout:
         "virtual_stages_per_rank": virtual,
         "zero_stage": zero_stage,
         "zero_shard_degree": shards if zero_stage else None,
-        "sequence_parallel": _flag(row, "sequence_parallel") is True,
+        "sequence_parallel": tensor > 1 and bool(_flag(row, "sequence_parallel")),
         "micro_batch_size": _integer(row, "mbs"),
         "schedule": _schedule(row, pipeline, virtual),
         "recompute": _recompute(row),
