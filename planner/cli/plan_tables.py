@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.cli.console import bar, bold, table
-from planner.spec import Forecast, Infeasible, Plan, Prediction
+from planner.spec import Forecast, Infeasible, Job, Plan, Prediction
 from planner.spec.layout_words import layout_line, spans
 from planner.spec.plan import Alternative, Miss, RankMemory, SearchReport, Stage
 from planner.spec.prediction_words import (
     calibration_text,
+    limit_bytes,
     memory_risk,
     step_interval,
 )
@@ -32,7 +33,7 @@ def plan_tables(plan: Plan) -> str:
             else []
         ),
         _stages(plan.stages),
-        _memory(plan.prediction.memory),
+        _memory(plan.prediction.memory, plan.request.job),
         proof_line(plan.search),
     ]
     if plan.explanation:
@@ -50,13 +51,13 @@ def plan_tables(plan: Plan) -> str:
     return "\n\n".join(parts)
 
 
-def prediction_tables(forecast: Forecast) -> str:
+def prediction_tables(forecast: Forecast, job: Job) -> str:
     """Prediction of one given layout, and whether it fits."""
     parts = [
         f"{bold('layout')} {layout_line(forecast.layout)}, {_micro_batches(forecast)}",
         *_prediction(forecast.prediction),
         _stages(forecast.stages),
-        _memory(forecast.prediction.memory),
+        _memory(forecast.prediction.memory, job),
         "fits"
         if forecast.fits
         else "\n".join(
@@ -224,7 +225,7 @@ def _stages(stages: Sequence[Stage]) -> str:
     )
 
 
-def _memory(memory: Sequence[RankMemory]) -> str:
+def _memory(memory: Sequence[RankMemory], job: Job) -> str:
     kinds = (
         "parameters",
         "gradients",
@@ -238,8 +239,8 @@ def _memory(memory: Sequence[RankMemory]) -> str:
             str(row.pipeline_rank),
             *(f"{getattr(row, f'{kind}_bytes') / GIB:.2f}" for kind in kinds),
             f"{row.peak_bytes / GIB:.2f}",
-            f"{row.capacity_bytes / GIB:.2f}",
-            _filled(row.peak_bytes, row.capacity_bytes),
+            f"{limit_bytes(row, job) / GIB:.2f}",
+            _filled(row.peak_bytes, limit_bytes(row, job)),
         )
         for row in memory
     ]

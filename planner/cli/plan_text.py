@@ -17,6 +17,7 @@ from planner.spec.job import COMPUTE_TYPE
 from planner.spec.plan import Miss, RankMemory, Relaxation, SearchReport, Stage
 from planner.spec.prediction_words import (
     calibration_text,
+    limit_bytes,
     memory_risk,
     step_interval,
 )
@@ -124,7 +125,7 @@ def _summary(found: Plan | Forecast, subject: Subject) -> list[str]:
         *_layout_lines(found),
         _line("Step time", _step_time(prediction)),
         _line("Throughput", _throughput(prediction, subject)),
-        _line("Memory", _memory(prediction)),
+        _line("Memory", _memory(prediction, subject.job)),
         _line("Time", _shares(prediction)),
     ]
 
@@ -264,22 +265,21 @@ def _step_time(prediction: Prediction) -> str:
     return f"{text} ({interval})" if interval else text
 
 
-def _memory(prediction: Prediction) -> str:
+def _memory(prediction: Prediction, job: Job) -> str:
     """Memory of the fullest pipeline rank, and the risk of running out."""
-    text = _fullest(prediction.memory)
+    text = _fullest(prediction.memory, job)
     risk = memory_risk(prediction)
     return f"{text}, {risk}" if risk else text
 
 
-def _fullest(memory: Sequence[RankMemory]) -> str:
+def _fullest(memory: Sequence[RankMemory], job: Job) -> str:
     """Memory of the pipeline rank that has the least left."""
     if not memory:
         return "not predicted"
-    row = max(memory, key=lambda row: row.peak_bytes - row.capacity_bytes)
-    used, capacity = row.peak_bytes / GB, row.capacity_bytes / GB
-    text = f"{used:.1f} of {capacity:.1f} GB, pipeline rank {row.pipeline_rank}"
-    over = row.peak_bytes - row.capacity_bytes
-    return f"{text}: {over / GB:.1f} GB too much" if over > 0 else text
+    row = max(memory, key=lambda row: row.peak_bytes - limit_bytes(row, job))
+    used, limit = row.peak_bytes / GB, limit_bytes(row, job) / GB
+    text = f"{used:.1f} of {limit:.1f} GB, pipeline rank {row.pipeline_rank}"
+    return f"{text}: {used - limit:.1f} GB too much" if used > limit else text
 
 
 def _fullest_host(memory: Sequence[RankMemory]) -> str:

@@ -96,7 +96,7 @@ def _text(
     if full:
         from planner.cli.plan_tables import prediction_tables
 
-        parts.append(prediction_tables(forecast))
+        parts.append(prediction_tables(forecast, question.job))
     else:
         model = question.model or question.profile.model
         parts.append(prediction_text(forecast, model, question.cluster, question.job))

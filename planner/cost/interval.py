@@ -24,7 +24,7 @@ from planner.spec.calibration import (
 from planner.spec.cluster import Cluster
 from planner.spec.devices import catalogue, find_device
 from planner.spec.job import Job
-from planner.spec.plan import Prediction, RankMemory
+from planner.spec.plan import Prediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,22 +78,20 @@ class Basis:
         )
 
 
-def with_interval(prediction: Prediction, basis: Basis, headroom: float) -> Prediction:
+def with_interval(prediction: Prediction, basis: Basis) -> Prediction:
     """Return a prediction that states how certain it is: equations (I1) and (I2).
 
     Args:
         prediction: of step time and memory.
         basis: runtime, cluster and calibration of the prediction.
-        headroom: memory left free on a device, a fraction if below 1, else bytes;
-            `RankMemory.capacity_bytes` is without it.
     """
     time, sizes = basis.time, basis.memory
     step = prediction.step_seconds
     peak = max(row.peak_bytes for row in prediction.memory)
     risks = []
     for row in prediction.memory:
-        device_bytes = device_memory(basis.cluster, row, headroom)
-        risks.append(sizes.out_of_memory_probability(row.peak_bytes, device_bytes))
+        limit = row.device_bytes or row.capacity_bytes
+        risks.append(sizes.out_of_memory_probability(row.peak_bytes, limit))
     update = {
         "step_seconds_80": (
             step * math.exp(time.time_low),
@@ -118,21 +116,6 @@ def usable_bytes(memory_bytes: int, headroom: float) -> int:
     """
     free = headroom * memory_bytes if headroom < 1 else headroom
     return int(memory_bytes - free)
-
-
-def device_memory(cluster: Cluster, row: RankMemory, headroom: float) -> int:
-    """Return the memory of the device that a row is about, in bytes.
-
-    Args:
-        cluster: has that device.
-        row: its capacity is the device's memory less the headroom.
-        headroom: a fraction if below 1, else bytes.
-    """
-    sizes = [find_device(group.device).memory_bytes for group in cluster.node_groups]
-    return min(
-        sizes,
-        key=lambda size: abs(usable_bytes(size, headroom) - row.capacity_bytes),
-    )
 
 
 def with_headroom(

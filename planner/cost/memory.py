@@ -178,6 +178,7 @@ def _rank_memory(
         + temporary
         + reserved,
         capacity_bytes=costs.work.capacity_bytes,
+        device_bytes=costs.work.device.memory_bytes,
         host_bytes=host_bytes,
         host_capacity_bytes=costs.work.host_capacity_bytes,
     )

@@ -328,7 +328,7 @@ def predict_step(
     if work.calibration is None:
         return prediction
     basis = Basis(work.framework.calibration_owner, work.cluster, work.calibration)
-    return with_interval(prediction, basis, work.headroom)
+    return with_interval(prediction, basis)
 
 
 def _mfu(

@@ -19,7 +19,7 @@ from planner.cost import (
     stage_ranks,
     workload,
 )
-from planner.cost.interval import device_memory, with_headroom
+from planner.cost.interval import usable_bytes, with_headroom
 from planner.errors import LayoutError, MismatchError
 from planner.schedule import Requirement, Schedule, canonical_name, find, requirements
 from planner.search.answer.explain import (
@@ -387,6 +387,7 @@ def predict(
         layout.model_dump(exclude={"layers_per_stage"})
         | {"schedule": canonical_name(layout.schedule)}
     )
+    _check_runtime(plain, traits)
     _check_virtual_stages(plain)
     _check_sequence_chunks(plain, job)
     check_pieces_of(plain, profile)
@@ -404,12 +405,10 @@ def predict(
     work = work_of(job)
     _check_stages(layout, layout_costs(work, plain))
     forecast = _predict(work, plain)
-    if job.memory_headroom is not None:
+    if job.memory_headroom is not None or forecast.fits:
         return forecast
-    if forecast.fits:
-        return _on_whole_devices(forecast, work)
     without_margin = job.model_copy(update={"memory_headroom": 0.0})
-    return _predict(work_of(without_margin), plain)
+    return _with_margin(_predict(work_of(without_margin), plain), work.headroom)
 
 
 def _predict(work: Workload, layout: Layout) -> Forecast:
@@ -425,12 +424,12 @@ def _predict(work: Workload, layout: Layout) -> Forecast:
     return _forecast(costs, _stage_map(costs), schedule_of(costs))
 
 
-def _on_whole_devices(forecast: Forecast, work: Workload) -> Forecast:
-    """The forecast with the capacity of devices without a memory margin."""
+def _with_margin(forecast: Forecast, headroom: float) -> Forecast:
+    """The forecast with capacities that leave a fraction of every device free."""
     rows = []
     for row in forecast.prediction.memory:
-        device_bytes = device_memory(work.cluster, row, work.headroom)
-        rows.append(row.model_copy(update={"capacity_bytes": device_bytes}))
+        capacity = usable_bytes(row.device_bytes or row.capacity_bytes, headroom)
+        rows.append(row.model_copy(update={"capacity_bytes": capacity}))
     prediction = forecast.prediction.model_copy(update={"memory": tuple(rows)})
     return forecast.model_copy(update={"prediction": prediction})
 
@@ -441,6 +440,19 @@ def _stage_map(costs: LayoutCosts) -> StageMap:
         sizes = given_sizes(costs.work, layout.pipeline_parallel_degree)
         return _given(costs, sizes) if sizes else _fastest(costs)
     return _fewest(costs) if layout.recompute == "per-layer" else _alike(costs)
+
+
+def _check_runtime(layout: Layout, runtime: runtimes.Runtime) -> None:
+    """Refuse a layout that the runtime cannot run."""
+    found = runtime.supports.absolute_violation(layout)
+    if found is not None:
+        raise LayoutError(
+            f"the runtime {runtime.name} {found.reason}.",
+            field=f"layout.{found.field}",
+            hint=f"give {found.hint}, or another runtime."
+            if found.hint
+            else "give another layout or runtime.",
+        )
 
 
 def _check_virtual_stages(layout: Layout) -> None:

@@ -437,32 +437,35 @@ def provenance(
         calibration: None: the one of this release.
     """
     table = shipped() if calibration is None else calibration
-    pair = pair_name(runtime, architecture)
-    known = _most(table, "runtime_architecture", pair)
-    if known:
-        runs = "run" if known == 1 else "runs"
-        note = f"{known:,} measured {runs} of {runtime} on {architecture}"
+    known = _most(table, "runtime_architecture", pair_name(runtime, architecture))
+    where = architecture or "this device"
+    if known >= MINIMUM_ROWS:
+        note = f"{known:,} measured runs of {runtime} on {where}"
     else:
-        note = _without_runs(table, runtime, architecture)
+        few = {0: "No measured run", 1: "One measured run"}
+        runs = few.get(known, f"Only {known} measured runs")
+        rest = _other_runs(table, runtime, architecture, known)
+        be = "are" if known > 1 else "is"
+        note = f"{runs} of {runtime} on {where} {be} behind this prediction; {rest}"
     return CalibrationNote(name=table.name, measured_runs=known, note=f"{note}.")
 
 
-def _without_runs(table: CalibrationTable, runtime: str, architecture: str) -> str:
-    """The sentence for a runtime without a measured run on an architecture."""
-    where = architecture or "this device"
-    head = f"No measured run of {runtime} on {where} is behind this prediction"
+def _other_runs(
+    table: CalibrationTable, runtime: str, architecture: str, known: int
+) -> str:
+    """What a prediction rests on that has too few runs of its own."""
     if not architecture:
-        return f"{head}; it rests on the device's own figures"
-    on_architecture = _most(table, "architecture", architecture)
-    of_runtime = _most(table, "runtime", runtime)
+        return "it rests on the device's own figures"
+    there = _most(table, "architecture", architecture) - known
+    elsewhere = _most(table, "runtime", runtime) - known
     sources = []
-    if on_architecture:
-        sources.append(f"{on_architecture:,} of other runtimes there")
-    if of_runtime:
-        sources.append(f"{of_runtime:,} of {runtime} elsewhere")
+    if there > 0:
+        sources.append(f"{there:,} of other runtimes there")
+    if elsewhere > 0:
+        sources.append(f"{elsewhere:,} of {runtime} elsewhere")
     if not sources:
-        sources.append(f"{table.measured_runs:,} runs of other runtimes elsewhere")
-    return f"{head}; it rests on {' and '.join(sources)}"
+        sources.append(f"{table.measured_runs:,} of other runtimes elsewhere")
+    return f"it rests on {' and '.join(sources)}"
 
 
 def _most(table: CalibrationTable, level: str, name: str) -> int:

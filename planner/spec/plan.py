@@ -93,6 +93,8 @@ class RankMemory(Document):
     """Sum of the above."""
     capacity_bytes: int
     """Memory that the job may use: that of the device without the headroom."""
+    device_bytes: int | None = None
+    """Memory of the device; None in older plans."""
     host_bytes: int = 0
     """Host memory per device: offloaded activations and optimizer states."""
     host_capacity_bytes: int | None = None
@@ -378,6 +380,7 @@ class Forecast(Document):
     actions: tuple[tuple[str, ...], ...] = ()
     """Actions of a synthesized schedule; other schedules follow from the layout."""
     fits: bool
-    """Whether every rank is within its capacity."""
+    """Whether every rank is within the memory of its device; within its capacity, if
+    the job has a ``memory_headroom``."""
     reasons: tuple[str, ...] = ()
     """Reasons why it does not fit."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from planner.spec.plan import Prediction
+from planner.spec.job import Job
+from planner.spec.plan import Prediction, RankMemory
 from planner.spec.units import seconds
 
 
@@ -29,6 +30,17 @@ def calibration_text(prediction: Prediction) -> str:
     if calibration is None:
         return ""
     return f"{calibration.name}: {calibration.note}"
+
+
+def limit_bytes(row: RankMemory, job: Job) -> int:
+    """Return the memory that a rank may fill: the capacity, or the whole device.
+
+    A prediction for a job without a ``memory_headroom`` may fill the whole device; the
+    job of a plan has one.
+    """
+    if job.memory_headroom is None and row.device_bytes is not None:
+        return row.device_bytes
+    return row.capacity_bytes
 
 
 def _rounded(probability: float) -> str:

@@ -68,6 +68,7 @@ class MemoryCheck:
             **parts,
             peak_bytes=sum(parts.values()),
             capacity_bytes=capacity_bytes(facts, device),
+            device_bytes=device.memory_bytes,
             host_bytes=saved_on_host_bytes + (state.optimizer if is_offloaded else 0),
             host_capacity_bytes=host_capacity_bytes(self.prices.site.group),
         )

@@ -266,6 +266,8 @@ def _check_memory(
     for said, found in zip(stated.memory, recomputed.memory, strict=False):
         where = f"prediction.memory[{found.pipeline_rank}]"
         for name in RankMemory.model_fields:
+            if name == "device_bytes" and said.device_bytes is None:
+                continue  # a plan of a release without this field
             findings.equal(f"{where}.{name}", getattr(said, name), getattr(found, name))
         _check_fits(where, found, findings)
     findings.checked.append(

@@ -172,8 +172,6 @@ def account(
     Raises:
         SpecError: as `predict` does.
     """
-    if job.memory_headroom is None:
-        job = job.model_copy(update={"memory_headroom": 0.0})
     work = workload(
         profile,
         cluster,
