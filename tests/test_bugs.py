@@ -800,3 +800,45 @@ def test_torchgpipe_does_not_recompute_its_last_micro_batch() -> None:
     outputs, received = micro_batches * 100, 2 * 100
     saved = recomputed * 1000 + 5000
     assert first.activations_bytes == saved + outputs + received
+
+
+def test_pipedream_pays_no_bubble_per_step_and_stores_versions_of_its_weights() -> None:
+    """It was priced as 1F1B with a flush, and one version of the weights."""
+    ranks, micro_batches = 4, 4
+    parameters = 1_000_000
+    model = profile(layer(forward=1e-3, parameters=parameters) * ranks)
+    layout = {"pipeline_parallel_degree": ranks, "layers_per_stage": (1,) * ranks}
+    flushed, found = (
+        predict(
+            model,
+            cluster(ranks),
+            job(micro_batches),
+            PredictionLayout(schedule=schedule, **layout),
+        ).prediction
+        for schedule in ("1f1b", "pipedream")
+    )
+    assert found.breakdown.bubble_seconds == pytest.approx(0, abs=1e-9)
+    assert found.bubble_fraction == pytest.approx(0, abs=1e-6)
+    bubble = (ranks - 1) * 3e-3
+    assert flushed.step_seconds - found.step_seconds == pytest.approx(bubble, rel=1e-3)
+    stored = [row.parameters_bytes for row in found.memory]
+    once = [row.parameters_bytes for row in flushed.memory]
+    assert stored == [2 * once[0], 2 * once[1], 2 * once[2], once[3]]
+
+
+def test_pipedream_with_one_micro_batch_per_step_holds_those_of_several_steps() -> None:
+    """The pipeline is full in the steady state: rank r holds P - r micro-batches and versions."""
+    ranks = 4
+    model = profile(layer(parameters=1000, activation=5000) * ranks)
+    layout = PredictionLayout(
+        pipeline_parallel_degree=ranks,
+        layers_per_stage=(1,) * ranks,
+        schedule="pipedream",
+    )
+    found = predict(model, cluster(ranks), job(1), layout).prediction
+    assert [row.activations_bytes for row in found.memory] == [
+        held * 5000 for held in (4, 3, 2, 1)
+    ]
+    assert [
+        row.parameters_bytes / found.memory[-1].parameters_bytes for row in found.memory
+    ] == [4, 3, 2, 1]

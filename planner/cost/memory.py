@@ -5,6 +5,8 @@
                 stored once. ZeRO stage 1 / 2 / 3 divides optimizer states /
                 gradients / parameters by the ranks that share them out: the data- and context-parallel ones
                 (Rajbhandari et al. 2020), or `zero_shard_degree` of them (Zhang et al. 2022)   -> stage_memory()
+                Without a flush (pipedream) a rank stores several versions of its parameters
+                                                                -> planner.schedule.pipedream.weight_versions()
                 A framework may add up the micro-batches' gradients whole, or keep states on the host.
 (M2)  act(s)  = in_flight(s) * (sum of the layers' saved activations + the stage's output)
                 + 2 * (bytes received from the stage before and from the stage behind)
@@ -34,8 +36,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from planner.cost.layers import LayoutCosts
 from planner.cost.pricing import LayerCost
 from planner.cost.workload import Workload
-from planner.schedule import Schedule
+from planner.schedule import Schedule, find
 from planner.schedule.in_flight import crests
+from planner.schedule.pipedream import in_steady_state, weight_versions
 from planner.spec.plan import RankMemory
 
 RESERVED_BYTES = 1_600_000_000
@@ -87,6 +90,8 @@ def stage_memory(
         stages: layers of every stage.
         schedule: in which order they run.
     """
+    if find(costs.layout.schedule).is_asynchronous:
+        schedule = in_steady_state(schedule)
     held = held_units(costs, stages, schedule)
     host = [
         _host_bytes(costs, stages, schedule, rank) for rank in range(schedule.ranks)
@@ -143,6 +148,9 @@ def _rank_memory(
     parameters, gradients, optimizer = _ogp_bytes(
         costs, [layer for index in mine for layer in stages[index]]
     )
+    if find(costs.layout.schedule).is_asynchronous:
+        ranks = costs.layout.pipeline_parallel_degree
+        parameters *= weight_versions(ranks, costs.micro_batches, rank)
     chunks = costs.layout.sequence_chunks
     activations = sum(
         count * unit_bytes(costs, stages, index) for index, count in units.items()

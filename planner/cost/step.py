@@ -9,6 +9,9 @@
 (S3)  tail(p) = reduction latency + sum of g(l) + exchange of parameters shared with another stage
                 + sum of u(l); what several layers of the stage share is reduced and updated once; over all
                 stages of the rank                                                         -> tail_ticks()
+(S8)  a schedule without a flush (pipedream): step = the time of M micro-batches in the steady state + the longest
+      tail(p); the former is the largest over all runs r..q of neighbouring ranks of M / (q - r + 1) x (sum of F(s) + B(s)
+      over the run + twice the transfers inside it)              -> planner.schedule.pipedream.steady_micro_batches()
 (S5)  a framework that overlaps them hides gradient reduction behind `overlap_fraction` of the last micro-batch's
       backward, and ZeRO's gathers of updated parameters behind that of the first forward -> tail_ticks()
 (S4)  step = max over p of end(p) + tail(p); where no stage waits for the others before its next step
@@ -24,6 +27,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -44,6 +48,7 @@ from planner.cost.ticks import TICK_SECONDS, ticks
 from planner.cost.workload import workload
 from planner.errors import DocumentError
 from planner.schedule import Durations, Schedule, Simulation, build, find, simulate
+from planner.schedule.pipedream import steady_micro_batches
 from planner.spec.plan import Breakdown, Plan, Prediction, RankMemory
 from planner.spec.profile import ModelProfile, RecomputeMode
 
@@ -60,6 +65,8 @@ class Step:
     """Pipeline rank that ends last."""
     simulation: Simulation
     tails: tuple[int, ...]
+    bubble_fraction: float
+    """Idle part of all ranks between the first and the last action of a step."""
 
 
 def schedule_of(costs: LayoutCosts) -> Schedule:
@@ -258,14 +265,32 @@ def _play(
 ) -> Played:
     simulation = simulate(schedule, durations(costs, stages))
     tails = tuple(sum(parts) for parts in tail_ticks(costs, by_rank(schedule, stages)))
+    step = _ended(costs, simulation, tails)
+    return Played(costs, schedule, stages, step)
+
+
+def _ended(costs: LayoutCosts, simulation: Simulation, tails: tuple[int, ...]) -> Step:
+    """The step of a simulation: equations (S4) and (S8)."""
+    if find(costs.layout.schedule).is_asynchronous:
+        return _steady(simulation, tails)
     totals = [
         lasted + tail
         for lasted, tail in zip(_lasted(costs, simulation), tails, strict=True)
     ]
     total = max(totals)
-    return Played(
-        costs, schedule, stages, Step(total, totals.index(total), simulation, tails)
-    )
+    last_rank = totals.index(total)
+    return Step(total, last_rank, simulation, tails, simulation.bubble_fraction)
+
+
+def _steady(simulation: Simulation, tails: tuple[int, ...]) -> Step:
+    """The step of a schedule without a flush: equation (S8)."""
+    micro_batches = simulation.schedule.micro_batches
+    steady = steady_micro_batches(simulation.durations, micro_batches)
+    busy = simulation.busy_seconds
+    idle = 1 - sum(busy) / (len(busy) * steady) if steady else 0.0
+    ends = [int(worked) + tail for worked, tail in zip(busy, tails, strict=True)]
+    last_rank = ends.index(max(ends))
+    return Step(math.ceil(steady) + max(tails), last_rank, simulation, tails, idle)
 
 
 def _lasted(costs: LayoutCosts, simulation: Simulation) -> list[int]:
@@ -320,7 +345,7 @@ def predict_step(
         step_seconds=seconds,
         tokens_per_second=job.global_batch_size * per_sample / seconds,
         mfu=_mfu(costs, stages, seconds),
-        bubble_fraction=last.step.simulation.bubble_fraction,
+        bubble_fraction=last.step.bubble_fraction,
         breakdown=_breakdown(last.costs, last.schedule, last.stages, last.step),
         memory=rank_memory(costs, schedule, stages),
     )
@@ -363,8 +388,7 @@ def _breakdown(
     """Return the mean over pipeline ranks of where each rank's step goes: equation (S7)."""
     tails = tail_ticks(costs, by_rank(schedule, stages))
     free = simulate(schedule, durations(costs, stages, transfers=False))
-    free_ends = _lasted(costs, free)
-    free_step = max(end + sum(tail) for end, tail in zip(free_ends, tails, strict=True))
+    free_step = _ended(costs, free, step.tails).total_ticks
     totals: Counter[str] = Counter()
     for rank, (reduction, optimizer) in enumerate(tails):
         parts = Counter(

@@ -18,6 +18,7 @@ from planner.schedule import (
     ActionKind,
     Requirement,
     Schedule,
+    ScheduleEntry,
     build,
     find,
     names,
@@ -240,8 +241,7 @@ def _check_schedule(plan: Plan, schedule: Schedule) -> None:
     entry = find(plan.layout.schedule)
     if not entry.runnable:
         raise UnsupportedError(
-            f"the executor does not run the schedule {entry.name!r}: it asks for second copies of stages or stale "
-            "weights.",
+            f"the executor does not run the schedule {entry.name!r}: {_why_not(entry)}.",
             field="layout.schedule",
             hint=f"use one of {', '.join(names(runnable_only=True))}.",
         )
@@ -255,6 +255,13 @@ def _check_schedule(plan: Plan, schedule: Schedule) -> None:
             plan,
             "it is to run while a rank waits, but the executor recomputes inside the backward",
         )
+
+
+def _why_not(entry: ScheduleEntry) -> str:
+    """The reason why the executor does not run a schedule."""
+    if entry.is_asynchronous:
+        return "its backwards use the weights of earlier steps"
+    return "every stage has a copy on a second pipeline rank"
 
 
 def _check_chunks(plan: Plan, schedule: Schedule) -> None:
