@@ -6,6 +6,7 @@ from planner.spec.plan import Plan
 from planner.spec.profile import ModelProfile
 from planner.validate.actions import check_actions
 from planner.validate.answers import check_answers
+from planner.validate.certainty import check_certainty
 from planner.validate.documents import check_documents
 from planner.validate.facts import facts_of
 from planner.validate.findings import CheckReport, Findings
@@ -44,6 +45,7 @@ def check(plan: Plan, profile: ModelProfile) -> CheckReport:
             step(plan, facts, findings)
         if not findings.problems:
             check_prediction(plan, facts, findings)
+            check_certainty(plan, findings)
     check_search(plan, findings)
     check_alternatives(plan, facts, findings)
     check_answers(plan, facts, findings)

@@ -463,12 +463,15 @@ def test_plan_that_does_not_fit_is_caught() -> None:
     document["request"]["cluster"]["node_groups"][0]["device"]["memory_bytes"] = small
     changed = parse(Plan, document)
     for row in document["prediction"]["memory"]:
-        row["capacity_bytes"] = small
+        row["capacity_bytes"] = row["device_bytes"] = small
     problems = check(
         parse(Plan, document | {"id": changed.request.id, "alternatives": []}), model
     ).problems
     where = f"prediction.memory[{fullest.pipeline_rank}].peak_bytes"
-    assert problems == (f"{where}: {small + 1} bytes of {small} do not fit.",)
+    does_not_fit = f"{where}: {small + 1} bytes of {small} do not fit."
+    fields = {problem.partition(": ")[0] for problem in problems}
+    assert does_not_fit in problems
+    assert fields == {where, "prediction.out_of_memory_probability"}
 
 
 def test_profile_of_another_model_is_refused() -> None:
