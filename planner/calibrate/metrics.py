@@ -89,6 +89,8 @@ class Outcome:
     """None: the prediction failed."""
     failure: str = ""
     """Error message of a prediction that failed."""
+    is_defect: bool = False
+    """The prediction failed by a defect, not by a documented limit."""
 
     @property
     def measured_seconds(self) -> float | None:

@@ -42,9 +42,18 @@ def in_chunks(
     constants: Constants,
     chunks: int,
     casts: Fp8Casts | None = None,
+    *,
+    graphs: bool = False,
+    blocking: bool = False,
 ) -> Computation:
-    """Seconds of a row, all chunks of its micro-batch together: equation (Q3)."""
-    whole = computation(row, device, dtype, constants, casts)
+    """Return the seconds of a row, all chunks of its micro-batch: equation (Q3)."""
+
+    def priced(one: Measurement) -> Computation:
+        return computation(
+            one, device, dtype, constants, casts, graphs=graphs, blocking=blocking
+        )
+
+    whole = priced(row)
     types = {dtype, "fp8"} if casts else {dtype}
     if (
         chunks == 1
@@ -63,8 +72,8 @@ def in_chunks(
             ),
         }
     )
-    before = computation(told, device, dtype, constants, casts)
-    after = computation(of_chunk, device, dtype, constants, casts)
+    before = priced(told)
+    after = priced(of_chunk)
     return Computation(
         forward_seconds=_grown(
             whole.forward_seconds,
@@ -85,6 +94,11 @@ def in_chunks(
             whole.recompute_seconds,
             before.recompute_seconds,
             chunks * after.recompute_seconds,
+        ),
+        forward_attention_seconds=_grown(
+            whole.forward_attention_seconds,
+            before.forward_attention_seconds,
+            chunks * after.forward_attention_seconds,
         ),
     )
 

@@ -156,6 +156,8 @@ class Figures:
     host_forward: Floats
     """Seconds per kernel, on the host."""
     host_backward: Floats
+    is_blocking: Floats
+    """1 where the host waits for every kernel (CUDA_LAUNCH_BLOCKING=1)."""
     is_fp8: Floats
     """1 where linear layers run in fp8."""
     casts: Floats
@@ -171,6 +173,7 @@ class Figures:
         casts: Fp8Casts | None = None,
         *,
         graphs: bool = False,
+        blocking: bool = False,
     ) -> Figures:
         """Return the figures of one device.
 
@@ -180,6 +183,7 @@ class Figures:
             constants: fitted constants.
             casts: of the runtime, for precision fp8; None: no fp8.
             graphs: kernels are launched from CUDA graphs, without the host.
+            blocking: the host waits for every kernel.
         """
         launch = constants.kernel_seconds
         hosted = 0.0 if graphs else 1.0
@@ -208,6 +212,7 @@ class Figures:
             launch=one(device.launch_seconds if launch is None else launch),
             host_forward=one(hosted * constants.host_forward_seconds),
             host_backward=one(hosted * constants.host_backward_seconds),
+            is_blocking=one(float(blocking)),
             is_fp8=one(float(casts is not None)),
             casts=_cast_table(casts),
         )
@@ -360,13 +365,19 @@ def smooth_maximum(device_seconds: Floats, host_seconds: Floats) -> Floats:
     return np.asarray((device_seconds**4 + host_seconds**4) ** 0.25)
 
 
+def _joined(device: Floats, host: Floats, figures: Figures) -> Floats:
+    """Return the seconds of device and host together."""
+    together = smooth_maximum(device, host)
+    return np.where(figures.is_blocking > 0, device + host, together)
+
+
 def with_host(device: LayerSeconds, figures: Figures) -> LayerSeconds:
     """Return the seconds with the host's floor: equations (C5) and (K2)."""
-    forward = smooth_maximum(
-        device.forward, figures.host_forward * device.forward_kernels
+    forward = _joined(
+        device.forward, figures.host_forward * device.forward_kernels, figures
     )
     backward = device.backward_input + device.backward_weight
-    bounded = smooth_maximum(backward, figures.host_backward * device.backward_kernels)
+    bounded = _joined(backward, figures.host_backward * device.backward_kernels, figures)
     slower = bounded / np.where(backward > 0, backward, 1.0)
     return LayerSeconds(
         forward=forward,
@@ -386,6 +397,7 @@ def computation(
     casts: Fp8Casts | None = None,
     *,
     graphs: bool = False,
+    blocking: bool = False,
 ) -> Computation:
     """Return the seconds of a row on a device; measured seconds are used unchanged.
 
@@ -396,6 +408,7 @@ def computation(
         constants: fitted constants.
         casts: of the runtime, for precision fp8; None: no fp8.
         graphs: kernels are launched from CUDA graphs.
+        blocking: the host waits for every kernel.
     """
     if row.forward_seconds is not None and not is_priced(row):
         return Computation(
@@ -406,7 +419,9 @@ def computation(
         )
     operations = row.operations or (_whole_layer(row),)
     arrays = OperationArrays.of((operations, row.recompute_operations))
-    figures = Figures.of(device, dtype, constants, casts, graphs=graphs)
+    figures = Figures.of(
+        device, dtype, constants, casts, graphs=graphs, blocking=blocking
+    )
     found = with_host(layer_seconds(arrays, figures), figures)
     forward, again = (float(each) for each in found.forward)
     of_input, of_weight = (

@@ -388,7 +388,14 @@ class LayerPricing:
     def _computation(self, row: Measurement) -> Computation:
         work, chunks = self.work, self.layout.sequence_chunks
         return in_chunks(
-            row, work.device, work.profile.dtype, work.constants, chunks, work.casts
+            row,
+            work.device,
+            work.profile.dtype,
+            work.constants,
+            chunks,
+            work.casts,
+            graphs=work.framework.cuda_graphs,
+            blocking=work.framework.launch_blocking,
         )
 
     def _allocated(self, size_bytes: int) -> int:

@@ -18,7 +18,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from planner.errors import DocumentError, UnknownNameError
 from planner.runtimes.runtime import Runtime
-from planner.runtimes.supports import Condition, Rule, Supports, Violation
+from planner.runtimes.supports import (
+    Allowed,
+    Condition,
+    Rule,
+    Supports,
+    Value,
+    Violation,
+)
 from planner.spec.fp8 import DELAYED, DYNAMIC, SHARDED
 from planner.spec.job import RUNTIMES
 from planner.spec.words import suggestion
@@ -101,7 +108,7 @@ def _known(name: str, field: str) -> str:
 
 @cache
 def _aliases() -> dict[str, str]:
-    found = {}
+    found: dict[str, str] = {}
     for entry in files("planner.runtimes").joinpath("data").iterdir():
         name, _, suffix = entry.name.rpartition(".")
         if suffix == "toml":
@@ -234,34 +241,32 @@ def _value(name: str, value: object, field: str) -> Any:
 @cache
 def _supports(name: str) -> Supports:
     table = _file(name).get("supports", {})
-    if isinstance(table, str):
-        return _supports(table)
-    limits = table.get("limits", {})
-    rules = table.get("rule", ())
     return Supports(
         target=table.get("target", ""),
+        pipeline_target=table.get("pipeline_target", ""),
         source=table.get("source", ""),
-        limits=tuple((field, tuple(values)) for field, values in limits.items()),
-        rules=tuple(_rule(rule) for rule in rules),
-        max_virtual_stages=table.get("max_virtual_stages"),
+        limits=_limits(table.get("limits", {})),
+        planned=_limits(table.get("planned", {})),
+        rules=tuple(_rule(rule) for rule in table.get("rule", ())),
         uneven_stages=table.get("uneven_stages", True),
         uneven_shares=table.get("uneven_shares", True),
-        micro_batch_multiple=table.get("micro_batch_multiple", False),
     )
+
+
+def _limits(table: Table) -> dict[str, Allowed]:
+    return {field: tuple(values) for field, values in table.items()}
 
 
 def _rule(table: Table) -> Rule:
-    when = table["when"]
-    conditions = tuple(_condition(field, values) for field, values in when.items())
-    violation = Violation(
-        table["field"],
-        table["reason"],
-        table["hint"],
-        table.get("absolute", False),
-    )
-    return Rule(conditions, violation, table["source"])
+    conditions = [_condition(*each) for each in table["when"].items()]
+    violation = Violation(table["field"], table["reason"], table["hint"])
+    return Rule(tuple(conditions), violation, table["source"])
 
 
-def _condition(field: str, values: Any) -> Condition:
-    """``"above 1"``, or a list of values."""
-    return Condition(field, () if values == "above 1" else tuple(values))
+def _condition(field: str, values: str | list[Value]) -> Condition:
+    """A list of values, ``above N``, or ``not whole``: any group of ZeRO."""
+    if isinstance(values, list):
+        return Condition(field, tuple(values))
+    if values == "not whole":
+        return Condition(field, above=0)
+    return Condition(field, above=int(values.removeprefix("above ")))

@@ -56,7 +56,7 @@ class Runtime:
     aliases: tuple[str, ...] = ()
     release: str = ""
     """Release that the traits are for; empty: the newest known."""
-    supports: Supports = field(default_factory=Supports, repr=False)
+    supports: Supports = field(default_factory=Supports, repr=False, compare=False)
     """Layouts that the runtime runs."""
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     """Source of each trait that differs from the default."""

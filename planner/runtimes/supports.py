@@ -2,149 +2,184 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from planner.spec.job import Job
+from planner.spec.job import CONSTRAINABLE, Constraint, Job, allows
 from planner.spec.layout import Layout
 from planner.spec.words import written
 
 Value = bool | int | str
 Allowed = tuple[Value, ...]
 
+IDLE_RANKS = "idle_ranks"
+"""In rules: pipeline ranks minus micro-batches, at least 0."""
+SHARD_GROUPS = "zero_shard_degree"
+"""In limits and rules: ranks of a ZeRO group; no value if a group has all replicas."""
+_SEPARATE = (SHARD_GROUPS, "recompute", "schedule")
+"""Fields that `Supports.constrained` leaves out."""
+
 
 class Violation(NamedTuple):
-    """A field of a layout whose value the runtime does not support."""
+    """A field of a layout or job whose value the runtime does not support."""
 
     field: str
-    """A field of `Layout` or `Job`."""
     reason: str
     """A clause that follows the runtime's name."""
     hint: str
     """Constraint that avoids it, such as ``zero_stage=0,1``."""
-    is_absolute: bool
-    """The runtime cannot run the layout at all. False: it can, but not from an export
-    of the plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Values of one field; empty: every value above 1 or True."""
+    """Values of one field that a rule is about."""
 
     field: str
     values: Allowed = ()
+    above: int | None = None
+    """Instead of values: every number above this one."""
 
     def holds(self, value: Value) -> bool:
         """Return whether a value of the field meets the condition."""
-        if self.values:
+        if self.above is None:
             return value in self.values
-        return not isinstance(value, str) and int(value) > 1
+        return not isinstance(value, str) and int(value) > self.above
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Values that some fields do not have together."""
+    """Values that fields of a layout or job do not have together."""
 
     when: tuple[Condition, ...]
     violation: Violation
-    source: str = ""
+    source: str
 
 
 @dataclass(frozen=True, slots=True)
 class Supports:
     """What a runtime supports; a field without values permits all.
 
-    Exports of plans within these limits are accepted by `target` and mean the same
-    there.
+    The export target accepts every plan within these limits, and writes a configuration
+    with the same meaning.
     """
 
     target: str = ""
     """Export target that writes plans for this runtime; empty: none."""
+    pipeline_target: str = ""
+    """Target of plans with pipeline stages, if it is another one."""
     source: str = ""
-    limits: tuple[tuple[str, Allowed], ...] = ()
-    """Supported values of fields of the layout and of the job."""
+    """Where the limits are stated."""
+    limits: Mapping[str, Allowed] = field(default_factory=dict)
+    """Values that the runtime can run, by field of the layout."""
+    planned: Mapping[str, Allowed] = field(default_factory=dict)
+    """Values that plans may have in addition to `limits`, by field of layout and job.
+    The runtime may run others, but no export expresses them."""
     rules: tuple[Rule, ...] = ()
-    max_virtual_stages: int | None = None
+    """Combinations that plans do not have."""
     uneven_stages: bool = True
-    """Stages may have any numbers of layers; False: only the runtime's own cut."""
+    """Stages may have any numbers of layers; False: only those of the runtime's rule."""
     uneven_shares: bool = True
     """Data-parallel ranks may run different numbers of micro-batches."""
-    micro_batch_multiple: bool = False
-    """With virtual stages, the micro-batches are a multiple of the pipeline ranks."""
+
+    @property
+    def limits_plans(self) -> bool:
+        """Whether any layout is excluded."""
+        limits = bool(self.limits or self.planned or self.rules)
+        return limits or not (self.uneven_stages and self.uneven_shares)
+
+    def target_of(self, layout: Layout) -> str:
+        """Return the export target of plans with this layout; empty: none."""
+        if layout.pipeline_parallel_degree > 1 and self.pipeline_target:
+            return self.pipeline_target
+        return self.target
 
     def allowed(self, field: str) -> Allowed | None:
-        """Return the supported values of a field; None: all."""
-        return dict(self.limits).get(field)
+        """Return the values of a field that plans may have; None: all."""
+        if field in self.limits:
+            return self.limits[field]
+        return self.planned.get(field)
 
-    def violation(
-        self,
-        layout: Layout,
-        job: Job | None = None,
-        *,
-        absolute_only: bool = False,
-    ) -> Violation | None:
-        """Return why the runtime does not run a layout; None: it does.
+    def constrained(
+        self, constraints: Mapping[str, Constraint]
+    ) -> dict[str, Constraint]:
+        """Return constraints of a job that also exclude what is not supported.
+
+        Recomputation and schedules are left out: a constraint on recomputation is about
+        each layer, and schedules have several names.
+        """
+        found = dict(constraints)
+        for name in (*self.limits, *self.planned):
+            values = self.allowed(name)
+            is_field = name in CONSTRAINABLE and name not in _SEPARATE
+            if not is_field or values is None:
+                continue
+            wish = constraints.get(name)
+            found[name] = tuple(value for value in values if allows(wish, value))
+        return found
+
+    def violation(self, layout: Layout, job: Job | None = None) -> Violation | None:
+        """Return why a plan cannot have a layout; None: it can.
 
         Args:
-            layout: to run.
-            job: checks optimizer, precision and number of micro-batches as well.
-            absolute_only: ignore what only an export cannot express.
+            layout: of the plan.
+            job: of the plan; None: only the layout is checked.
         """
-        for found in self._violations(layout, job):
-            if found.is_absolute or not absolute_only:
-                return found
-        return None
-
-    def _violations(self, layout: Layout, job: Job | None) -> Iterator[Violation]:
-        yield from self._outside_limits(layout, job)
+        found = self.absolute_violation(layout)
+        if found is not None:
+            return found
+        for name, values in self.planned.items():
+            value = _value(name, layout, job)
+            if value is not None and value not in values:
+                return _outside(name, value, values)
         for rule in self.rules:
             if all(_holds(each, layout, job) for each in rule.when):
-                yield rule.violation
-        virtual = layout.virtual_stages_per_rank
-        most = self.max_virtual_stages
-        if most is not None and virtual > most:
-            reason = f"runs at most {most} virtual stages per rank, not {virtual}"
-            hint = f"virtual_stages_per_rank={most}"
-            yield Violation("virtual_stages_per_rank", reason, hint, True)
+                return rule.violation
+        return None
+
+    def absolute_violation(self, layout: Layout) -> Violation | None:
+        """Return why the runtime cannot run a layout at all; None: it can."""
+        for name, values in self.limits.items():
+            value = _value(name, layout, None)
+            if value is not None and value not in values:
+                return _outside(name, value, values)
         if layout.has_uneven_shares and not self.uneven_shares:
             reason = "runs the same number of micro-batches on every replica"
-            yield Violation("micro_batch_shares", reason, "", True)
-        if job is not None and self.micro_batch_multiple and virtual > 1:
-            yield from _outside_groups(layout, job)
-
-    def _outside_limits(self, layout: Layout, job: Job | None) -> Iterator[Violation]:
-        for field, values in self.limits:
-            value = _value(field, layout, job)
-            if value is None or value in values:
-                continue
-            allowed = ",".join(map(written, values))
-            reason = f"does not support {field} {written(value)}"
-            yield Violation(field, reason, f"{field}={allowed}", True)
+            return Violation("micro_batch_shares", reason, "")
+        return None
 
 
-def _value(field: str, layout: Layout, job: Job | None) -> Any:
-    """The value of a field; None: the job is unknown or the field has no effect."""
-    if field not in Layout.model_fields:
-        return getattr(job, field, None)
+def _outside(name: str, value: Value, values: Allowed) -> Violation:
+    if not values:
+        reason = f"does not support {name} {written(value)}"
+        return Violation(name, reason, "")
+    allowed = [written(each) for each in values]
+    reason = f"supports {name} {', '.join(allowed)}, not {written(value)}"
+    return Violation(name, reason, f"{name}={','.join(allowed)}")
+
+
+def _value(name: str, layout: Layout, job: Job | None) -> Value | None:
+    """The value of a field; None: it is unknown, or has no effect in this layout."""
+    if name == IDLE_RANKS:
+        return _idle_ranks(layout, job)
+    if name not in Layout.model_fields:
+        value: Value | None = getattr(job, name, None)
+        return value
     pipeline = layout.pipeline_parallel_degree
-    if field == "schedule" and pipeline == 1:
+    if name == "rank_order" and 1 in (pipeline, layout.data_parallel_degree):
         return None
-    if field == "rank_order" and 1 in (pipeline, layout.data_parallel_degree):
+    if name == SHARD_GROUPS:
+        return layout.zero_shard_degree
+    return layout.constrained(name)
+
+
+def _idle_ranks(layout: Layout, job: Job | None) -> int | None:
+    if job is None:
         return None
-    if field == "zero_shard_degree" and layout.zero_shards == layout.replicas:
-        return None
-    return getattr(layout, field)
+    micro_batches = layout.micro_batches(job.global_batch_size)
+    return max(0, layout.pipeline_parallel_degree - micro_batches)
 
 
 def _holds(condition: Condition, layout: Layout, job: Job | None) -> bool:
     value = _value(condition.field, layout, job)
     return value is not None and condition.holds(value)
-
-
-def _outside_groups(layout: Layout, job: Job) -> Iterator[Violation]:
-    ranks = layout.pipeline_parallel_degree
-    micro_batches = layout.micro_batches(job.global_batch_size)
-    if micro_batches % ranks:
-        reason = f"interleaves groups of {ranks} micro-batches, not {micro_batches}"
-        yield Violation("virtual_stages_per_rank", reason, "micro_batch_size", True)
