@@ -1,5 +1,6 @@
 """The documents: profile, cluster, job, layout, plan, prediction and measured run."""
 
+from planner.spec.calibration import CalibrationTable
 from planner.spec.cluster import (
     Cluster,
     DeviceSpec,
@@ -46,6 +47,7 @@ SCHEMAS: dict[str, type[Document]] = {
     "measured": MeasuredRun,
     "run": Run,
     "transformer": Transformer,
+    "calibration": CalibrationTable,
     "options": Options,
     "device": DeviceSpec,
     "curves": DeviceCurves,
@@ -56,6 +58,7 @@ SCHEMAS: dict[str, type[Document]] = {
 
 __all__ = [
     "SCHEMAS",
+    "CalibrationTable",
     "Cluster",
     "DeviceCurves",
     "DeviceSpec",
