@@ -128,7 +128,7 @@ def measure_peaks(sheet: DeviceSheet, load: Load) -> DeviceSpec:
     peaks = {
         dtype: _peak_flops_per_second(place, load, dtype)
         for dtype in TORCH_TYPES
-        if _multiplies(place, dtype)
+        if multiplies(place, dtype)
     }
     copied = COPY_BYTES[place.type]
     launches = _seconds(SmallKernels(torch.zeros(1, device=place)), place, load)
@@ -153,7 +153,7 @@ def _peak_flops_per_second(place: torch.device, load: Load, dtype: DataType) -> 
     return 2 * size**3 / _seconds(Matmul(size, TORCH_TYPES[dtype], place), place, load)
 
 
-def _multiplies(place: torch.device, dtype: DataType) -> bool:
+def multiplies(place: torch.device, dtype: DataType) -> bool:
     """The device has matrix products of this type, other than by emulation."""
     if place.type == "cuda" or dtype == "fp32":
         return True

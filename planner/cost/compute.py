@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner import runtimes
+from planner.cost.curves import curve_seconds, has_curves
 from planner.cost.fp8 import check_fp8, told_fp8
 from planner.errors import MismatchError
 from planner.spec.calibration import DEFAULT, Constants
@@ -417,6 +418,8 @@ def computation(
             row.backward_weight_seconds or 0.0,
             row.recompute_seconds or 0.0,
         )
+    if row.operations and casts is None and has_curves(device.curves, dtype):
+        return _by_curves(row, device, dtype)
     operations = row.operations or (_whole_layer(row),)
     arrays = OperationArrays.of((operations, row.recompute_operations))
     figures = Figures.of(
@@ -439,6 +442,19 @@ def computation(
         again = forward * min(1.0, share)
     attention = float(found.forward_attention[0])
     return Computation(forward, of_input, of_weight, again, attention)
+
+
+def _by_curves(row: Measurement, device: DeviceSpec, dtype: DataType) -> Computation:
+    """Return the seconds of a row by the measured curves of its device."""
+    assert device.curves is not None
+    found = curve_seconds(row, device.curves, dtype)
+    return Computation(
+        forward_seconds=found.forward_seconds,
+        backward_input_seconds=found.backward_input_seconds,
+        backward_weight_seconds=found.backward_weight_seconds,
+        recompute_seconds=found.recompute_seconds,
+        forward_attention_seconds=found.forward_attention_seconds,
+    )
 
 
 def is_priced(row: Measurement) -> bool:

@@ -128,6 +128,9 @@ class DeviceCurves(Document):
     memory: tuple[TransferPoint, ...] = Field(min_length=2)
     """Memory-bound kernels, by the bytes that they read and write, in order of size:
     the mean of several kernels, whose data are not in a cache."""
+    accumulation: tuple[TransferPoint, ...] = Field(min_length=2)
+    """Gradients that are set to zero or added to others, by the bytes that one kernel
+    reads and writes."""
     launch_seconds: float = Field(ge=0)
     """Fixed time of one kernel on the device, without its work."""
     host_seconds: float = Field(default=0.0, ge=0)
@@ -138,3 +141,7 @@ class DeviceCurves(Document):
     """Duration of the measurement."""
     environment: dict[str, str] = Field(default_factory=dict)
     """Versions, threads and load during the measurement."""
+
+    def __hash__(self) -> int:
+        """Return a hash of few fields, since tables are cached by this document."""
+        return hash((self.device, self.launch_seconds, self.measured_seconds))
