@@ -42,11 +42,11 @@ from planner.profiling import ProfileRequest, profile_model
 from planner.search import plan, plan_layout, predict
 from planner.spec import Cluster, Infeasible, Plan, parse
 from planner.spec.layout import PredictionLayout
-from planner.spec.plan import RankMemory
+from planner.spec.plan import Prediction, RankMemory
 from planner.spec.profile import RecomputeMode
 from planner.spec.short_form import cluster_of, job_of
 from planner.validate import check
-from tests.builders import GIGABYTE, cluster, job, layer, profile, request
+from tests.builders import GIGABYTE, cluster, job, layer, link, profile, request
 from tests.executor.plans import make_plan
 from tests.profiler.known_device import know_cpu
 
@@ -842,3 +842,82 @@ def test_pipedream_with_one_micro_batch_per_step_holds_those_of_several_steps() 
     assert [
         row.parameters_bytes / found.memory[-1].parameters_bytes for row in found.memory
     ] == [4, 3, 2, 1]
+
+
+BIDIRECTIONAL = [("chimera", 4), ("chimera", 8), ("dualpipe", 8)]
+"""Schedules with two copies of every stage, and micro-batches for four ranks."""
+
+
+def on_four_ranks(
+    schedule: str, micro_batches: int, *, data: int = 1, **fields: Any
+) -> Prediction:
+    """Four equal stages of 10^6 parameters, two replicas of a node each where `data` is 2."""
+    ranks = 4
+    model = profile(layer(forward=1e-3, parameters=1_000_000) * ranks)
+    layout = PredictionLayout(
+        pipeline_parallel_degree=ranks,
+        data_parallel_degree=data,
+        schedule=schedule,
+        layers_per_stage=(1,) * ranks,
+        **fields,
+    )
+    machines = cluster(ranks * data, intra=link(1e9), inter=link(1e9))
+    return predict(model, machines, job(micro_batches * data), layout).prediction
+
+
+@pytest.mark.parametrize(("schedule", "micro_batches"), BIDIRECTIONAL)
+def test_bidirectional_schedules_have_a_bubble(
+    schedule: str, micro_batches: int
+) -> None:
+    """Every rank was charged all micro-batches of both its stages, and its bubble was negative."""
+    found = on_four_ranks(schedule, micro_batches)
+    busy = micro_batches * 3e-3
+    assert found.breakdown.compute_seconds == pytest.approx(busy)
+    assert found.breakdown.bubble_seconds > 0
+    tail = found.breakdown.data_parallel_seconds + found.breakdown.optimizer_seconds
+    between = found.step_seconds - tail - found.breakdown.pipeline_seconds
+    assert found.breakdown.bubble_seconds == pytest.approx(between - busy)
+    assert found.bubble_fraction == pytest.approx(1 - busy / between)
+
+
+@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize(("schedule", "micro_batches"), BIDIRECTIONAL)
+def test_bidirectional_schedules_sum_the_gradients_of_both_copies(
+    schedule: str, micro_batches: int, data: int
+) -> None:
+    """An all-reduce of two stages' gradients over 2 x data ranks, which was left out: 2 (n - 1) / n of their bytes."""
+    found = on_four_ranks(schedule, micro_batches, data=data)
+    members = 2 * data
+    summed = sum(row.gradients_bytes for row in found.memory) / len(found.memory)
+    assert summed == 2 * 1_000_000 * 2
+    expected = 2 * (members - 1) / members * summed / 1e9
+    assert found.breakdown.data_parallel_seconds == pytest.approx(expected, rel=1e-5)
+    sharded = on_four_ranks(schedule, micro_batches, data=data, zero_stage=1)
+    lone = 2 * (2 - 1) / 2 * (summed / data) / 1e9
+    among = 2 * (data - 1) / data * summed / 1e9
+    assert sharded.breakdown.data_parallel_seconds == pytest.approx(
+        lone + among, rel=1e-5
+    )
+
+
+def test_tied_weights_of_a_stage_and_its_mirror_image_are_exchanged_once() -> None:
+    """Embedding and head are on ranks 0 and 3 both, whose sum over the copies includes them."""
+    ranks = 4
+    tied = profile(
+        layer("embedding", parameters=1000),
+        layer() * 2,
+        layer("head", parameters=1000),
+        shared=[((0, 3), 1000)],
+    )
+    once = profile(layer("embedding", parameters=1000), layer() * 3)
+    layout = PredictionLayout(
+        pipeline_parallel_degree=ranks,
+        schedule="chimera",
+        layers_per_stage=(1,) * ranks,
+    )
+    machines = cluster(ranks, intra=link(1e9))
+    found = predict(tied, machines, job(4), layout).prediction
+    single = predict(once, machines, job(4), layout).prediction
+    assert found.breakdown.data_parallel_seconds == pytest.approx(
+        single.breakdown.data_parallel_seconds
+    )

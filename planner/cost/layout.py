@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.cost.groups import Groups, groups_of
+from planner.cost.groups import Groups, groups_of, has_two_copies
 from planner.cost.layers import LayoutCosts, priced
 from planner.cost.mixed import mixed_costs
 from planner.cost.workload import Workload
@@ -45,6 +45,7 @@ def _groups(work: Workload, layout: Layout) -> Groups:
         layout.expert_parallel_degree,
         layout.zero_shard_degree,
         layout.rank_order,
+        has_two_copies(layout),
     )
     if key not in work.communicators:
         work.communicators[key] = groups_of(layout, work.domain_devices)
@@ -68,4 +69,5 @@ def _priced_alike(layout: Layout) -> tuple[object, ...]:
         layout.rank_order,
         layout.activation_offload,
         layout.optimizer_offload,
+        has_two_copies(layout),
     )

@@ -331,6 +331,20 @@ def widest_copies_group(layout: Layout, domain_devices: int) -> Group:
     )
 
 
+def widest_mirror_group(
+    layout: Layout, name: CommunicatorName, domain_devices: int
+) -> Group:
+    """The group that crosses most nodes among those of two pipeline ranks r and P - 1 - r with the same stages."""
+    ranks = layout.pipeline_parallel_degree
+    groups = set()
+    for pipeline in range(ranks // 2):
+        here = communicators(layout, name, pipeline)
+        there = communicators(layout, name, ranks - 1 - pipeline)
+        for one, other in zip(here, there, strict=True):
+            groups.add(group_of((*one, *other), domain_devices))
+    return max(groups, key=crossing)
+
+
 @lru_cache(maxsize=4096)
 def _widest(devices: int, domain_devices: int, stride: int, members: int) -> Group:
     """Of all groups of `members` ranks, `stride` apart, the one that crosses most nodes."""

@@ -9,6 +9,8 @@
 (S3)  tail(p) = reduction latency + sum of g(l) + exchange of parameters shared with another stage
                 + sum of u(l); what several layers of the stage share is reduced and updated once; over all
                 stages of the rank                                                         -> tail_ticks()
+      with two copies of every stage (chimera, dualpipe) a rank holds two stages, and the gradients of each are summed
+      over twice the ranks, those of both copies                                          -> planner.cost.groups
 (S8)  a schedule without a flush (pipedream): step = the time of M micro-batches in the steady state + the longest
       tail(p); the former is the largest over all runs r..q of neighbouring ranks of M / (q - r + 1) x (sum of F(s) + B(s)
       over the run + twice the transfers inside it)              -> planner.schedule.pipedream.steady_micro_batches()
@@ -34,6 +36,7 @@ from dataclasses import dataclass
 from operator import add
 
 from planner.cost.chunks import per_chunk
+from planner.cost.groups import has_two_copies
 from planner.cost.interval import Basis, with_interval
 from planner.cost.layers import LayoutCosts
 from planner.cost.layout import layout_costs
@@ -189,11 +192,14 @@ def _tail(
         costs.work.constants.step_seconds
     )
     held = {layer for layer, _ in ranks[index]}
+    # A rank and its mirror image hold the same stages, and sum all their gradients anyway.
+    copies = 2 if has_two_copies(costs.layout) else 1
     for shared in costs.shared:
         repeated = max(0, len(held.intersection(shared.layers)) - 1)
         reduction -= repeated * shared.reduction_ticks
         optimizer -= repeated * (shared.tail_ticks - shared.reduction_ticks)
-        if index in shared_on_several_stages(ranks, shared.layers):
+        holders = shared_on_several_stages(ranks, shared.layers)
+        if index in holders and len(holders) > copies:
             reduction += shared.exchange_ticks
     return reduction, optimizer
 
@@ -416,16 +422,18 @@ def _runs(
     costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers], rank: int
 ) -> Iterator[tuple[int, LayerCost]]:
     """Yield the micro-batches of a step that a rank runs through every layer, and the layer's cost for them."""
+    copies = 2 if schedule.replica_ranks else 1
+    micro_batches = schedule.micro_batches // copies
     stop = schedule.recompute_stop
     for stage in schedule.stages_of(rank):
         if stop is None:
             for _, cost in stages[stage]:
-                yield schedule.micro_batches, cost
+                yield micro_batches, cost
             continue
         for _, cost in stages[stage]:
             yield stop, cost
         for cost in without_recompute(costs, stages, stage):
-            yield schedule.micro_batches - stop, cost
+            yield micro_batches - stop, cost
 
 
 def stage_schedule(plan: Plan, profile: ModelProfile) -> Schedule:
