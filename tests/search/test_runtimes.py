@@ -71,9 +71,37 @@ def fitted(constants: Constants = CONSTANTS) -> Iterator[None]:
 
 
 def for_runtime(step: Job, runtime: str, **constraints: Any) -> Job:
-    """The job for another runtime, with more constraints."""
-    fixed = {**step.constraints, **constraints}
-    return step.model_copy(update={"runtime": runtime, "constraints": fixed})
+    """The job for another runtime, with more constraints, and numbers that it supports."""
+    changed: dict[str, Any] = {
+        "runtime": runtime,
+        "constraints": {**step.constraints, **constraints},
+    }
+    if planned(runtime).supports.limits_plans:
+        changed |= {"precision": "bf16-mixed", "optimizer": "adamw"}
+    return step.model_copy(update=changed)
+
+
+def is_supported(layout: Layout, cut: StageMap, model: ModelProfile, step: Job) -> bool:
+    """Does the runtime run the layout, with one mode of recomputation where it has no mix?"""
+    supports = planned(step.runtime).supports
+    words = supports.allowed("recompute") or ("per-layer",)
+    if "per-layer" not in words:
+        words = tuple(word for word in words if is_uniform(cut, str(word), model))
+    return any(
+        supports.violation(layout.model_copy(update={"recompute": word}), step) is None
+        for word in words
+    )
+
+
+def is_uniform(cut: StageMap, word: str, model: ModelProfile) -> bool:
+    """Do all layers recompute in this mode, or in their least where they do not have it?"""
+    modes = [mode for stage in cut for _, mode in stage]
+    offered = [{row.recompute for row in one.measurements} for one in model.layers]
+    for mode, has in zip(modes, offered, strict=True):
+        least = min(has, key=("none", "selective", "full").index)
+        if mode != (word if word in has else least):
+            return False
+    return any(word in has for has in offered)
 
 
 @dataclass(frozen=True)
@@ -136,11 +164,13 @@ def test_plan_is_the_optimum_for_the_runtime(
     model, machines = instance.profile, with_links(instance.cluster, slowdown)
     step = for_runtime(instance.job, runtime, schedule=PARTITIONED)
     with fitted():
-        cuts = price_all(model, machines, instance.job, ruled=False)
+        ours = {"runtime": "planner", "constraints": instance.job.constraints}
+        cuts = price_all(model, machines, step.model_copy(update=ours), ruled=False)
         known = [
             priced(model, machines, step, one.layout, one.stage_map)
             for one in cuts
             if one.layout.schedule in PARTITIONED
+            and is_supported(one.layout, one.stage_map, model, step)
         ]
         sizes = sorted({one.peak_bytes for one in known}) or [1000]
         memory = sizes[place % len(sizes)]

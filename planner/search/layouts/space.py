@@ -23,6 +23,7 @@ what they offload; on several node groups also in whether their stage maps are s
       schedules: dealt layouts are bounded closely only once they are priced, kind by kind on every device, and the
       proof would wait for that                                                                        -> _schedules()
 (D7)  the orders of a family's micro-batches                                                     -> layouts.orders
+(D16) layouts that the job's runtime runs and that its export expresses: `planner.runtimes.Supports`  -> layouts.support
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from typing import NamedTuple
 from planner.cost import Workload
 from planner.cost.nearest import Split
 from planner.errors import UnsupportedError
+from planner.runtimes import Supports
 from planner.search.answer.words import constraint_text
 from planner.search.bounds.layout import BOUNDED
 from planner.search.layouts.chunks import CHUNKS, Rows, chunks_of, why_none
@@ -54,11 +56,12 @@ from planner.search.layouts.orders import (
     schedules_of,
 )
 from planner.search.layouts.standing import Degrees, Speeds, Standing, standings_of
+from planner.search.layouts.support import check_job, recomputing, supported
 from planner.search.layouts.whole_sequences import check_asked_pieces
 from planner.search.stage_maps.division import divides
 from planner.spec.job import WHOLE_PARAMETERS, Constraint, Job, allows
 from planner.spec.layout import Layout, RankOrder, ZeroStage
-from planner.spec.words import written
+from planner.spec.words import counted, written
 
 Worth = Callable[[Split, int], bool]
 RECOMPUTE_WISHES = ("none", "selective", "full", "per-layer")
@@ -176,7 +179,7 @@ class Space:
 
 
 def space_of(work: Workload, is_worth: Worth | None = None) -> Space:
-    """All layouts of a workload that the job's constraints permit: equations (D1) to (D15).
+    """All layouts of a workload that the job's constraints permit: equations (D1) to (D16).
 
     Args:
         work: what is to be laid out.
@@ -186,6 +189,7 @@ def space_of(work: Workload, is_worth: Worth | None = None) -> Space:
         UnsupportedError: a constraint asks for what the search does not choose, or the model does not permit.
         UnknownNameError: a constraint names an unknown schedule.
     """
+    check_job(work)
     check_constraints(work.job)
     check_asked_pieces(work)
     found = tuple(families(work, dict(work.job.constraints), is_worth))
@@ -237,9 +241,25 @@ def check_constraints(job: Job) -> None:
 def families(
     work: Workload, constraints: dict[str, Constraint], is_worth: Worth | None = None
 ) -> Iterator[Family]:
-    """Families by (D1) to (D15) that the constraints permit; see `space_of`."""
+    """Families by (D1) to (D16) that the constraints permit; see `space_of`."""
+    supports = work.framework.supports
+    if supports.limits_plans:
+        constraints = supports.constrained(constraints)
     for offloading in offloadings_of(work, constraints):
-        yield from _families(work, constraints, offloading, is_worth)
+        for family in _families(work, constraints, offloading, is_worth):
+            if supports.limits_plans:
+                family = supported(family, work)
+            if family.count:
+                yield family
+
+
+def unlimited(work: Workload) -> bool:
+    """Return whether there are layouts without the limits of the job's runtime."""
+    supports = work.framework.supports
+    if not supports.limits_plans:
+        return False
+    framework = replace(work.framework, supports=Supports())
+    return any(families(replace(work, framework=framework), {}))
 
 
 def _families(
@@ -256,12 +276,16 @@ def _families(
         for count in range(1, MOST_VIRTUAL_STAGES + 1)
         if allows(constraints.get("virtual_stages_per_rank"), count)
     )
+    known = work.framework.supports.allowed("schedule")
+    if known is not None:
+        schedules = tuple(name for name in schedules if name in known)
+    recomputes = work.framework.supports.allowed("recompute")
     words = {split: recompute_words(rows, wish) for split, rows in work.sizes.items()}
     cuts = {
         split: (1, *chunks_of(work, split, constraints, schedules))
         for split in work.sizes
     }
-    is_division = cache(partial(divides, work.profile, constraints))
+    is_division = cache(partial(divides, work.profile, constraints, work.framework))
     shares_shards = {
         split: _shares_shards(work, rows) for split, rows in work.sizes.items()
     }
@@ -303,6 +327,8 @@ def _families(
                         virtual,
                         words[split],
                     )
+                    if recomputes is not None:
+                        orders = recomputing(orders, words[split], recomputes)
                     orders = tuple(
                         one
                         for one in orders
@@ -467,6 +493,11 @@ def _values_text(candidates: Sequence[Family], field: str) -> str:
 
 def _cause(work: Workload, field: str) -> str:
     """Behind a constraint that leaves no layout: what stands against it, where that is not told by their values."""
+    values = work.framework.supports.allowed(field)
+    wish = work.job.constraints[field]
+    if values is not None and not any(allows(wish, value) for value in values):
+        allowed = " or ".join(map(written, values))
+        return f": the runtime {work.framework.name} supports {allowed}"
     cause = why_none(work) if field == "sequence_chunks" else ""
     return cause and f", for {cause}"
 
@@ -475,6 +506,11 @@ def _reasons(work: Workload) -> tuple[str, ...]:
     """Why the space is empty."""
     sizes, tensors = (sorted({size[place] for size in work.sizes}) for place in (0, 1))
     candidates = list(families(work, {}))
+    if not candidates and unlimited(work):
+        return (
+            f"no layout of {counted(work.devices, 'device')} is one that the runtime {work.framework.name} runs and "
+            "that its export expresses",
+        )
     if not candidates:
         return (
             f"no data x tensor x pipeline degrees multiply to {work.devices} devices and share out the global batch of "

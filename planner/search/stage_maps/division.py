@@ -51,7 +51,9 @@ def given_sizes(work: Workload, stages: int) -> Sizes | None:
     """
     wish = work.job.constraints.get(DIVISION)
     if wish is None:
-        return None
+        if work.framework.supports.uneven_stages:
+            return None
+        return runtime_sizes(work.profile, work.framework, stages)
     names = _names(work.profile)
     sizes = _sizes(wish, names, stages)
     if sizes is None:
@@ -130,11 +132,22 @@ def _blocks_among_layers(blocks: int, stages: int) -> list[int]:
 
 
 def divides(
-    profile: ModelProfile, constraints: Mapping[str, Constraint], stages: int
+    profile: ModelProfile,
+    constraints: Mapping[str, Constraint],
+    framework: Runtime,
+    stages: int,
 ) -> bool:
-    """Is there a division of the layers into so many stages that the constraints permit?"""
+    """Is there a division of the layers into so many stages that the constraints and the runtime permit?"""
     wish = constraints.get(DIVISION)
-    return wish is None or _sizes(wish, _names(profile), stages) is not None
+    if wish is not None:
+        return _sizes(wish, _names(profile), stages) is not None
+    if framework.supports.uneven_stages:
+        return True
+    try:
+        runtime_sizes(profile, framework, stages)
+    except LayoutError:
+        return False
+    return True
 
 
 def check_division(work: Workload, most_virtual_stages: int) -> None:

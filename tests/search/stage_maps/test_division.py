@@ -120,7 +120,9 @@ def test_layers_of_every_stage(
     """Numbered layers are shared out, the first stages have one more, and the others go with the one before them."""
     model = named(names)
     work = workload(model, cluster(8), job(8, layers_per_stage=wish))
-    assert divides(model, work.job.constraints, stages) == (sizes is not None)
+    assert divides(model, work.job.constraints, work.framework, stages) == (
+        sizes is not None
+    )
     if sizes is None:
         with pytest.raises(LayoutError, match=f"the layout has {stages} stages"):
             given_sizes(work, stages)
