@@ -155,6 +155,12 @@ def check_mixed(work: Workload, layout: Layout, columns: Sequence[Column]) -> No
     if len(columns) > 1:
         why = f"{why}, where replicas differ" if work.groups else why
         plain |= {"virtual_stages_per_rank": 1, "expert_parallel_degree": 1}
+    if layout.folds_experts:
+        raise UnsupportedError(
+            f"experts cannot have a tensor-parallel degree of their own {why}.",
+            field="layout.expert_tensor_parallel_degree",
+            hint="remove it.",
+        )
     for field, value in plain.items():
         if getattr(layout, field) != value:
             raise UnsupportedError(

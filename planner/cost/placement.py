@@ -7,8 +7,13 @@ and spreads its replicas (Megatron-LM's --use-tp-pp-dp-mapping).
     (P1)  rank = ((pipeline * data_parallel_degree + data) * context_parallel_degree + context)
                  * tensor_parallel_degree + tensor                                              -> strides()
           or, under ``tp-cp-pp-dp``, with (data * pipeline_parallel_degree + pipeline) in front
-          the expert-parallel group is a run of neighbours among the data and context ranks, and so is a group that
-          shares out ZeRO's states (`zero_shard_degree`), which thus lies on the fastest links
+          a group that shares out ZeRO's states (`zero_shard_degree`) is a run of neighbours among the data and context
+          ranks, which thus lies on the fastest links
+    (P4)  experts: the ranks of one pipeline rank, numbered i = (data * context_parallel_degree + context)
+          * tensor_parallel_degree + tensor, are regrouped with the tensor-parallel degree t inside an expert innermost,
+          then the expert degree e, then ranks with the same experts: i = (copy * e + expert) * t + part; t is the
+          tensor-parallel degree unless the layout has another (Megatron-Core's parallel folding, Liu et al. 2025)
+                                                                                                  -> expert_of()
     (P2)  ranks fill the nodes in order, which may have different numbers of devices            -> placement()
     (P3)  ranks of one rank // domain_devices reach each other by the link inside a node: a domain is a node, or, where
           scale-up links join several nodes (NVIDIA GB200 NVL72), all of these                  -> widest_data_group()
@@ -89,9 +94,6 @@ def placement(
     ):
         rank = of.rank(pipeline, data, context, tensor)
         node, device = places[rank]
-        expert = (
-            data * layout.context_parallel_degree + context
-        ) % layout.expert_parallel_degree
         rows.append(
             RankPlacement(
                 rank=rank,
@@ -101,10 +103,17 @@ def placement(
                 data=data,
                 tensor=tensor,
                 context=context,
-                expert=expert,
+                expert=expert_of(layout, data, context, tensor),
             )
         )
     return tuple(sorted(rows, key=lambda row: row.rank))
+
+
+def expert_of(layout: Layout, data: int, context: int, tensor: int) -> int:
+    """Return which share of the experts a rank has: equation (P4)."""
+    replica = data * layout.context_parallel_degree + context
+    place = replica * layout.tensor_parallel_degree + tensor
+    return place // layout.expert_tensor_degree % layout.expert_parallel_degree
 
 
 def stage_ranks(layout: Layout, pipeline: int) -> tuple[int, ...]:
@@ -117,45 +126,61 @@ def stage_ranks(layout: Layout, pipeline: int) -> tuple[int, ...]:
     return tuple(start + rank for start in first for rank in inner)
 
 
+class _Runs(NamedTuple):
+    """Communicators of a kind, by the places of their members among the ranks of one pipeline rank: equation (P4)."""
+
+    groups: range
+    """Where the first one of every group of communicators starts."""
+    starts: int
+    """How many start there, one rank after the other."""
+    members: int
+    step: int
+    """From one member to the next."""
+
+    def places(self) -> Iterator[range]:
+        """Return the places of the members of every communicator."""
+        for group in self.groups:
+            for first in range(group, group + self.starts):
+                yield range(first, first + self.members * self.step, self.step)
+
+
+def _runs(layout: Layout, name: CommunicatorName) -> _Runs:
+    tensor, replicas = layout.tensor_parallel_degree, layout.replicas
+    contexts, experts = layout.context_parallel_degree, layout.expert_ranks
+    expert_tensor = layout.expert_tensor_degree
+    ranks = replicas * tensor
+    shards = layout.zero_shard_degree or replicas
+    neighbours = shards * tensor
+    match name:
+        case "tensor":
+            return _Runs(range(0, ranks, tensor), 1, tensor, 1)
+        case "context":
+            return _Runs(range(0, ranks, contexts * tensor), tensor, contexts, tensor)
+        case "expert":
+            members = layout.expert_parallel_degree
+            return _Runs(
+                range(0, ranks, experts), expert_tensor, members, expert_tensor
+            )
+        case "data":
+            return _Runs(range(1), tensor, replicas, tensor)
+        case "expert_data":
+            return _Runs(range(1), experts, ranks // experts, experts)
+        case "shard":
+            return _Runs(range(0, ranks, neighbours), tensor, shards, tensor)
+        case "expert_shard":
+            members = neighbours // experts
+            return _Runs(range(0, ranks, neighbours), experts, members, experts)
+        case "copies":
+            return _Runs(range(1), neighbours, replicas // shards, neighbours)
+
+
 def communicators(
     layout: Layout, name: CommunicatorName, pipeline: int
 ) -> Iterator[tuple[int, ...]]:
     """Global ranks of every communicator of a kind on one pipeline rank."""
-    of, contexts = strides(layout), layout.context_parallel_degree
-    tensors, replicas = (
-        range(layout.tensor_parallel_degree),
-        range(layout.data_parallel_degree * contexts),
-    )
-    expert, shards = (
-        layout.expert_parallel_degree,
-        layout.zero_shard_degree or layout.replicas,
-    )
-    runs: dict[str, list[Sequence[int]]] = {
-        "tensor": [[replica] for replica in replicas],
-        "context": [
-            replicas[start : start + contexts] for start in replicas[::contexts]
-        ],
-        "expert": [replicas[start : start + expert] for start in replicas[::expert]],
-        "data": [replicas],
-        "expert_data": [replicas[start::expert] for start in range(expert)],
-        "shard": [replicas[start : start + shards] for start in replicas[::shards]],
-        "expert_shard": [
-            replicas[start : start + shards : expert]
-            for start in replicas
-            if start % shards < expert
-        ],
-        "copies": [replicas[start::shards] for start in range(shards)],
-    }
-    for run in runs[name]:
-        rows = [
-            [of.rank(pipeline, *divmod(replica, contexts), tensor) for replica in run]
-            for tensor in tensors
-        ]
-        yield from (
-            [tuple(rank for row in rows for rank in row)]
-            if name == "tensor"
-            else map(tuple, rows)
-        )
+    ranks = stage_ranks(layout, pipeline)
+    for places in _runs(layout, name).places():
+        yield tuple(ranks[place] for place in places)
 
 
 def widest_tensor_group(layout: Layout, domain_devices: int) -> Group:
@@ -175,37 +200,32 @@ def widest_context_group(layout: Layout, domain_devices: int) -> Group:
 
 def widest_expert_group(layout: Layout, domain_devices: int) -> Group:
     """The expert-parallel group that crosses most nodes."""
-    if not _is_contiguous(layout):
-        return _widest_apart(layout, "expert", domain_devices)
-    return _widest(
-        layout.devices,
-        domain_devices,
-        layout.tensor_parallel_degree,
-        layout.expert_parallel_degree,
-    )
+    return _widest_of(layout, "expert", domain_devices)
 
 
 def widest_data_group(layout: Layout, domain_devices: int) -> Group:
     """The group that sums gradients, data- and context-parallel ranks, that crosses most nodes."""
-    if not _is_contiguous(layout):
-        return _widest_apart(layout, "data", domain_devices)
-    members = layout.data_parallel_degree * layout.context_parallel_degree
-    return _widest(
-        layout.devices, domain_devices, layout.tensor_parallel_degree, members
-    )
+    return _widest_of(layout, "data", domain_devices)
 
 
 def widest_expert_data_group(layout: Layout, domain_devices: int) -> Group:
     """The group that sums the gradients of one expert."""
-    if not _is_contiguous(layout):
-        return _widest_apart(layout, "expert_data", domain_devices)
-    members = (
-        layout.data_parallel_degree
-        * layout.context_parallel_degree
-        // layout.expert_parallel_degree
-    )
-    stride = layout.tensor_parallel_degree * layout.expert_parallel_degree
-    return _widest(layout.devices, domain_devices, stride, max(1, members))
+    return _widest_of(layout, "expert_data", domain_devices)
+
+
+def widest_shard_group(layout: Layout, domain_devices: int) -> Group:
+    """The group that shares out ZeRO's states, that crosses most nodes; without hybrid sharding the data group."""
+    return _widest_of(layout, "shard", domain_devices)
+
+
+def widest_expert_shard_group(layout: Layout, domain_devices: int) -> Group:
+    """Those of such a group that have the same experts."""
+    return _widest_of(layout, "expert_shard", domain_devices)
+
+
+def widest_copies_group(layout: Layout, domain_devices: int) -> Group:
+    """The ranks that have the same shard, one of every group that shares out the states."""
+    return _widest_of(layout, "copies", domain_devices)
 
 
 def _is_contiguous(layout: Layout) -> bool:
@@ -216,7 +236,7 @@ def _is_contiguous(layout: Layout) -> bool:
 
 def communicator_degrees(layout: Layout) -> Layout:
     """The layout as far as its communicators go, to be looked up by."""
-    names = ("data", "tensor", "pipeline", "context", "expert")
+    names = ("data", "tensor", "pipeline", "context", "expert", "expert_tensor")
     degrees = {
         f"{name}_parallel_degree": getattr(layout, f"{name}_parallel_degree")
         for name in names
@@ -228,107 +248,54 @@ def communicator_degrees(layout: Layout) -> Layout:
     )
 
 
-class _Runs(NamedTuple):
-    """Communicators of a kind, by the replicas (data- and context-parallel ranks) that they consist of."""
-
-    groups: range
-    """Where the first one of every group of communicators starts."""
-    starts: int
-    """How many start there, one replica after the other."""
-    members: int
-    step: int
-    """From one member to the next."""
-
-
-def _runs(layout: Layout, name: CommunicatorName) -> _Runs:
-    expert, replicas = layout.expert_parallel_degree, layout.replicas
-    shards = layout.zero_shard_degree or replicas
-    return {
-        "expert": _Runs(range(0, replicas, expert), 1, expert, 1),
-        "data": _Runs(range(1), 1, replicas, 1),
-        "expert_data": _Runs(range(1), expert, replicas // expert, expert),
-        "shard": _Runs(range(0, replicas, shards), 1, shards, 1),
-        "expert_shard": _Runs(
-            range(0, replicas, shards), expert, shards // expert, expert
-        ),
-        "copies": _Runs(range(1), shards, replicas // shards, shards),
-    }[name]
-
-
-def _widest_apart(layout: Layout, name: CommunicatorName, domain_devices: int) -> Group:
-    """Of all communicators of a kind, whose members may lie unevenly apart, the one that crosses most nodes."""
-    stages, contexts = layout.pipeline_parallel_degree, layout.context_parallel_degree
-    shape = (stages, contexts, layout.tensor_parallel_degree)
-    return _widest_run(strides(layout), shape, _runs(layout, name), domain_devices)
+def _widest_of(layout: Layout, name: CommunicatorName, domain_devices: int) -> Group:
+    """Of all communicators of a kind the one that crosses most nodes."""
+    runs = _runs(layout, name)
+    if _is_contiguous(layout):
+        return _widest(layout.devices, domain_devices, runs.step, runs.members)
+    inner = (layout.context_parallel_degree, layout.tensor_parallel_degree)
+    shape = (layout.pipeline_parallel_degree, *inner)
+    return _widest_run(strides(layout), shape, runs, domain_devices)
 
 
 @lru_cache(maxsize=4096)
 def _widest_run(
     of: Strides, shape: tuple[int, int, int], runs: _Runs, domain_devices: int
 ) -> Group:
-    """Those that start at the same place of a domain, and at the same context rank, cross domains alike; so one of
-    each is looked at, and where they start comes again after as many data ranks, or stages, as a domain has devices.
+    """Return the widest group where the data-parallel ranks of a stage do not lie one after the other.
+
+    Communicators whose first members have the same place on a domain, and the same place among the ranks of a data
+    rank, cross domains alike; one of each is looked at. Places repeat after as many data ranks, or stages, as a domain
+    has devices.
     """
     if runs.members <= 1:
         return Group(1, 1, 1)
     stages, contexts, tensors = shape
-    period = contexts * domain_devices
-    firsts = [
-        group + start
-        for group in runs.groups[:period]
-        for start in range(min(runs.starts, period))
-    ]
-    others = {
-        of.rank(stage, 0, 0, tensor)
-        for stage in range(min(stages, domain_devices))
-        for tensor in range(tensors)
-    }
+    inner = contexts * tensors
+    period = inner * domain_devices
+    # Members that are whole tensor-parallel groups apart are so from every tensor rank.
+    unit = tensors if runs.step % tensors == 0 else 1
+    offsets = {of.rank(stage, 0, 0, 0) for stage in range(min(stages, domain_devices))}
     found: dict[tuple[int, int], int] = {}
-    for first in firsts:
-        at = of.rank(0, *divmod(first, contexts), 0)
-        found |= {
-            ((at + other) % domain_devices, first % contexts): first for other in others
-        }
+    for group in runs.groups[:period]:
+        for first in range(group, group + min(runs.starts, period)):
+            place = _rank_at(of, first, inner)
+            for offset in offsets:
+                key = (place + offset) % domain_devices, first % inner // unit
+                found[key] = first
     groups = set()
     for (place, _), first in found.items():
-        replicas = range(first, first + runs.members * runs.step, runs.step)
-        ranks = [of.rank(0, *divmod(replica, contexts), 0) for replica in replicas]
-        groups.add(
-            group_of([place + rank - ranks[0] for rank in ranks], domain_devices)
-        )
+        start = _rank_at(of, first, inner)
+        members = range(first, first + runs.members * runs.step, runs.step)
+        ranks = [place + _rank_at(of, member, inner) - start for member in members]
+        groups.add(group_of(ranks, domain_devices))
     return max(groups, key=crossing)
 
 
-def widest_shard_group(layout: Layout, domain_devices: int) -> Group:
-    """The group that shares out ZeRO's states, that crosses most nodes; without hybrid sharding the data group."""
-    if not _is_contiguous(layout):
-        return _widest_apart(layout, "shard", domain_devices)
-    members = layout.zero_shard_degree or layout.replicas
-    return _widest(
-        layout.devices, domain_devices, layout.tensor_parallel_degree, members
-    )
-
-
-def widest_expert_shard_group(layout: Layout, domain_devices: int) -> Group:
-    """Those of such a group that hold the same experts."""
-    if not _is_contiguous(layout):
-        return _widest_apart(layout, "expert_shard", domain_devices)
-    members = (
-        layout.zero_shard_degree or layout.replicas
-    ) // layout.expert_parallel_degree
-    stride = layout.tensor_parallel_degree * layout.expert_parallel_degree
-    return _widest(layout.devices, domain_devices, stride, max(1, members))
-
-
-def widest_copies_group(layout: Layout, domain_devices: int) -> Group:
-    """The ranks that hold the same shard, one of every group that shares out the states."""
-    if not _is_contiguous(layout):
-        return _widest_apart(layout, "copies", domain_devices)
-    shards = layout.zero_shard_degree or layout.replicas
-    stride = layout.tensor_parallel_degree * shards
-    return _widest(
-        layout.devices, domain_devices, stride, max(1, layout.replicas // shards)
-    )
+def _rank_at(of: Strides, place: int, inner: int) -> int:
+    """Return the global rank at a place among the ranks of the first stage: equation (P4)."""
+    data, rest = divmod(place, inner)
+    return data * of.data + rest
 
 
 def widest_mirror_group(
@@ -348,7 +315,7 @@ def widest_mirror_group(
 @lru_cache(maxsize=4096)
 def _widest(devices: int, domain_devices: int, stride: int, members: int) -> Group:
     """Of all groups of `members` ranks, `stride` apart, the one that crosses most nodes."""
-    if members == 1:
+    if members <= 1:
         return Group(1, 1, 1)
     span = stride * members
     starts = (

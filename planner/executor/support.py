@@ -368,6 +368,13 @@ def _check_pieces(plan: Plan) -> None:
 def _check_experts(plan: Plan) -> None:
     """Groups that share out the experts, or ZeRO's states, fill the data- and context-parallel ranks."""
     layout = plan.layout
+    if layout.folds_experts:
+        raise UnsupportedError(
+            f"this executor splits experts over all {layout.tensor_parallel_degree} tensor-parallel ranks, and the "
+            f"plan has expert_tensor_parallel_degree {layout.expert_tensor_degree}.",
+            field="layout.expert_tensor_parallel_degree",
+            hint="remove it, or export the plan to Megatron-Core.",
+        )
     layout.check_shards()
     replicas, degree = (
         layout.data_parallel_degree * layout.context_parallel_degree,

@@ -14,6 +14,7 @@ from planner.export.megatron_pipeline import layout_text, recomputation
 from planner.export.order import follow
 from planner.export.target import refuse
 from planner.export.transformer import Transformer
+from planner.runtimes import planned
 from planner.spec import Plan
 
 Value = bool | int | float | str | tuple[str, ...] | None
@@ -65,7 +66,7 @@ def settings_of(plan: Plan, target: str, *, couples_decay: bool = False) -> Sett
         _degrees(plan, target),
         _pipeline(plan, target, transformer),
         _batch(plan),
-        _recompute(target, transformer),
+        _recompute(plan, target, transformer),
         _states(plan, target),
         _optimizer(plan, target, couples_decay=couples_decay),
     )
@@ -111,7 +112,7 @@ def _degrees(plan: Plan, target: str) -> Settings:
         Setting(
             "--expert-tensor-parallel-size",
             "model.expert_tensor_parallel_size",
-            tensor if expert > 1 else None,
+            layout.expert_tensor_degree if expert > 1 or layout.folds_experts else None,
         ),
         Setting("--use-tp-pp-dp-mapping", "dist.use_tp_pp_dp_mapping", side_by_side),
     )
@@ -205,8 +206,9 @@ def _batch(plan: Plan) -> Settings:
     return Settings(settings)
 
 
-def _recompute(target: str, transformer: Transformer) -> Settings:
-    chosen = recomputation(transformer)
+def _recompute(plan: Plan, target: str, transformer: Transformer) -> Settings:
+    runtime = planned(plan.request.job.runtime)
+    chosen = recomputation(transformer, runtime.selective_modules)
     settings = (
         Setting(
             "--recompute-granularity", "model.recompute_granularity", chosen.granularity

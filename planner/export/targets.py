@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+from dataclasses import replace
+from functools import partial
 
 from planner.errors import UnknownNameError
 from planner.export import (
@@ -25,10 +27,35 @@ from planner.export import (
     torchtitan,
     torchtitan_main,
 )
-from planner.export.target import Target
+from planner.export.target import Export, Target, refuse
+from planner.spec import Plan
+
+_FOLDING = (megatron_lm.TARGET.name, megatron_bridge.TARGET.name)
+"""Targets whose experts may have a tensor-parallel degree of their own."""
+
+
+def _write_unfolded(target: Target, plan: Plan) -> Export:
+    """Write a plan, and refuse a tensor-parallel degree of experts."""
+    layout = plan.layout
+    if layout.folds_experts:
+        refuse(
+            target.name,
+            f"splits experts over all {layout.tensor_parallel_degree} tensor-parallel ranks, the plan has "
+            f"expert_tensor_parallel_degree {layout.expert_tensor_degree}",
+            field="layout.expert_tensor_parallel_degree",
+            hint="plan without it",
+        )
+    return target.write(plan)
+
+
+def _checked(target: Target) -> Target:
+    if target.name in _FOLDING:
+        return target
+    return replace(target, write=partial(_write_unfolded, target))
+
 
 TARGETS: dict[str, Target] = {
-    module.TARGET.name: module.TARGET
+    module.TARGET.name: _checked(module.TARGET)
     for module in (
         torchrun,
         slurm,

@@ -18,6 +18,7 @@ SHORT_NAMES = {
     "pp": "pipeline_parallel_degree",
     "cp": "context_parallel_degree",
     "ep": "expert_parallel_degree",
+    "etp": "expert_tensor_parallel_degree",
     "vpp": "virtual_stages_per_rank",
     "mbs": "micro_batch_size",
     "zero": "zero_stage",

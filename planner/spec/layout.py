@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -81,6 +82,38 @@ class Layout(Document):
         )
         return None if degree == whole and info.data.get("zero_stage") else degree
 
+    @field_validator("expert_tensor_parallel_degree")
+    @classmethod
+    def _differs_from_tensor(
+        cls, degree: int | None, info: ValidationInfo
+    ) -> int | None:
+        """Write the tensor-parallel degree as None: equal layouts are equal documents."""
+        return None if degree == info.data.get("tensor_parallel_degree") else degree
+
+    @property
+    def folds_experts(self) -> bool:
+        """Whether experts have a tensor-parallel degree of their own.
+
+        Their ranks are then regrouped: see `expert_ranks`.
+        """
+        return self.expert_tensor_parallel_degree is not None
+
+    @property
+    def expert_tensor_degree(self) -> int:
+        """Tensor-parallel degree inside each routed expert."""
+        return self.expert_tensor_parallel_degree or self.tensor_parallel_degree
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that together have all experts once.
+
+        Of the data-, context- and tensor-parallel ranks of one pipeline rank, in order,
+        the first `expert_tensor_degree` share the first experts, the next share the
+        next experts, and so on for `expert_parallel_degree` shares; then the experts
+        repeat.
+        """
+        return self.expert_parallel_degree * self.expert_tensor_degree
+
     @property
     def replicas(self) -> int:
         """Data- and context-parallel ranks, which have the same parameters."""
@@ -105,7 +138,7 @@ class Layout(Document):
 
     @property
     def devices(self) -> int:
-        """Product of the degrees; expert parallelism reuses the data-parallel ranks."""
+        """Product of the degrees; experts reuse the ranks of data, context and tensor."""
         return (
             self.data_parallel_degree
             * self.tensor_parallel_degree
@@ -181,18 +214,9 @@ class Layout(Document):
         The product of the degrees must be the number of devices. Experts and ZeRO's
         groups must divide the replicas evenly, and offloading must be supported.
         """
+        self.check_experts()
         self.check_shards()
         self.check_offload()
-        replicas = self.replicas
-        if replicas % self.expert_parallel_degree:
-            raise LayoutError(
-                f"expert_parallel_degree({self.expert_parallel_degree}) does not "
-                f"divide data_parallel_degree({self.data_parallel_degree}) * "
-                f"context_parallel_degree({self.context_parallel_degree}) = "
-                f"{replicas}.",
-                field="layout.expert_parallel_degree",
-                hint=f"choose a divisor of {replicas}.",
-            )
         if self.devices == devices:
             return
         raise LayoutError(
@@ -206,6 +230,32 @@ class Layout(Document):
             f"or a cluster of {self.devices} devices.",
         )
 
+    def check_experts(self) -> None:
+        """Raise `LayoutError` unless experts divide the ranks that share them."""
+        replicas = self.replicas
+        ranks = replicas * self.tensor_parallel_degree
+        if ranks % self.expert_ranks == 0:
+            return
+        shared = (
+            f"data_parallel_degree({self.data_parallel_degree}) * "
+            f"context_parallel_degree({self.context_parallel_degree})"
+        )
+        experts = f"expert_parallel_degree({self.expert_parallel_degree})"
+        if not self.folds_experts:
+            raise LayoutError(
+                f"{experts} does not divide {shared} = {replicas}.",
+                field="layout.expert_parallel_degree",
+                hint=f"choose a divisor of {replicas}, or a smaller "
+                "expert_tensor_parallel_degree.",
+            )
+        raise LayoutError(
+            f"{experts} * expert_tensor_parallel_degree({self.expert_tensor_degree}) = "
+            f"{self.expert_ranks} does not divide {shared} * "
+            f"tensor_parallel_degree({self.tensor_parallel_degree}) = {ranks}.",
+            field="layout.expert_parallel_degree",
+            hint=f"choose degrees whose product divides {ranks}.",
+        )
+
     def check_shards(self) -> None:
         """Raise `LayoutError` unless ZeRO's groups have one size and all experts."""
         degree = self.zero_shard_degree
@@ -213,7 +263,6 @@ class Layout(Document):
         if degree is None:
             return
         value = f"zero_shard_degree({degree})"
-        experts = self.expert_parallel_degree
         if self.zero_stage == 0:
             wrong = f"{value} needs ZeRO, but zero_stage is 0."
             hint = "choose a zero_stage of 1 to 3, or remove it."
@@ -224,12 +273,25 @@ class Layout(Document):
             whole = f"data_parallel_degree * context_parallel_degree = {replicas}"
             wrong = f"{value} does not divide {whole}."
             hint = f"choose a divisor of {replicas}."
-        elif degree % experts:
-            wrong = f"{value} is not divisible by expert_parallel_degree({experts})."
-            hint = f"choose a multiple of {experts}, so that a group has all experts."
+        elif degree * self.tensor_parallel_degree % self.expert_ranks:
+            wrong = self._shards_without_experts(value)
+            least = math.lcm(self.expert_ranks, self.tensor_parallel_degree)
+            least //= self.tensor_parallel_degree
+            hint = f"choose a multiple of {least}, so that a group has all experts."
         else:
             return
         raise LayoutError(wrong, field="layout.zero_shard_degree", hint=hint)
+
+    def _shards_without_experts(self, value: str) -> str:
+        """Return what is wrong with a ZeRO group that does not have all experts."""
+        experts = f"expert_parallel_degree({self.expert_parallel_degree})"
+        if not self.folds_experts:
+            return f"{value} is not divisible by {experts}."
+        return (
+            f"{value} * tensor_parallel_degree({self.tensor_parallel_degree}) is not "
+            f"divisible by {experts} * "
+            f"expert_tensor_parallel_degree({self.expert_tensor_degree})."
+        )
 
     def check_offload(self) -> None:
         """Raise `LayoutError` if the layout cannot offload what it offloads.

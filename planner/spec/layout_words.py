@@ -33,8 +33,10 @@ def layout_line(layout: Layout) -> str:
     degrees = " x ".join(
         f"{word} {getattr(layout, name)}" for name, word in names.items()
     )
-    words = [
-        degrees,
+    words = [degrees]
+    if layout.folds_experts:
+        words.append(f"tensor {layout.expert_tensor_degree} in experts")
+    words += [
         f"micro-batch {layout.micro_batch_size}",
         layout.schedule,
         f"recompute {layout.recompute}",

@@ -50,41 +50,48 @@ class Site:
 
 
 def near_axes(layout: Layout) -> Mapping[str, Axis]:
-    """Ranks that exchange activations."""
-    context, expert = layout.context_parallel_degree, layout.expert_parallel_degree
+    """Ranks that exchange activations; experts: equation (P4)."""
+    experts, part = layout.expert_ranks, layout.expert_tensor_degree
     return {
         "tensor": lambda row: (row.pipeline, row.data, row.context),
         "context": lambda row: (row.pipeline, row.data, row.tensor),
         "expert": lambda row: (
             row.pipeline,
-            row.tensor,
-            (row.data * context + row.context) // expert,
+            place_of(layout, row) // experts,
+            place_of(layout, row) % part,
         ),
     }
 
 
 def far_axes(layout: Layout) -> Mapping[str, Axis]:
     """Ranks that sum gradients: data ranks (context ranks among them, whose gradients are of other tokens);
-    expert_data are those of them that hold the same experts. ZeRO's states are shared out by shard, runs of neighbours
-    among the data ranks, and their experts by expert_shard; copies hold the same shard."""
-    context = layout.context_parallel_degree
-    shards = layout.zero_shard_degree or layout.data_parallel_degree * context
-
-    def place(row: RankPlacement) -> int:
-        return row.data * context + row.context
-
+    expert_data are the ranks that have the same part of the same experts. ZeRO's states are shared out by shard, runs
+    of neighbours among the data ranks, and their experts by expert_shard; copies have the same shard."""
+    replicas = layout.data_parallel_degree * layout.context_parallel_degree
+    shards = layout.zero_shard_degree or replicas
+    neighbours = shards * layout.tensor_parallel_degree
+    experts = layout.expert_ranks
     return {
         "data": lambda row: (row.pipeline, row.tensor),
-        "expert_data": lambda row: (row.pipeline, row.tensor, row.expert),
-        "shard": lambda row: (row.pipeline, row.tensor, place(row) // shards),
-        "expert_shard": lambda row: (
+        "expert_data": lambda row: (row.pipeline, place_of(layout, row) % experts),
+        "shard": lambda row: (
             row.pipeline,
             row.tensor,
-            place(row) // shards,
-            row.expert,
+            place_of(layout, row) // neighbours,
         ),
-        "copies": lambda row: (row.pipeline, row.tensor, place(row) % shards),
+        "expert_shard": lambda row: (
+            row.pipeline,
+            place_of(layout, row) // neighbours,
+            place_of(layout, row) % experts,
+        ),
+        "copies": lambda row: (row.pipeline, place_of(layout, row) % neighbours),
     }
+
+
+def place_of(layout: Layout, row: RankPlacement) -> int:
+    """Place of a rank among those of its pipeline rank: equation (P4)."""
+    replica = row.data * layout.context_parallel_degree + row.context
+    return replica * layout.tensor_parallel_degree + row.tensor
 
 
 def widest(

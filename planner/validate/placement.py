@@ -3,6 +3,8 @@
 (P1)  order of the ranks, innermost axis first: tensor, context, data, pipeline; or tensor, context, pipeline, data
 (P2)  ranks fill nodes in order, group after group
 (P3)  the ranks of one pipeline and data rank, a cell, stand in one node group
+(P4)  experts: of the ranks of one pipeline rank, numbered in order, the first `expert_tensor_degree` have the first share
+      of the experts, the next the second, and so on round and round
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ from itertools import groupby, pairwise, product
 from planner.spec.cluster import NodeGroup
 from planner.spec.layout import Layout
 from planner.spec.plan import Plan, RankPlacement
+from planner.validate.communicators import place_of
 from planner.validate.facts import Facts
 from planner.validate.findings import Findings
 
 
 def check_placement(plan: Plan, facts: Facts, findings: Findings) -> None:
-    """The placement is the full grid of degrees in the order of the layout, experts go round the data and context
-    ranks, and ranks fill the devices node by node."""
+    """The placement is the full grid of degrees in the order of the layout, experts go round the ranks of a pipeline
+    rank, and ranks fill the devices node by node."""
     findings.equal(
         "placement: ranks",
         [row.rank for row in plan.placement],
@@ -63,11 +66,11 @@ def _check_grid(plan: Plan, findings: Findings) -> None:
             f"{count} rank(s) too many at (pipeline, data, tensor, context) = {place}.",
         )
     for row in plan.placement:
-        neighbour = row.data * layout.context_parallel_degree + row.context
+        share = place_of(layout, row) // layout.expert_tensor_degree
         findings.equal(
             f"placement[{row.rank}].expert",
             row.expert,
-            neighbour % layout.expert_parallel_degree,
+            share % layout.expert_parallel_degree,
         )
 
 

@@ -38,8 +38,9 @@ def check_layout(plan: Plan, facts: Facts, findings: Findings) -> None:
         findings,
     )
     replicas = layout.data_parallel_degree * layout.context_parallel_degree
-    if replicas % layout.expert_parallel_degree:
-        message = f"{layout.expert_parallel_degree} does not divide the {replicas} data- and context-parallel ranks."
+    ranks = replicas * layout.tensor_parallel_degree
+    if ranks % layout.expert_ranks:
+        message = f"{layout.expert_ranks} ranks of all experts do not divide the {ranks} of a pipeline rank."
         findings.wrong("layout.expert_parallel_degree", message)
     _check_shards(layout, replicas, findings)
     _check_schedule(layout, job, findings)
@@ -146,14 +147,14 @@ def _check_near_shards(plan: Plan, facts: Facts, findings: Findings) -> None:
 
 def _check_shards(layout: Layout, replicas: int, findings: Findings) -> None:
     """Groups that share out ZeRO's states are of one size, smaller than all replicas, and hold all experts."""
-    degree, experts = layout.zero_shard_degree, layout.expert_parallel_degree
+    degree, experts = layout.zero_shard_degree, layout.expert_ranks
     if degree is None:
         return
     if (
         not layout.zero_stage
         or not 1 < degree < replicas
         or replicas % degree
-        or degree % experts
+        or degree * layout.tensor_parallel_degree % experts
     ):
         message = f"ZeRO {layout.zero_stage} is not shared out by {degree} of {replicas} ranks, with experts on {experts}."
         findings.wrong("layout.zero_shard_degree", message)

@@ -148,27 +148,80 @@ def test_groups_of_pipelines_one_behind_the_other() -> None:
     assert widest_copies_group(one, 4) == Group(2, 2, 1)
 
 
+def divisors(number: int) -> list[int]:
+    """All of them, in increasing order."""
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+@pytest.mark.parametrize(
+    ("expert", "expert_tensor", "experts", "expert_groups", "copies"),
+    [
+        (2, None, (0, 0, 1, 1) * 2, [(0, 2), (1, 3), (4, 6), (5, 7)], (0, 4)),
+        (2, 2, (0, 0, 1, 1) * 2, [(0, 2), (1, 3), (4, 6), (5, 7)], (0, 4)),
+        (4, 1, (0, 1, 2, 3) * 2, [(0, 1, 2, 3), (4, 5, 6, 7)], (0, 4)),
+        (8, 1, tuple(range(8)), [tuple(range(8))], (0,)),
+        (2, 4, (0,) * 4 + (1,) * 4, [(0, 4), (1, 5), (2, 6), (3, 7)], (0,)),
+        (1, 1, (0,) * 8, [(rank,) for rank in range(8)], tuple(range(8))),
+    ],
+)
+def test_experts_regroup_the_ranks_of_a_stage(
+    expert: int,
+    expert_tensor: int | None,
+    experts: tuple[int, ...],
+    expert_groups: list[tuple[int, ...]],
+    copies: tuple[int, ...],
+) -> None:
+    """(P4): on four data ranks of two tensor ranks; with the tensor degree of others, groups are as without it."""
+    one = Layout(
+        data_parallel_degree=4,
+        tensor_parallel_degree=2,
+        expert_parallel_degree=expert,
+        expert_tensor_parallel_degree=expert_tensor,
+    )
+    assert tuple(row.expert for row in placement(one, (8,))) == experts
+    assert list(communicators(one, "expert", 0)) == expert_groups
+    assert next(communicators(one, "expert_data", 0)) == copies
+
+
+def test_experts_over_more_ranks_than_data_ranks_stay_near() -> None:
+    """64 expert ranks on 8 data ranks of 8 tensor ranks: 8 of them on every node of 8, instead of one."""
+    one = Layout(
+        data_parallel_degree=16,
+        tensor_parallel_degree=8,
+        expert_parallel_degree=64,
+        expert_tensor_parallel_degree=1,
+        zero_stage=1,
+        zero_shard_degree=8,
+    )
+    one.check_devices(128)
+    groups = groups_of(one, 8)
+    assert groups.expert == Group(64, 8, 8)
+    assert groups.expert_data == Group(2, 2, 1)
+    assert groups.expert_shard == Group(1, 1, 1)
+    assert groups.shard == Group(8, 8, 1)
+
+
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
     """Any degrees, groups and order of ranks."""
     data, context = draw(st.integers(1, 12)), draw(st.integers(1, 4))
-    replicas = data * context
-    expert = draw(
-        st.sampled_from(
-            [each for each in range(1, replicas + 1) if replicas % each == 0]
-        )
-    )
+    replicas, tensor = data * context, draw(degrees)
+    expert_tensor = draw(st.sampled_from(divisors(replicas * tensor)))
+    if draw(st.booleans()):
+        expert_tensor = tensor
+    expert = draw(st.sampled_from(divisors(replicas * tensor // expert_tensor)))
     groups = [
         each
-        for each in range(2, replicas)
-        if replicas % each == 0 and each % expert == 0
+        for each in divisors(replicas)[1:-1]
+        if each * tensor % (expert * expert_tensor) == 0
     ]
     return Layout(
         data_parallel_degree=data,
         context_parallel_degree=context,
-        tensor_parallel_degree=draw(degrees),
+        tensor_parallel_degree=tensor,
         pipeline_parallel_degree=draw(degrees),
         expert_parallel_degree=expert,
+        expert_tensor_parallel_degree=expert_tensor,
         zero_stage=1,
         zero_shard_degree=draw(st.sampled_from((None, *groups))),
         rank_order=draw(st.sampled_from(("tp-cp-dp-pp", "tp-cp-pp-dp"))),

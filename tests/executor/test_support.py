@@ -71,6 +71,16 @@ def test_the_placement_must_be_of_the_layouts_order(
     assert caught.value.problems[0].field == "layout.rank_order"
 
 
+def test_a_tensor_degree_of_experts_is_refused() -> None:
+    """The executor splits experts as it splits all other layers."""
+    plan = make_plan(LAYERS, (4,), data=2)
+    plan = _changed(plan, layout__expert_tensor_parallel_degree=2)
+    with pytest.raises(UnsupportedError) as caught:
+        check_plan(plan)
+    problem = caught.value.problems[0]
+    assert problem.field == "layout.expert_tensor_parallel_degree"
+
+
 @pytest.mark.parametrize(
     ("change", "options"),
     [

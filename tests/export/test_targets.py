@@ -157,6 +157,9 @@ CHANGES: dict[str, Callable[[Plan], Plan]] = {
     "full recompute": lambda plan: changed(plan, recompute="full"),
     "selective recompute": lambda plan: changed(plan, recompute="selective"),
     "rank_order": lambda plan: changed(plan, rank_order="tp-cp-pp-dp"),
+    "tensor degree of experts": lambda plan: changed(
+        plan, expert_tensor_parallel_degree=2
+    ),
     "activation_offload": lambda plan: changed(plan, activation_offload=True),
     "optimizer_offload": lambda plan: changed(plan, optimizer_offload=True),
     "stages": lambda plan: plan.model_copy(

@@ -65,3 +65,42 @@ def test_groups_that_do_not_fit_are_refused(fields: dict[str, Any], told: str) -
     with pytest.raises(LayoutError, match=told) as caught:
         Layout(data_parallel_degree=8, **fields).check_devices(8)
     assert caught.value.problems[0].field == "layout.zero_shard_degree"
+
+
+def test_the_tensor_degree_of_experts_is_written_if_it_differs() -> None:
+    """A degree equal to the tensor-parallel degree is None, so that equal layouts are equal documents."""
+    alike = Layout(tensor_parallel_degree=4, expert_tensor_parallel_degree=4)
+    own = Layout(tensor_parallel_degree=4, expert_tensor_parallel_degree=1)
+    assert alike == Layout(tensor_parallel_degree=4)
+    assert alike.model_dump() == Layout(tensor_parallel_degree=4).model_dump()
+    assert (alike.folds_experts, alike.expert_tensor_degree) == (False, 4)
+    assert (own.folds_experts, own.expert_tensor_degree) == (True, 1)
+
+
+@pytest.mark.parametrize(
+    ("expert", "expert_tensor", "fits"),
+    [
+        (8, None, True),
+        (16, None, False),
+        (16, 4, True),
+        (64, 1, True),
+        (32, 4, False),
+        (3, 1, False),
+    ],
+)
+def test_experts_divide_the_ranks_that_share_them(
+    expert: int, expert_tensor: int | None, fits: bool
+) -> None:
+    """Eight data ranks of eight tensor ranks: expert degree x tensor degree of experts divides 64."""
+    one = Layout(
+        data_parallel_degree=8,
+        tensor_parallel_degree=8,
+        expert_parallel_degree=expert,
+        expert_tensor_parallel_degree=expert_tensor,
+    )
+    if fits:
+        one.check_devices(64)
+        return
+    with pytest.raises(LayoutError) as caught:
+        one.check_devices(64)
+    assert caught.value.problems[0].field == "layout.expert_parallel_degree"
