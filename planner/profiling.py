@@ -15,7 +15,8 @@ from planner.profiler.resolve import (
     CountProgress,
     check_model_name,
 )
-from planner.spec import DeviceSpec, ModelProfile
+from planner.spec import DeviceSpec, ModelProfile, read
+from planner.spec.cluster_file import DOCUMENT_SUFFIXES
 from planner.spec.devices import catalogue, find_device
 from planner.spec.profile import DataType
 from planner.spec.words import suggestion
@@ -42,7 +43,8 @@ class ProfileRequest:
     model: str
     """Catalogue name, path of a ``config.json``, or ``package.module:callable``."""
     device: str = "auto"
-    """``auto``, ``cpu`` and ``cuda`` measure; ``analytic:ID`` counts."""
+    """``auto``, ``cpu`` and ``cuda`` measure; ``analytic:ID`` counts, for a catalogue
+    device or a device document."""
     sequence_lengths: tuple[int, ...] | None = None
     micro_batch_sizes: tuple[int, ...] | None = None
     tensor_parallel: tuple[int, ...] | None = None
@@ -78,9 +80,16 @@ def profile_model(
     _check_device(options.device, spelling("device"))
     if options.device.startswith(ANALYTIC):
         identifier = options.device.removeprefix(ANALYTIC)
-        device = find_device(identifier, field=spelling("device"))
+        device = _analytic_device(identifier, spelling("device"))
         return _count(options, device, spelling, show)
     return _measure(options, spelling, show)
+
+
+def _analytic_device(name: str, field: str) -> DeviceSpec:
+    """The device of a catalogue id, or of a device document."""
+    if name.endswith(DOCUMENT_SUFFIXES):
+        return read(DeviceSpec, name)
+    return find_device(name, field=field)
 
 
 def _check_device(name: str, field: str) -> None:

@@ -76,6 +76,8 @@ WIDTHS: dict[str, tuple[int, ...]] = {
     "cuda": (128, 512, 2048, 8192, 32768),
 }
 """n and k of linear layers."""
+MOST_WEIGHTS: dict[str, int] = {"cpu": 1 << 26, "cuda": 1 << 30}
+"""Elements of the largest weight that is measured."""
 BATCHES = (4, 32)
 BATCHED_ROWS: dict[str, tuple[int, ...]] = {
     "cpu": (32, 128, 512),
@@ -625,7 +627,10 @@ class _Shapes:
         """Leave out what would take longer than `LONGEST_SECONDS`."""
         most = LONGEST_SECONDS * flops_per_second
         linear = [
-            (m, n, k, 1) for m in ROWS[kind] for n, k in product(WIDTHS[kind], repeat=2)
+            (m, n, k, 1)
+            for m in ROWS[kind]
+            for n, k in product(WIDTHS[kind], repeat=2)
+            if n * k <= MOST_WEIGHTS[kind]
         ]
         batched = [
             (m, n, k, batch)

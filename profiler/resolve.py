@@ -67,7 +67,7 @@ class Request:
     """Catalogue name, path of a ``config.json`` or of a profile,
     ``package.module:callable``, or a profile itself."""
     devices: str | None = None
-    """``COUNTxDEVICE[,...]``."""
+    """``COUNTxDEVICE[,...]``; DEVICE is a catalogue id or a device document."""
     devices_per_node: int | None = None
     cluster: str | Path | Cluster | None = None
     """Document instead of `devices`; without both: this machine's GPUs."""
@@ -117,7 +117,9 @@ def cluster_of_request(
     if request.cluster is None:
         name = spelling("devices")
         devices = request.devices or local_devices(field=name)
-        return cluster_of(devices, request.devices_per_node, field=name)
+        return cluster_of(
+            devices, request.devices_per_node, field=name, reads_files=True
+        )
     for name in ("devices", "devices_per_node"):
         if getattr(request, name) is not None:
             raise DocumentError(

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import fields
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from planner.cli.console import Progress, bold, check_output, note, publish, table
 from planner.cli.failures import DONE
 from planner.cli.options import option, output_option, verb
 from planner.client import SCHEMES, exchange
-from planner.runtimes import get as get_runtime
-from planner.spec.calibration import ANY, DEFAULT, Calibration, Constants, dump
+from planner.errors import DocumentError
+from planner.profiler.resolve import profile_behind
+from planner.spec import Plan
+from planner.spec.calibration import CalibrationTable, dump, load, shipped
+from planner.spec.job import check_runtime
+from planner.spec.profile import ModelProfile
+from planner.spec.run import Run
 from planner.spec.units import percent, scaled, seconds, significant
+from planner.spec.words import counted
 
 if TYPE_CHECKING:
-    from planner.fidelity.metrics import Outcome
+    from planner.calibrate.run_errors import RunError
+    from planner.calibrate.run_files import RunFiles
 
 ERRORS_HEADER = (
     "runs of",
@@ -29,104 +36,191 @@ ERRORS_HEADER = (
     "median after",
     "mean after",
 )
+CONSTANTS_HEADER = ("constant", "before", "after", "differs by", "factors")
+MOST_NOTES = 5
+"""Runs left out that are named one by one."""
 
 
 @verb(
     "calibrate",
-    renamed={"--measurements": "--runs"},
-    json_help="Print the constants as JSON",
+    renamed={"--measurements": "--runs", "--framework": "--runtime"},
+    json_help="Print the calibration as JSON",
 )
 @option(
     "--runs",
-    "source",
-    metavar="PATH|URL",
+    "sources",
+    metavar="FILE|URL...",
+    multiple=True,
+    several_words=True,
     required=True,
-    help="CSV file with one measured run per row, a folder of them, or a planner service",
+    help="Run documents, measured.json with plan.json, folders of them, or a service",
 )
-@option("--framework", metavar="NAME", help="Fit one framework only [default: all]")
-@output_option("Write the constants to FILE, for predict --calibration")
+@option("--runtime", metavar="R", help="Use the runs of one runtime only")
+@option(
+    "--calibration",
+    metavar="FILE",
+    advanced=True,
+    help="Start from this calibration [default: the one of this release]",
+)
+@output_option("Write the calibration to FILE, for predict --calibration")
 def command(
-    source: str, framework: str | None, output: str | None, as_json: bool
+    sources: tuple[str, ...],
+    runtime: str | None,
+    calibration: str | None,
+    output: str | None,
+    as_json: bool,
 ) -> int:
     """Fit constants to measured runs; print the errors before and after, and the constants."""
-    from planner.fidelity.calibrate import calibrate, measured, require_scipy
-    from planner.fidelity.outcomes import constants_from, outcomes
-    from planner.fidelity.remarks import read_remarks
-    from planner.fidelity.rows import read_runs
+    from planner.calibrate.fit import fit
+    from planner.calibrate.run_errors import price_runs, run_errors
 
     check_output(output)
-    if framework is not None:
-        framework = get_runtime(framework, field="--framework").name
-    require_scipy()
-    with _runs_file(source) as path:
-        remarks = read_remarks(path)
-        runs = read_runs(path).runs
-    with Progress("fitting") as progress:
-        progress.update(0, 1, f"reading {len(runs)} runs")
-        usable = measured(runs, remarks)
-        calibrations = calibrate(
-            usable, source=path.name, framework=framework, progress=progress.update
+    if runtime is not None:
+        _check_runtime(runtime)
+    prior = load(calibration) if calibration else shipped()
+    files = _read(sources)
+    runs = _of_runtime(files.runs, runtime)
+    with Progress("reading runs") as progress:
+        priced = price_runs(runs, progress.update)
+    _note_left_out((*files.left_out, *priced.left_out))
+    usable = [one.run for one in priced.runs]
+    if not usable:
+        raise DocumentError(
+            "has no run that the cost model can predict.",
+            field="--runs",
+            hint="give more runs; the reasons are above.",
         )
-    for run, reason in usable.failures:
-        note(f"left out {run.family} {run.source_id}: {reason}")
-    if framework is not None:
-        runs = tuple(run for run in runs if run.framework.name == framework)
-    before = outcomes(runs, remarks)
-    after = outcomes(runs, remarks, constants_from(calibrations))
-    text = f"{errors_text(before, after)}\n\n{constants_text(calibrations)}"
-    publish(dump(calibrations).rstrip("\n"), text, output, as_json=as_json)
+    with Progress("fitting") as progress:
+        progress.update(0, 1, counted(len(usable), "run"))
+        fitted = fit(usable, prior)
+    before = run_errors(priced.runs, prior)
+    after = run_errors(priced.runs, fitted)
+    text = f"{errors_text(before, after)}\n\n{constants_text(prior, fitted)}"
+    publish(dump(fitted).rstrip("\n"), text, output, as_json=as_json)
     return DONE
 
 
-@contextmanager
-def _runs_file(source: str) -> Iterator[Path]:
-    """A file or folder of runs; those of a service are downloaded into a file."""
-    if not source.startswith(SCHEMES):
-        yield Path(source)
-        return
-    response = exchange(f"{source.rstrip('/')}/v1/measurements.csv")
-    with tempfile.TemporaryDirectory(prefix="planner-calibrate-") as folder:
-        path = Path(folder) / "measurements.csv"
-        path.write_text(response.body, encoding="utf-8")
-        yield path
+def _check_runtime(name: str) -> None:
+    try:
+        check_runtime(name)
+    except ValueError as error:
+        message, _, hint = str(error).partition("; ")
+        raise DocumentError(f"{message}.", field="--runtime", hint=hint) from None
 
 
-def errors_text(before: Sequence[Outcome], after: Sequence[Outcome]) -> str:
-    """Median and mean relative errors by framework and architecture."""
-    from planner.fidelity.metrics import errors_of
-    from planner.fidelity.outcomes import Pair, pair_of
+def _read(sources: Sequence[str]) -> RunFiles:
+    """Runs of files, folders and services, in this order."""
+    from planner.calibrate.run_files import RunFiles, read_run_files
 
-    def errors(outcomes: Sequence[Outcome], pair: Pair, quantity: str) -> list[Any]:
-        of_pair = [one for one in outcomes if pair_of(one.run) == pair]
-        return [getattr(one, f"{quantity}_error") for one in of_pair]
+    paths = [Path(each) for each in sources if not each.startswith(SCHEMES)]
+    files = read_run_files(paths, _profile_of)
+    runs = list(files.runs)
+    for source in sources:
+        if source.startswith(SCHEMES):
+            runs += _runs_of_service(source)
+    return RunFiles(tuple(runs), files.left_out)
 
+
+def _profile_of(plan: Plan) -> ModelProfile:
+    return profile_behind(plan, None)
+
+
+def _runs_of_service(address: str) -> tuple[Run, ...]:
+    """The runs that a planner service has stored."""
+    from planner.calibrate.run_files import parse_runs
+
+    url = f"{address.rstrip('/')}/v1/runs"
+    response = exchange(url)
+    return parse_runs(json.loads(response.body), url)
+
+
+def _of_runtime(runs: Sequence[Run], runtime: str | None) -> tuple[Run, ...]:
+    """Runs of one runtime; None: all."""
+    chosen = [run for run in runs if runtime in (None, run.runtime.name)]
+    if not chosen:
+        known = sorted({run.runtime.name for run in runs})
+        raise DocumentError(
+            f"has no run of {runtime or 'any runtime'}.",
+            field="--runs",
+            hint=f"the runs are of {', '.join(known)}." if known else "give a run.",
+        )
+    return tuple(chosen)
+
+
+def _note_left_out(reasons: Sequence[str]) -> None:
+    for reason in reasons[:MOST_NOTES]:
+        note(f"left out {reason}")
+    if len(reasons) > MOST_NOTES:
+        note(f"left out {len(reasons) - MOST_NOTES} more runs")
+
+
+def errors_text(before: Sequence[RunError], after: Sequence[RunError]) -> str:
+    """Median and mean relative errors by runtime and architecture; own runs apart."""
+    from planner.calibrate.run_errors import by_name
+
+    fitted = by_name(after)
     rows = []
-    for pair in sorted({pair_of(one.run) for one in before}):
-        framework, architecture = pair
+    for name, errors in by_name(before).items():
         for quantity in ("time", "memory"):
-            old = errors_of(errors(before, pair, quantity))
-            new = errors_of(errors(after, pair, quantity))
+            old = _errors(errors, quantity)
+            new = _errors(fitted[name], quantity)
             if old is None or new is None:
                 continue
             figures = (old.median, old.mean, new.median, new.mean)
-            name = f"{framework} on {architecture}"
-            rows.append((name, quantity, str(old.rows), *map(percent, figures)))
+            cells = [percent(figure) for figure in figures]
+            rows.append((name, quantity, str(old.runs), *cells))
     return table(ERRORS_HEADER, rows, left=(0, 1))
 
 
-def constants_text(calibrations: Sequence[Calibration]) -> str:
-    """The fitted constants of every calibration, with the runs that they are fitted to."""
-    sections = []
-    for one in calibrations:
-        name = "all other frameworks" if one.framework == ANY else one.framework
-        rows = []
-        for field in fields(Constants):
-            value = getattr(one.constants, field.name)
-            if value != getattr(DEFAULT, field.name):
-                rows.append((field.name, _with_unit(field.name, value)))
-        heading = f"{bold(name)} on {one.architecture}: {one.rows} rows ({one.source})"
-        sections.append(f"{heading}\n{table(('constant', 'value'), rows)}")
-    return "\n\n".join(sections)
+@dataclass(frozen=True, slots=True)
+class ErrorSummary:
+    """Absolute relative errors of several runs."""
+
+    runs: int
+    median: float
+    mean: float
+
+
+def _errors(errors: Sequence[RunError], quantity: str) -> ErrorSummary | None:
+    """The errors of a quantity; None if no run has it."""
+    from planner.calibrate.metrics import errors_of
+
+    found = errors_of(getattr(error, quantity) for error in errors)
+    if found is None:
+        return None
+    return ErrorSummary(found.runs, found.median, found.mean)
+
+
+def constants_text(before: CalibrationTable, after: CalibrationTable) -> str:
+    """Global values before and after, and the factors of their owners."""
+    rows = []
+    for name, value in after.constants.items():
+        old = before.constants.get(name)
+        offsets = after.offsets.get(name, {})
+        rows.append(
+            (
+                name,
+                "-" if old is None else _with_unit(name, old),
+                _with_unit(name, value),
+                after.owners.get(name, "-"),
+                _factors(offsets),
+            )
+        )
+    runs = counted(after.measured_runs, "measured run")
+    heading = f"{bold(after.name)}: {runs}"
+    return f"{heading}\n{table(CONSTANTS_HEADER, rows, left=(0, 3, 4))}"
+
+
+def _factors(offsets: Mapping[str, float]) -> str:
+    """``0.93 (Volta) to 1.08 (Hopper)``."""
+    if not offsets:
+        return "-"
+    low = min(offsets, key=offsets.__getitem__)
+    high = max(offsets, key=offsets.__getitem__)
+    least = f"{math.exp(offsets[low]):.2f} ({low})"
+    if low == high:
+        return least
+    return f"{least} to {math.exp(offsets[high]):.2f} ({high})"
 
 
 def _with_unit(name: str, value: float) -> str:

@@ -13,10 +13,11 @@ from typing import Any
 from pydantic import Field, JsonValue
 
 from planner.errors import DocumentError
-from planner.spec.cluster import Cluster, NodeGroup
+from planner.spec.cluster import Cluster, DeviceSpec, NodeGroup
+from planner.spec.cluster_file import DOCUMENT_SUFFIXES
 from planner.spec.constraint_words import with_full_names
 from planner.spec.devices import find_entry, nearest_devices
-from planner.spec.document import Document, parse
+from planner.spec.document import Document, parse, read
 from planner.spec.job import MOST_SAMPLES, Job, OptimizerName, Precision
 
 DEVICES_EXAMPLE = "64xh100-sxm5-80gb"
@@ -69,14 +70,20 @@ class ShortForm(Document):
 
 
 def cluster_of(
-    devices: str, devices_per_node: int | None = None, *, field: str = "devices"
+    devices: str,
+    devices_per_node: int | None = None,
+    *,
+    field: str = "devices",
+    reads_files: bool = False,
 ) -> Cluster:
     """The cluster of ``COUNTxDEVICE[,COUNTxDEVICE...]``; links are the catalogue's.
 
     Args:
         devices: number and catalogue id of every kind of device.
-        devices_per_node: None: the catalogue's number for each device.
+        devices_per_node: None: the catalogue's number for each device; all in one
+            node for a device document.
         field: name of the argument in error messages.
+        reads_files: DEVICE may be the path of a device document.
 
     Raises:
         DocumentError: the text has no count, or the last node is not full.
@@ -89,11 +96,15 @@ def cluster_of(
             field=field,
             hint=f"give COUNTxDEVICE, e.g. {DEVICES_EXAMPLE}.",
         )
-    groups = tuple(_node_group(part, devices_per_node, field) for part in parts)
+    groups = tuple(
+        _node_group(part, devices_per_node, field, reads_files) for part in parts
+    )
     return Cluster(name=",".join(parts), node_groups=_named_apart(groups))
 
 
-def _node_group(text: str, devices_per_node: int | None, field: str) -> NodeGroup:
+def _node_group(
+    text: str, devices_per_node: int | None, field: str, reads_files: bool
+) -> NodeGroup:
     found = _COUNT_AND_DEVICE.fullmatch(text)
     if found is None:
         near = nearest_devices(text, most=1) or ("h100-sxm5-80gb",)
@@ -102,8 +113,14 @@ def _node_group(text: str, devices_per_node: int | None, field: str) -> NodeGrou
             field=field,
             hint=f"write e.g. 8x{near[0]}; see `planner devices`.",
         )
-    count, entry = int(found[1]), find_entry(found[2], field=field)
-    per_node = min(count, devices_per_node or entry.devices_per_node)
+    count, device = int(found[1]), found[2]
+    if reads_files and device.endswith(DOCUMENT_SUFFIXES):
+        spec = read(DeviceSpec, device)
+        per_node, known = min(count, devices_per_node or count), spec.id
+    else:
+        entry = find_entry(device, field=field)
+        per_node = min(count, devices_per_node or entry.devices_per_node)
+        spec, known = None, entry.spec.id
     if count == 0:
         raise DocumentError(
             f"{text!r} has no device.", field=field, hint="ask for 1 or more."
@@ -111,13 +128,13 @@ def _node_group(text: str, devices_per_node: int | None, field: str) -> NodeGrou
     if count % per_node:
         below, above = count - count % per_node, count - count % per_node + per_node
         raise DocumentError(
-            f"{count} {entry.spec.id} do not fill nodes of {per_node}.",
+            f"{count} {known} do not fill nodes of {per_node}.",
             field=field,
             hint=f"ask for {below} or {above}, or give the number of devices per node.",
         )
     return NodeGroup(
-        name=entry.spec.id,
-        device=entry.spec.id,
+        name=known,
+        device=spec or known,
         nodes=count // per_node,
         devices_per_node=per_node,
     )
