@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from planner.cli.calibrate_device import measure_device
 from planner.cli.console import Progress, bold, check_output, note, publish, table
 from planner.cli.failures import DONE
-from planner.cli.options import option, output_option, verb
+from planner.cli.options import POSITIVE_INT, option, output_option, refuse, verb
 from planner.client import SCHEMES, exchange
 from planner.errors import DocumentError
 from planner.profiler.resolve import profile_behind
@@ -52,8 +53,17 @@ MOST_NOTES = 5
     metavar="FILE|URL...",
     multiple=True,
     several_words=True,
-    required=True,
     help="Run documents, measured.json with plan.json, folders of them, or a service",
+)
+@option(
+    "--device",
+    metavar="D",
+    help="Measure a device instead of fitting: here, cpu, cuda or cuda:1",
+)
+@option(
+    "--concurrency",
+    type=POSITIVE_INT,
+    help="With --device cpu: ranks that share the cores [default: 1]",
 )
 @option("--runtime", metavar="R", help="Use the runs of one runtime only")
 @option(
@@ -62,19 +72,40 @@ MOST_NOTES = 5
     advanced=True,
     help="Start from this calibration [default: the one of this release]",
 )
-@output_option("Write the calibration to FILE, for predict --calibration")
+@output_option("Write the calibration, or the device document, to FILE")
 def command(
     sources: tuple[str, ...],
+    device: str | None,
+    concurrency: int | None,
     runtime: str | None,
     calibration: str | None,
     output: str | None,
     as_json: bool,
 ) -> int:
-    """Fit constants to measured runs; print the errors before and after, and the constants."""
+    """Fit constants to measured runs, or measure the kernels of this machine's device.
+
+    Without --device: prints the errors before and after the fit, and the constants; -o
+    writes them for predict --calibration. With --device, -o writes a device document:
+    for plan --devices 8xdevice.json, profile --device analytic:device.json, and the
+    device of a cluster document.
+    """
     from planner.calibrate.fit import fit
     from planner.calibrate.run_errors import price_runs, run_errors
 
     check_output(output)
+    if device is not None:
+        message = "cannot be combined with --device."
+        given = {"--runs": sources or None, "--runtime": runtime}
+        given["--calibration"] = calibration
+        refuse(given, message, "leave out OPTION or --device.")
+        return measure_device(device, concurrency or 1, output, as_json=as_json)
+    refuse({"--concurrency": concurrency}, "needs --device.", "leave out OPTION.")
+    if not sources:
+        raise DocumentError(
+            "is missing.",
+            field="--runs",
+            hint="give measured runs, or measure a device with --device here.",
+        )
     if runtime is not None:
         _check_runtime(runtime)
     prior = load(calibration) if calibration else shipped()
