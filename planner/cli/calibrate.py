@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner.cli.calibrate_device import measure_device
+from planner import runtimes
 from planner.cli.console import Progress, bold, check_output, note, publish, table
 from planner.cli.failures import DONE
 from planner.cli.options import POSITIVE_INT, option, output_option, refuse, verb
@@ -18,7 +19,6 @@ from planner.errors import DocumentError
 from planner.profiler.resolve import profile_behind
 from planner.spec import Plan
 from planner.spec.calibration import CalibrationTable, dump, load, shipped
-from planner.spec.job import check_runtime
 from planner.spec.profile import ModelProfile
 from planner.spec.run import Run
 from planner.spec.units import percent, scaled, seconds, significant
@@ -66,6 +66,18 @@ MOST_NOTES = 5
     help="With --device cpu: ranks that share the cores [default: 1]",
 )
 @option("--runtime", metavar="R", help="Use the runs of one runtime only")
+@option(
+    "--device",
+    metavar="here|cpu|cuda",
+    help="Measure the kernels of this machine's device instead",
+)
+@option(
+    "--concurrency",
+    type=POSITIVE_INT,
+    default=1,
+    advanced=True,
+    help="Ranks that share the machine's cores while --device measures",
+)
 @option(
     "--calibration",
     metavar="FILE",
@@ -131,12 +143,20 @@ def command(
     return DONE
 
 
-def _check_runtime(name: str) -> None:
-    try:
-        check_runtime(name)
-    except ValueError as error:
-        message, _, hint = str(error).partition("; ")
-        raise DocumentError(f"{message}.", field="--runtime", hint=hint) from None
+def _check_sources(sources: Sequence[str], device: str | None) -> None:
+    """Either runs or a device.
+
+    Raises:
+        DocumentError: neither or both.
+    """
+    if bool(sources) != (device is not None):
+        return
+    message = "is given together with --runs." if sources else "is missing, and --runs."
+    raise DocumentError(
+        message,
+        field="--device",
+        hint="give --runs FILE to fit constants, or --device here to measure.",
+    )
 
 
 def _read(sources: Sequence[str]) -> RunFiles:
