@@ -26,7 +26,7 @@ from planner.spec.cluster import (
     Link,
     NodeGroup,
 )
-from planner.spec.devices import catalogue
+from planner.spec.devices import catalogue, domain_of
 from planner.spec.job import RUNTIMES, Job
 from planner.spec.layout import Layout
 from planner.spec.run import Run, RunResult, RunSource, RuntimeChoice
@@ -310,15 +310,16 @@ def _cluster(row: Row) -> Cluster:
     per_node = min(devices, _integer(row, "gpus_per_node"))
     if devices % per_node:
         raise OutOfScopeError("unequal nodes")
-    inter_node = _link(row, "network_gbytes_per_s_per_gpu", NETWORK_LATENCY_SECONDS)
     intra_node = _link(row, "scale_up_gbytes_per_s_per_gpu", INTRA_NODE_LATENCY_SECONDS)
     group = NodeGroup(
         device=device,
         nodes=devices // per_node,
         devices_per_node=per_node,
         intra_node=intra_node,
-        inter_node=inter_node,
     )
+    if devices > domain_of(group):
+        network = _link(row, "network_gbytes_per_s_per_gpu", NETWORK_LATENCY_SECONDS)
+        group = group.model_copy(update={"inter_node": network})
     return Cluster(node_groups=(group,))
 
 

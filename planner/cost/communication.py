@@ -15,10 +15,10 @@ latency a and bandwidth b of one device and direction:
     (L4)  point to point, broadcast           a + S/b                                       -> transfer_seconds()
     (L5)  all-to-all among n ranks, k of them on a node: messages inside the node and through the network are in
           flight at the same time; the slower of
-              inside    (k - 1) a + (k - 1)/n S/b          at the link inside the node
-              between   (n - j) a + c (n - j)/n S/b        at the network                    -> all_to_all_seconds()
-          c = 1: every token is sent to every expert; c < 1: a token is sent to a node once (DeepEP, HybridEP), in one
-          message per node, and forwarded inside it, so that (k - 1)/k of S pass the link inside
+              inside    a + (k - 1)/n S/b          at the link inside the node
+              between   a + c (n - j)/n S/b        at the network                    -> all_to_all_seconds()
+          c = 1: every token is sent to every expert; c < 1: a token is sent to a node once (DeepEP, HybridEP) and
+          forwarded inside it, so that (k - 1)/k of S pass the link inside
     (L6)  broadcast to n ranks, before its bytes: the a of every link of a chain through all of them, node by node
                                                                                             -> chain_seconds()
 """
@@ -178,9 +178,8 @@ def all_to_all_seconds(
     inside = inside_part * size_bytes / intra_node.bandwidth_bytes_per_second
     between = between_part * size_bytes / inter_node.bandwidth_bytes_per_second
     if latency:
-        messages = group.nodes - 1 if is_forwarded else others
-        inside += neighbours * intra_node.latency_seconds
-        between += messages * inter_node.latency_seconds
+        inside += intra_node.latency_seconds
+        between += inter_node.latency_seconds if between else 0.0
     return max(inside, between)
 
 

@@ -51,7 +51,8 @@ ATTENTION: dict[str, float] = {
 }
 """Kinds of fused attention, and their speed relative to FlashAttention-2: "around 2x"
 the first version's (Dao 2023, abstract); the third is "1.5-2.0x" as fast on Hopper
-(Shah et al. 2024, abstract)."""
+(Shah et al. 2024, abstract), and on older devices, known by the lack of fp8 products,
+the second."""
 PRODUCTS = ("matmul", "convolution")
 """Kinds of operations with two gradients."""
 NEVER = 1e30
@@ -309,12 +310,18 @@ def kernel_seconds(
     moving = ops.bytes * bytes_factor / (figures.bandwidth * figures.memory_fraction)
     rate = figures.peak * _matmul_fractions(ops, figures)
     rate = rate * np.where(
-        ops.is_attention, figures.attention_fraction * ops.speed, 1.0
+        ops.is_attention, figures.attention_fraction * _speeds(ops, figures), 1.0
     )
     computing = np.maximum(ops.flops * flops_factor / rate, moving)
     moving = np.where(ops.is_softmax, moving / figures.softmax_fraction, moving)
     is_computing = ops.is_product | ops.is_attention
     return np.where(is_computing, computing, moving) + figures.launch
+
+
+def _speeds(ops: OperationArrays, figures: Figures) -> Floats:
+    """Return the speed of attention kernels relative to FlashAttention-2."""
+    has_fp8 = figures.peak_fp8 < NEVER
+    return np.where(has_fp8, ops.speed, np.minimum(ops.speed, 1.0))
 
 
 def _matmul_fractions(ops: OperationArrays, figures: Figures) -> Floats:
@@ -378,7 +385,9 @@ def with_host(device: LayerSeconds, figures: Figures) -> LayerSeconds:
         device.forward, figures.host_forward * device.forward_kernels, figures
     )
     backward = device.backward_input + device.backward_weight
-    bounded = _joined(backward, figures.host_backward * device.backward_kernels, figures)
+    bounded = _joined(
+        backward, figures.host_backward * device.backward_kernels, figures
+    )
     slower = bounded / np.where(backward > 0, backward, 1.0)
     return LayerSeconds(
         forward=forward,

@@ -48,7 +48,7 @@ from planner.spec.transformer import Experts, LatentAttention, Transformer
 AttentionKind = Literal["attention", "attention-1", "attention-3"]
 Group = Literal["tensor", "context", "expert"]
 Phase = Literal["forward", "backward"]
-Beside = Literal["weight", "input", "attention"]
+Beside = Literal["weight", "input", "attention", "compute"]
 
 FUSED_ATTENTION: dict[str, AttentionKind] = {
     "flash": "attention",
@@ -561,6 +561,8 @@ class DecoderCounts:
         batch = max(1, round(split.micro_batch_size * model.heads / split.tensor))
         scores = batch * local * span
         kernel = FUSED_ATTENTION.get(self.runtime.attention)
+        if kernel == "attention" and self.runtime.cudnn_attention:
+            kernel = "attention-3"
         is_halved = self.runtime.causal and not windowed
         output = split.tokens * model.heads / split.tensor * model.value_dim
         if kernel is not None:
@@ -660,7 +662,15 @@ class DecoderCounts:
         else:
             self._second(work, tokens * count, model.hidden, inner, kept=False)
         elements = count * tokens * inner
-        if self.runtime.fuses_elementwise:
+        if self.runtime.fuses_elementwise and name == "moe" and model.biases == "all":
+            # Biases of experts are added by kernels of their own, and a clamped gate
+            # runs as separate kernels: add, two clamps, sigmoid, two products.
+            wide = 2 * size * count * tokens * width
+            work.memory(wide, module=act)
+            for moved in (2, 2, 2, 3, 3):
+                work.memory(moved * size * elements, module=act)
+            work.memory(2 * size * count * tokens * model.hidden, module="moe_fc2")
+        elif self.runtime.fuses_elementwise:
             work.memory(size * count * tokens * (width + inner), module=act)
         else:
             work.memory(2 * size * elements, module=act)
@@ -721,7 +731,7 @@ class DecoderCounts:
         """Exchange tokens with the ranks of their experts, and back."""
         beside: Beside | None = None
         if self.runtime.overlaps_expert_exchange:
-            beside = "attention"
+            beside = "compute"
         operation: CollectiveName = "all_to_all"
         there = narrow if phase == "forward" else plain
         work.exchange(phase, operation, there, group="expert", beside=beside)

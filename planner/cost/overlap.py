@@ -3,7 +3,7 @@
     (X1)  exposed seconds of a phase = collectives that nothing hides
           + max(0, collectives beside some compute - overlap_fraction x that compute)
           for each of: the products for the weights' gradients, those for the inputs'
-          gradients, attention; where a runtime splits its tensor-parallel collectives
+          gradients, attention, all compute of the phase; where a runtime splits its tensor-parallel collectives
           (user buffers), all of them beside all compute of the phase
 
 Numbers and NumPy arrays are accepted alike, so that a fit prices many layers at once.
@@ -30,6 +30,7 @@ class Exchanges:
     beside_weight: Any = 0.0
     beside_input: Any = 0.0
     beside_attention: Any = 0.0
+    beside_compute: Any = 0.0
 
     def add(self, group: str, beside: str | None, seconds: Any) -> None:
         """Add the seconds of one collective to its class."""
@@ -90,7 +91,8 @@ def exposed_seconds(
         exchanges.tensor + beside_products,
     )
     beside_attention = _left(exchanges.beside_attention, fraction * compute.attention)
-    return exchanges.others + exposed_tensor + beside_attention
+    beside_compute = _left(exchanges.beside_compute, fraction * compute.whole)
+    return exchanges.others + exposed_tensor + beside_attention + beside_compute
 
 
 def _left(communication: Any, hidden: Any) -> Any:

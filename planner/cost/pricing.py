@@ -36,7 +36,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from planner.cost.chunks import NO_ATTENTION, AttentionPart, attention_part, in_chunks
-from planner.cost.communication import Group, collective_seconds
+from planner.cost.communication import (
+    Group,
+    collective_seconds,
+    copies_between_nodes,
+)
 from planner.cost.compute import Computation
 from planner.cost.groups import Groups
 from planner.cost.held import Held, has_backward
@@ -417,8 +421,17 @@ class LayerPricing:
             *links,
             copies=fitted.ring_copies,
             rails=fitted.rail_fraction,
+            copies_between=self._copies_between(group),
         )
         return moving + work.constants.collective_seconds
+
+    def _copies_between(self, group: Group) -> float:
+        """Copies of a token between nodes / its experts: c of equation (L5)."""
+        transformer = self.work.profile.transformer
+        is_joint = self.work.framework.dispatcher in ("deepep", "hybridep")
+        if not is_joint or transformer is None or transformer.experts is None:
+            return 1.0
+        return copies_between_nodes(transformer.experts.experts_per_token, group.nodes)
 
     def _sharded(
         self, size_bytes: int, elements: int, experts: int, is_sharded: bool

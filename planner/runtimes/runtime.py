@@ -63,6 +63,9 @@ class Runtime:
 
     attention: AttentionKernel = "flash"
     """Kernel that a run uses by default."""
+    cudnn_attention: bool = False
+    """The fused kernel is cuDNN's, which on Hopper and later is as fast as the third
+    FlashAttention (TransformerEngine's default backend there)."""
     causal: bool = True
     """Attention does not compute the masked half of causal scores."""
     fuses_elementwise: bool = False

@@ -73,11 +73,11 @@ class Collective(Document):
     bytes: int = Field(ge=0)
     """Bytes of the full tensor of one collective (that an all-reduce reduces)."""
     count: int = Field(ge=1)
-    beside: Literal["weight", "input", "attention"] | None = Field(
+    beside: Literal["weight", "input", "attention", "compute"] | None = Field(
         default=None, exclude_if=_is_none
     )
     """Compute that hides it: the products for the weights' gradients, those for the
-    inputs' gradients, or attention; None: nothing."""
+    inputs' gradients, attention, or all compute of the phase; None: nothing."""
 
 
 class Measurement(Document):
