@@ -81,9 +81,6 @@ def test_fsdp_with_the_operators_of_torchtitan() -> None:
     assert run.runtime.settings["optimizer_state_bytes"] == 8
     assert run.result.memory_bytes == 88476326298
     assert run.result.memory_kind == "reserved"
-    group = run.cluster.node_groups[0]
-    assert group.inter_node is not None
-    assert group.inter_node.bandwidth_bytes_per_second == 50e9
     other = run_of(cited(TORCHTITAN, framework="fsdp"))
     assert other.runtime.settings["selective"] == "operators"
 
@@ -131,6 +128,21 @@ def test_blank_columns_leave_the_defaults() -> None:
     assert run.runtime.settings == {}
     assert run.cluster.node_groups[0].inter_node is None
     assert run.layout.expert_tensor_parallel_degree is None
+
+
+def test_stated_network() -> None:
+    """It is a nominal link between the nodes of a cluster, or the domains of a rack."""
+    network = {"network_gbytes_per_s_per_gpu": 25, "gpus": 16, "dp": 16, "gbs": 16}
+    link = run_of(row(**network)).cluster.node_groups[0].inter_node
+    assert link is not None
+    assert link.bandwidth_bytes_per_second == 25e9
+    assert link.is_nominal
+    halves = network | {"gpus": 8, "gpus_per_node": 4, "dp": 8}
+    assert run_of(row(**halves)).cluster.node_groups[0].inter_node == link
+    one_node = network | {"gpus": 8, "dp": 8}
+    assert run_of(row(**one_node)).cluster.node_groups[0].inter_node is None
+    rack = network | {"device": "gb200-nvl72-186gb", "gpus_per_node": 4}
+    assert run_of(row(**rack)).cluster.node_groups[0].inter_node is None
 
 
 def test_states_and_formats() -> None:
