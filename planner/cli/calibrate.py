@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.cli.calibrate_device import measure_device
 from planner import runtimes
+from planner.cli.calibrate_device import measure_device
 from planner.cli.console import Progress, bold, check_output, note, publish, table
 from planner.cli.failures import DONE
 from planner.cli.options import POSITIVE_INT, option, output_option, refuse, verb
@@ -67,18 +67,6 @@ MOST_NOTES = 5
 )
 @option("--runtime", metavar="R", help="Use the runs of one runtime only")
 @option(
-    "--device",
-    metavar="here|cpu|cuda",
-    help="Measure the kernels of this machine's device instead",
-)
-@option(
-    "--concurrency",
-    type=POSITIVE_INT,
-    default=1,
-    advanced=True,
-    help="Ranks that share the machine's cores while --device measures",
-)
-@option(
     "--calibration",
     metavar="FILE",
     advanced=True,
@@ -101,9 +89,6 @@ def command(
     for plan --devices 8xdevice.json, profile --device analytic:device.json, and the
     device of a cluster document.
     """
-    from planner.calibrate.fit import fit
-    from planner.calibrate.run_errors import price_runs, run_errors
-
     check_output(output)
     if device is not None:
         message = "cannot be combined with --device."
@@ -118,8 +103,11 @@ def command(
             field="--runs",
             hint="give measured runs, or measure a device with --device here.",
         )
+    from planner.calibrate.fit import fit
+    from planner.calibrate.run_errors import price_runs, run_errors
+
     if runtime is not None:
-        _check_runtime(runtime)
+        runtime = runtimes.get(runtime, field="--runtime").name
     prior = load(calibration) if calibration else shipped()
     files = _read(sources)
     runs = _of_runtime(files.runs, runtime)
@@ -141,22 +129,6 @@ def command(
     text = f"{errors_text(before, after)}\n\n{constants_text(prior, fitted)}"
     publish(dump(fitted).rstrip("\n"), text, output, as_json=as_json)
     return DONE
-
-
-def _check_sources(sources: Sequence[str], device: str | None) -> None:
-    """Either runs or a device.
-
-    Raises:
-        DocumentError: neither or both.
-    """
-    if bool(sources) != (device is not None):
-        return
-    message = "is given together with --runs." if sources else "is missing, and --runs."
-    raise DocumentError(
-        message,
-        field="--device",
-        hint="give --runs FILE to fit constants, or --device here to measure.",
-    )
 
 
 def _read(sources: Sequence[str]) -> RunFiles:
