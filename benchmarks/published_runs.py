@@ -18,6 +18,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from planner import runtimes
 from planner.errors import DocumentError, UnknownNameError
 from planner.schedule.catalogue import find
 from planner.spec.cluster import (
@@ -471,12 +472,22 @@ def layout_string_stages(text: str) -> tuple[int, ...]:
 
 
 def _runtime(row: Row) -> RuntimeChoice:
+    """The runtime with the traits that the row states.
+
+    The column of data-parallel overlap does not distinguish reduction and gathers: a
+    runtime that overlaps the reduction only does not overlap the gathers.
+    """
     framework = row["framework"]
     by_framework = RUNTIME_OF_FRAMEWORK.get(framework, framework)
     name = RUNTIME_OF_RECIPE.get(row["recipe"], by_framework)
     if name not in RUNTIMES:
         raise OutOfScopeError(f"framework {framework}")
-    return RuntimeChoice(name=name, release=_release(row), settings=_settings(row))
+    release = _release(row)
+    settings = _settings(row)
+    default = runtimes.get(name, release=release)
+    if default.overlaps_reduction and not default.overlaps_gathers:
+        settings.pop("overlaps_gathers", None)
+    return RuntimeChoice(name=name, release=release, settings=settings)
 
 
 def _release(row: Row) -> str:

@@ -145,6 +145,16 @@ def test_stated_network() -> None:
     assert run_of(row(**rack)).cluster.node_groups[0].inter_node is None
 
 
+def test_overlap_of_data_parallel_collectives() -> None:
+    """The column states both collectives, unless the runtime overlaps only one."""
+    both = run_of(row(dp_comm_overlap=1)).runtime.settings
+    assert both["overlaps_reduction"] is both["overlaps_gathers"] is True
+    neither = run_of(row(dp_comm_overlap=0)).runtime.settings
+    assert neither["overlaps_reduction"] is neither["overlaps_gathers"] is False
+    one = run_of(row(dp_comm_overlap=1, framework="internevo")).runtime.settings
+    assert one == {"overlaps_reduction": True}
+
+
 def test_states_and_formats() -> None:
     """No master copy is pure bf16, eight-bit Adam has two bytes of states."""
     run = run_of(
