@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.attention.bias import CausalBias, causal_lower_right
+from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import (
@@ -88,9 +88,14 @@ def _attention(
 
 @cache
 def _corner(queries: int, keys: int) -> CausalBias:
-    """torch's word for a causal mask from the lower right corner."""
+    """Return torch's word for a causal mask from the lower right corner, without memory of its own.
+
+    `causal_lower_right` passes its arguments on to `Tensor`, which takes them for a shape: (2, queries, keys) of fp32.
+    """
     with _disable_current_modes():  # they would take it for a tensor
-        return causal_lower_right(queries, keys)
+        corner = CausalBias.__new__(CausalBias)
+        CausalBias.__init__(corner, CausalVariant.LOWER_RIGHT, queries, keys)
+        return corner
 
 
 def _flash(

@@ -921,3 +921,26 @@ def test_tied_weights_of_a_stage_and_its_mirror_image_are_exchanged_once() -> No
     assert found.breakdown.data_parallel_seconds == pytest.approx(
         single.breakdown.data_parallel_seconds
     )
+
+
+def test_counting_long_sequences_beside_context_parallelism_takes_no_memory(
+    tmp_path: Path,
+) -> None:
+    """torch makes a tensor of fp32 of the shape (2, queries, keys) for a causal mask that is never read: 64 GiB here."""
+    from planner.profiler.lower_right import _corner
+
+    model = count.profile(
+        load_model(small_llama(tmp_path)),
+        sequence_length=131_072,
+        micro_batch_sizes=(1,),
+        tensor_parallel_degrees=(1,),
+        sequence_parallel=False,
+        expert_parallel_degrees=(1,),
+        context_parallel_degrees=(2,),
+        dtype="bf16",
+    )
+    rows = model.layers[1].measurements
+    assert 2 in {row.context_parallel_degree for row in rows}
+    assert _corner(131_072 // 2, 131_072).untyped_storage().nbytes() == 0
+    corner = _corner(2, 4)._materialize()
+    assert corner.tolist() == [[True, True, True, False], [True] * 4]
