@@ -45,16 +45,16 @@ CLUSTER = Cluster(
 
 @dataclass(frozen=True)
 class Measured:
-    """A measured run whose values are all scored."""
+    """A measured run."""
 
     run: Run
-    family: str = "family"
-    source: str = "source"
+    family: str
+    source: str
+    group: str
+    use_time: bool
+    use_memory: bool
+    use_fit: bool
     kind: str = "kind"
-    group: str = "group"
-    use_time: bool = True
-    use_memory: bool = True
-    use_fit: bool = True
 
 
 def measured(
@@ -63,7 +63,10 @@ def measured(
     micro_batch_size: int = 1,
     *,
     ran_out: bool = False,
-    **fields: object,
+    is_scored: bool = True,
+    family: str = "family",
+    source: str = "source",
+    group: str = "group",
 ) -> Measured:
     """Return a run of a small model with these results."""
     run = Run(
@@ -78,7 +81,15 @@ def measured(
             memory_bytes=memory_bytes,
         ),
     )
-    return Measured(run, **fields)  # type: ignore[arg-type]
+    return Measured(
+        run=run,
+        family=family,
+        source=source,
+        group=group,
+        use_time=is_scored,
+        use_memory=is_scored,
+        use_fit=is_scored,
+    )
 
 
 def predicted(
@@ -93,11 +104,18 @@ def predicted(
     return Outcome(run, Predicted(seconds, memory_bytes, fits, seconds_80))
 
 
-def plans(guesses: list[float], times: list[float], **fields: object) -> list[Outcome]:
+def plans(
+    guesses: list[float],
+    times: list[float],
+    *,
+    family: str = "family",
+    group: str = "group",
+) -> list[Outcome]:
     """Return one rank group of plans that differ in their micro-batch size."""
     found = []
     for place, (guess, time) in enumerate(zip(guesses, times, strict=True)):
-        run = measured(time, micro_batch_size=2**place, **fields)
+        size = 2**place
+        run = measured(time, micro_batch_size=size, family=family, group=group)
         found.append(predicted(run, guess))
     return found
 
@@ -125,7 +143,7 @@ def test_time_and_memory_errors() -> None:
 
 def test_values_that_are_not_scored() -> None:
     """They have no error and no decision, although the row has them."""
-    run = measured(1.0, GIB, use_time=False, use_memory=False, use_fit=False)
+    run = measured(1.0, GIB, is_scored=False)
     found = figures([predicted(run, 9.0, seconds_80=(0.1, 0.2))])
     assert (found.time, found.memory, found.decisions) == (None, None, None)
     assert found.coverage_80 is None
