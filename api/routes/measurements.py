@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter
 
-from planner.api.calibration import rows_text
+from planner.api.calibration import stored_runs
 from planner.api.dependencies import ServicesDependency
+from planner.spec import Run
 
 router = APIRouter(prefix="/v1", tags=["measurements"])
 
 
-@router.get(
-    "/measurements.csv",
-    response_class=Response,
-    responses={200: {"content": {"text/csv": {}}}},
-)
-def get_measurements_csv(parts: ServicesDependency) -> Response:
-    """Return every measured run of a catalogue transformer, for `planner calibrate`."""
-    return Response(rows_text(parts.store.measured_plans()), media_type="text/csv")
+@router.get("/runs")
+def list_runs(parts: ServicesDependency) -> list[Run]:
+    """Return measured runs as run documents, for `planner calibrate`. Runs whose model
+    is no decoder, and those on unlike devices, are left out.
+    """
+    measured = parts.store.measured_plans()
+    return list(stored_runs(measured, parts.profiles.get))

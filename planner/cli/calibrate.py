@@ -163,7 +163,7 @@ def _of_runtime(runs: Sequence[Run], runtime: str | None) -> tuple[Run, ...]:
     if not chosen:
         known = sorted({run.runtime.name for run in runs})
         raise DocumentError(
-            f"has no run of {runtime or 'any runtime'}.",
+            f"has no measured run of {runtime}." if runtime else "has no measured run.",
             field="--runs",
             hint=f"the runs are of {', '.join(known)}." if known else "give a run.",
         )

@@ -1,4 +1,4 @@
-"""Stored runs as calibration reads them: every row says what its plan and its run said."""
+"""Stored runs as run documents: each states what its plan and its report stated."""
 
 from __future__ import annotations
 
@@ -6,13 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from planner.api.calibration import row_of, rows_text
+from planner.api.calibration import stored_runs
 from planner.api.settings import Settings
 from planner.api.store import Store
-from planner.fidelity.rows import Run, read_runs
+from planner.errors import DocumentError
 from planner.profiler.resolve import catalogue_profile
 from planner.search import make_request, plan_layout
-from planner.spec import Cluster, Job, MeasuredRun, NodeGroup, Plan, PredictionLayout
+from planner.spec import (
+    Cluster,
+    Job,
+    MeasuredRun,
+    ModelProfile,
+    NodeGroup,
+    Plan,
+    PredictionLayout,
+    Run,
+)
 from planner.spec.measured import MeasuredRank
 from tests.api.documents import plan_body
 from tests.api.fakes import Instant
@@ -35,8 +44,14 @@ def planned(model: str, **layout: object) -> Plan:
     return found
 
 
-def run_of(plan: Plan) -> MeasuredRun:
-    """What it came to."""
+def report_of(plan: Plan) -> MeasuredRun:
+    """The report of a run of this plan."""
+    ranks = [
+        MeasuredRank(
+            rank=rank, pipeline=0, parameters=1, peak_bytes=PEAK_BYTES // (1 + rank)
+        )
+        for rank in range(8)
+    ]
     return MeasuredRun(
         plan_id=plan.id,
         model="m",
@@ -46,25 +61,14 @@ def run_of(plan: Plan) -> MeasuredRun:
         step_seconds=(STEP_SECONDS,),
         median_step_seconds=STEP_SECONDS,
         tokens_per_second=1.0,
-        ranks=tuple(
-            MeasuredRank(
-                rank=rank, pipeline=0, parameters=1, peak_bytes=PEAK_BYTES // (1 + rank)
-            )
-            for rank in range(8)
-        ),
+        ranks=tuple(ranks),
     )
 
 
-def read_back(plan: Plan, folder: Path) -> Run:
-    """The row of a plan, through its file."""
-    path = folder / "measurements.csv"
-    path.write_text(
-        rows_text(
-            [(7, plan.model_dump_json(by_alias=True), run_of(plan).model_dump_json())]
-        )
-    )
-    (run,) = read_runs(path).runs
-    return run
+def stored(plan: Plan, profile: ModelProfile) -> list[Run]:
+    """The runs of a store with one run of this plan."""
+    texts = plan.model_dump_json(by_alias=True), report_of(plan).model_dump_json()
+    return list(stored_runs([(7, *texts)], lambda profile_id: profile))
 
 
 @pytest.mark.parametrize(
@@ -91,67 +95,73 @@ def read_back(plan: Plan, folder: Path) -> Run:
         ("llama-3.2-1b", {"pipeline_parallel_degree": 8, "micro_batch_size": 1}),
     ],
 )
-def test_rows_say_what_plan_and_run_said(
-    model: str, layout: dict[str, object], tmp_path: Path
+def test_runs_state_what_plan_and_report_stated(
+    model: str, layout: dict[str, object]
 ) -> None:
-    """Layout, stages, parameters, batch, seconds and bytes are the same on the other side."""
+    """Sizes, layout, stages, job, seconds and bytes are those of plan and report."""
     plan = planned(model, **layout)
-    run = read_back(plan, tmp_path)
-    told = plan.layout.model_copy(update={"recompute": "none"})
-    assert run.layout == told
-    assert (
-        run.recompute
-        == [layer.recompute for stage in plan.stages for layer in stage.layers][1]
-    )
+    profile = catalogue_profile(model, plan.request.job)
+    (run,) = stored(plan, profile)
+    assert run.model == profile.transformer
+    modes = [layer.recompute for stage in plan.stages for layer in stage.layers]
+    assert run.layout == plan.layout.model_copy(update={"recompute": modes[1]})
     blocks = [
         sum(layer.name not in ("embedding", "head") for layer in stage.layers)
         for stage in plan.stages
     ]
-    assert run.blocks_per_stage == tuple(blocks)
-    profile = catalogue_profile(model, plan.request.job)
-    shared = sum(
-        each.parameters * (len(each.layers) - 1) for each in profile.shared_parameters
-    )
-    assert run.shape.parameters == pytest.approx(
-        sum(layer.parameters for layer in profile.layers) - shared, rel=1e-3
-    )
-    assert (run.device, run.devices, run.framework.name) == (
-        "a100-sxm4-40gb",
-        8,
-        "planner",
-    )
-    assert (run.sequence_length, run.global_batch_size) == (1024, 64)
-    assert (run.step_seconds, run.memory_bytes) == (STEP_SECONDS, PEAK_BYTES)
+    assert run.stages == tuple(blocks)
+    assert run.cluster == plan.cluster
+    assert (run.runtime.name, run.job.runtime) == ("planner", "planner")
+    assert run.job.global_batch_size == 64
+    result = run.result
+    assert (result.step_seconds, result.memory_bytes) == (STEP_SECONDS, PEAK_BYTES)
+    assert (run.source.name, run.source.id) == ("planner run", "measurement-7")
 
 
 @pytest.mark.parametrize(
     "change", [{"rank_order": "tp-cp-pp-dp"}, {"micro_batch_shares": (40, 24)}]
 )
-def test_ranks_that_do_not_act_alike_are_left_out(change: dict[str, object]) -> None:
-    """A row has no words for their shares, nor for their order."""
+def test_unlike_replicas_are_left_out(change: dict[str, object]) -> None:
+    """A run document has neither shares of replicas nor an order of ranks of its own."""
     plan = planned("gpt2", data_parallel_degree=2, pipeline_parallel_degree=4)
-    assert row_of(plan, run_of(plan), 1) is not None
-    other = plan.model_copy(update={"layout": plan.layout.model_copy(update=change)})
-    assert row_of(other, run_of(plan), 1) is None
+    profile = catalogue_profile("gpt2", plan.request.job)
+    assert len(stored(plan, profile)) == 1
+    layout = plan.layout.model_copy(update=change)
+    assert not stored(plan.model_copy(update={"layout": layout}), profile)
 
 
-def test_what_calibration_cannot_use_is_left_out(
-    settings: Settings, journal: Path
-) -> None:
-    """Of a model that no catalogue has, dimensions are not known: the service answers a file without rows."""
+def test_models_without_sizes_are_left_out() -> None:
+    """Calibration counts operations from the sizes of a decoder."""
+    plan = planned("gpt2", data_parallel_degree=8)
+    profile = catalogue_profile("gpt2", plan.request.job)
+    assert not stored(plan, profile.model_copy(update={"transformer": None}))
+
+
+def test_runs_whose_profile_is_gone_are_left_out() -> None:
+    """A deleted profile is no error of the whole answer."""
+    plan = planned("gpt2", data_parallel_degree=8)
+    texts = plan.model_dump_json(by_alias=True), report_of(plan).model_dump_json()
+
+    def missing(profile_id: str) -> ModelProfile:
+        raise DocumentError("there is no such profile.")
+
+    assert not list(stored_runs([(1, *texts)], missing))
+
+
+def test_the_service_answers_run_documents(settings: Settings, journal: Path) -> None:
+    """A run of a toy model, whose sizes are not known, leaves an empty list."""
     with running(settings, Instant(journal)) as live:
         plan_id = live.plan(plan_body()).json()["id"]
         live.post(f"/v1/plans/{plan_id}/measurements", measured_run(plan_id))
-        answer = live.get("/v1/measurements.csv")
-        assert answer.headers["content-type"].startswith("text/csv")
-        (header,) = answer.text.splitlines()
-        assert header.startswith("source_id,system,hardware")
+        answer = live.get("/v1/runs")
+        assert answer.status_code == 200
+        assert answer.json() == []
 
 
 def test_the_store_pairs_runs_with_their_plans(
     settings: Settings, journal: Path
 ) -> None:
-    """Oldest first."""
+    """Measured runs are returned with their plan, oldest first."""
     with running(settings, Instant(journal)) as live:
         plan_id = live.plan(plan_body()).json()["id"]
         for seconds in (0.5, 0.6):

@@ -52,7 +52,7 @@ NEEDED: dict[tuple[str, str], Scope | None] = {
     ("GET", "/v1/devices"): "read",
     ("GET", "/v1/schemas/job"): "read",
     ("GET", "/v1/exports"): "read",
-    ("GET", "/v1/measurements.csv"): "read",
+    ("GET", "/v1/runs"): "read",
     ("GET", "/v1/profiles/q"): "read",
     ("GET", "/v1/plans"): "read",
     ("GET", "/v1/plans/p"): "read",
