@@ -40,7 +40,8 @@ class Option(click.Option):
         self.group = group
         self.advanced = advanced
         self.several_words = several_words
-        """Takes all of ``FIELD=V FIELD=V ...`` that follow it."""
+        """Takes all of ``FIELD=V FIELD=V ...`` that follow it; all words, if the command
+        has no arguments."""
 
 
 class Verb(click.Command):
@@ -74,21 +75,26 @@ class Verb(click.Command):
         return result
 
     def _repeat_options(self, words: Sequence[str]) -> list[str]:
-        """``--layout[=| ]a=1 b=2`` -> ``--layout a=1 --layout b=2``, for options of several words."""
+        """``--layout[=| ]a=1 b=2`` -> ``--layout a=1 --layout b=2``, for options of several words.
+
+        Words without ``=`` are left to the arguments of a command that has some.
+        """
         several = {
             name
             for each in self.params
             if isinstance(each, Option) and each.several_words
             for name in each.opts
         }
+        has_arguments = any(isinstance(each, click.Argument) for each in self.params)
         result: list[str] = []
         option = ""
         for word in words:
             if word.startswith("-"):
                 name, _, _ = word.partition("=")
                 option = name if name in several else ""
-            elif option and "=" in word and result[-1] != option:
-                result.append(option)
+            elif option and result[-1] != option:
+                if "=" in word or not has_arguments:
+                    result.append(option)
             result.append(word)
         return result
 
