@@ -19,6 +19,9 @@ latency a and bandwidth b of one device and direction:
               between   a + c (n - j)/n S/b        at the network                    -> all_to_all_seconds()
           c = 1: every token is sent to every expert; c < 1: a token is sent to a node once (DeepEP, HybridEP) and
           forwarded inside it, so that (k - 1)/k of S pass the link inside
+    (L7)  all-reduce of n > 2 ranks that the switch inside a node sums (NVLink SHARP), if faster than the ring: each
+          device sends S once and the n-th part of the sum, at e of the bandwidth (`Link.switch_reduction`), after the
+          fixed time that NCCL assumes               25 us + (n + 1)/n S/(e b)              -> switch_seconds()
     (L6)  broadcast to n ranks, before its bytes: the a of every link of a chain through all of them, node by node
                                                                                             -> chain_seconds()
 """
@@ -32,6 +35,8 @@ from dataclasses import dataclass, replace
 from planner.spec.cluster import Link
 from planner.spec.profile import CollectiveName
 
+SWITCH_REDUCTION_SECONDS = 2.5e-5
+"""Fixed time of an all-reduce by the switch (NCCL 2.30, src/graph/tuning.cc, hwLatencies of NVLS)."""
 _RING_PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
 
@@ -138,7 +143,7 @@ def collective_seconds(
         )
     passes = _RING_PASSES[operation]
     if group.nodes == 1:
-        return ring_seconds(
+        ring = ring_seconds(
             size_bytes,
             group.ranks,
             intra_node,
@@ -146,6 +151,10 @@ def collective_seconds(
             copies=copies,
             latency=latency,
         )
+        if operation != "all_reduce":
+            return ring
+        switch = switch_seconds(size_bytes, group.ranks, intra_node, latency=latency)
+        return ring if switch is None else min(ring, switch)
     inside = ring_seconds(
         size_bytes,
         group.ranks_per_node,
@@ -158,6 +167,18 @@ def collective_seconds(
     return inside + ring_seconds(
         share, group.nodes, between, passes=passes, latency=latency
     )
+
+
+def switch_seconds(
+    size_bytes: float, ranks: int, link: Link, *, latency: bool = True
+) -> float | None:
+    """Return the seconds of an all-reduce by the switch: equation (L7); None: no switch sums."""
+    if link.switch_reduction is None or ranks <= 2:
+        return None
+    sent_bytes = (ranks + 1) / ranks * size_bytes
+    reached = link.switch_reduction * link.bandwidth_bytes_per_second
+    fixed = SWITCH_REDUCTION_SECONDS if latency else 0.0
+    return fixed + sent_bytes / reached
 
 
 def all_to_all_seconds(

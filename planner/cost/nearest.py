@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from planner.cost.communication import Group
+from planner.cost.communication import Group, copies_between_nodes
 from planner.cost.groups import Groups
 from planner.cost.held import Held
 from planner.cost.pricing import LayerCost, LayerPricing, known_prices
@@ -181,8 +181,8 @@ def _all_nearest(work: Workload, split: Split, zero: ZeroStage, alike: int) -> G
 
     Tensor- and context-parallel ranks that divide a domain never lie across two: hierarchical collectives of more nodes
     would have fewer hops. Ranks that share experts, as far as they exchange all to all, are on as few nodes as there
-    can be. That is fastest only where the network has at most half the bandwidth of the link inside: half of a group
-    on another node is then no faster than all of it on one.
+    can be. That is fastest only where the network is slow: half of a group on another node is then no faster than all
+    of it on one.
     """
     if not _is_nearer_faster(work):
         return Groups(*(_ALONE,) * 8)
@@ -216,10 +216,21 @@ def _nearest_experts(expert: int, tensor: int, domain: int) -> Group:
 
 
 def _is_network_much_slower(work: Workload) -> bool:
-    """Return whether the network has half the bandwidth, and twice the latency, of the link inside a domain."""
+    """Return whether half of an all-to-all through the network takes no less than all of it inside a domain."""
     intra, inter = work.intra_node, work.inter_node or work.intra_node
-    is_half = 2 * inter.bandwidth_bytes_per_second <= intra.bandwidth_bytes_per_second
-    return is_half and inter.latency_seconds >= 2 * intra.latency_seconds
+    half = _least_copies_between(work) / 2 / inter.bandwidth_bytes_per_second
+    is_slower = half >= 1 / intra.bandwidth_bytes_per_second
+    return is_slower and inter.latency_seconds >= intra.latency_seconds
+
+
+def _least_copies_between(work: Workload) -> float:
+    """Return the least c of equation (L5): that of two nodes, where a token is sent to a node once."""
+    model = work.profile.transformer
+    if model is None or model.experts is None:
+        return 1.0
+    if work.framework.dispatcher not in ("deepep", "hybridep"):
+        return 1.0
+    return copies_between_nodes(model.experts.experts_per_token, 2)
 
 
 def _exchange_all_to_all(rows: tuple[dict[RecomputeMode, Measurement], ...]) -> bool:

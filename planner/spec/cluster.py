@@ -45,6 +45,11 @@ class ScaleUp(Document):
     pair_bandwidth_bytes_per_second: float | None = Field(default=None, gt=0)
     """Bandwidth between two devices, in one direction; None: the whole bandwidth."""
     latency_seconds: float = Field(default=INTRA_NODE_LATENCY_SECONDS, ge=0)
+    switch_reduction: float | None = Field(
+        default=None, gt=0, le=1, exclude_if=_is_none
+    )
+    """See `Link.switch_reduction`. The catalogue gives none, since frameworks often
+    disable it (``NCCL_NVLS_ENABLE=0``)."""
 
 
 class DeviceSpec(Document):
@@ -120,6 +125,13 @@ class Link(Document):
     is_nominal: bool = Field(default=False, exclude_if=not_)
     """Whether the figures are those of a data sheet, of which collectives reach the
     calibrated fraction; else they are used unchanged."""
+    switch_reduction: float | None = Field(
+        default=None, gt=0, le=1, exclude_if=_is_none
+    )
+    """Fraction of the bandwidth that all-reduces summed by the switch reach (NVLink
+    SHARP); None: no switch sums. NCCL assumes 0.85 for NVIDIA Hopper and 0.74 for
+    Blackwell, and uses it unless ``NCCL_NVLS_ENABLE=0`` (NCCL 2.30, src/graph/tuning.cc
+    and src/transport/nvls.cc)."""
     relative_residual: float | None = Field(default=None, ge=0)
     """Of one fit over all operations; see `LinkFit`."""
     fits: tuple[LinkFit, ...] = ()

@@ -163,8 +163,10 @@ def _known(device: str | DeviceSpec) -> DeviceSpec | None:
 def link_within(device: DeviceSpec, devices: int) -> Link | None:
     """Return the link inside a node: scale-up if it joins all devices, or host."""
     if device.scale_up is not None and devices <= device.scale_up.domain_devices:
-        return _link(
-            device.scale_up.bandwidth_bytes_per_second, device.scale_up.latency_seconds
+        return Link(
+            latency_seconds=device.scale_up.latency_seconds,
+            bandwidth_bytes_per_second=device.scale_up.bandwidth_bytes_per_second,
+            switch_reduction=device.scale_up.switch_reduction,
         )
     return _link(device.host_bandwidth_bytes_per_second, INTRA_NODE_LATENCY_SECONDS)
 

@@ -304,7 +304,13 @@ def collective_seconds(
         return _all_to_all(size_bytes, spread, intra, inter, latency)
     rounds = 2 if operation == "all_reduce" else 1
     if spread.nodes == 1:
-        return _ring(size_bytes, spread.ranks, intra, rounds, copies, latency)
+        ring = _ring(size_bytes, spread.ranks, intra, rounds, copies, latency)
+        fraction = intra.switch_reduction
+        if operation != "all_reduce" or fraction is None or spread.ranks <= 2:
+            return ring
+        sent = size_bytes + size_bytes / spread.ranks
+        fixed = 25e-6 if latency else 0.0
+        return min(ring, fixed + sent / fraction / intra.bandwidth_bytes_per_second)
     inside = _ring(size_bytes, spread.fullest, intra, rounds, rounds * copies, latency)
     adapters = (1 - rails) + rails * spread.fewest
     return inside + _ring(
@@ -316,16 +322,18 @@ def _all_to_all(
     size_bytes: float, spread: Spread, intra: Link, inter: Link, latency: bool
 ) -> float:
     """The slower of messages inside a node and messages between nodes, in flight at the same time: equation (L5)."""
-    neighbours = spread.fullest - 1
-    others = spread.ranks - spread.fewest if spread.nodes > 1 else 0
-    return max(
-        peers
-        * (
-            link.latency_seconds * latency
-            + size_bytes / spread.ranks / link.bandwidth_bytes_per_second
-        )
-        for peers, link in ((neighbours, intra), (others, inter))
-    )
+    each = size_bytes / spread.ranks
+    inside = _moved(each * (spread.fullest - 1), intra, latency)
+    if spread.nodes == 1:
+        return inside
+    between = _moved(each * (spread.ranks - spread.fewest), inter, latency)
+    return max(inside, between)
+
+
+def _moved(size_bytes: float, link: Link, latency: bool) -> float:
+    """Bytes of one device over a link, after one fixed time."""
+    fixed = link.latency_seconds if latency else 0.0
+    return fixed + size_bytes / link.bandwidth_bytes_per_second
 
 
 def _ring(

@@ -127,8 +127,10 @@ def _slowed(link: Link, fraction: float) -> Link:
 
 
 def slowest(links: Iterable[Link]) -> Link:
-    """Most latency and least bandwidth of some links."""
+    """Most latency and least bandwidth of some links; a sum by the switch is known only of equal links."""
     every = list(links)
+    if all(link == every[0] for link in every):
+        return every[0]
     return Link(
         latency_seconds=max(link.latency_seconds for link in every),
         bandwidth_bytes_per_second=min(

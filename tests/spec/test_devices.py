@@ -256,6 +256,28 @@ def test_own_devices_bring_their_links() -> None:
     assert caught.value.problems[0].field == "node_groups[0].intra_node"
 
 
+def test_a_switch_that_sums_is_a_property_of_its_link() -> None:
+    """What a device's scale-up links state about sums in the switch holds inside its nodes, not over the host."""
+    switch = ScaleUp(
+        topology="switch",
+        domain_devices=8,
+        bandwidth_bytes_per_second=1e11,
+        switch_reduction=0.85,
+    )
+    mine = DeviceSpec(
+        id="mine",
+        memory_bytes=1,
+        scale_up=switch,
+        host_bandwidth_bytes_per_second=1e10,
+        network_bandwidth_bytes_per_second=1e9,
+    )
+    inside, between = links_of(group(mine, nodes=2))
+    assert between is not None
+    assert (inside.switch_reduction, between.switch_reduction) == (0.85, None)
+    over_host, _ = links_of(group(mine, devices_per_node=16))
+    assert over_host.switch_reduction is None
+
+
 @pytest.mark.parametrize(
     ("name", "found"),
     [

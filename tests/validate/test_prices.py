@@ -135,13 +135,21 @@ def test_rooflines_agree(
     st.integers(1, 8),
     st.integers(0, 3),
     st.sampled_from([{}, {"copies": 1.3, "rails": 0.2}]),
+    st.none() | st.just(0.85),
 )
 def test_collectives_agree(
-    operation: Any, size: int, nodes: int, fullest: int, fewer: int, fitted: Any
+    operation: Any,
+    size: int,
+    nodes: int,
+    fullest: int,
+    fewer: int,
+    fitted: Any,
+    switch: float | None,
 ) -> None:
     """Any collective over any spread of ranks takes the same seconds in both."""
     ranks = max(nodes, nodes * fullest - min(fewer, fullest - 1 if nodes > 1 else 0))
     intra, inter = link(1e11, 3e-6), link(1e10, 1e-5)
+    intra = intra.model_copy(update={"switch_reduction": switch})
     group = Group(ranks, nodes, fullest)
     spread = Spread(ranks, nodes, fullest, group.fewest_per_node)
     one = cost_collective_seconds(operation, size, group, intra, inter, **fitted)
