@@ -8,7 +8,8 @@ memory of a real training step with the prediction. Three times are compared, fo
     by layer    the sum of the measured profile's layers
     measured    the whole model at once
 
-With ``--json`` it prints one JSON object; ``--quick`` takes three models and little time.
+A second table compares layers that are counted and priced by the device's measured curves with measured layers
+(`benchmarks.profiler_curves`). With ``--json`` it prints one JSON object; ``--quick`` takes three models and little time.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -27,9 +29,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from benchmarks.profiler_curves import CASES, layers, summary
+from benchmarks.profiler_curves import table as curves_table
 from planner.cost import price
 from planner.errors import PlannerError
 from planner.profiler import count, measure
+from planner.profiler.device_curves import device_curves
 from planner.profiler.measure_device import device_spec
 from planner.profiler.measure_timing import Mark, time_phases
 from planner.profiler.models import ModelSource, load_model
@@ -43,12 +48,15 @@ from planner.spec import (
     ModelProfile,
     NodeGroup,
     PredictionLayout,
+    read,
 )
-from planner.spec.profile import Measurement
+from planner.spec.profile import DataType, Measurement
 
 WIDTH, LAYERS, VOCABULARY, TOKENS, MICRO_BATCH_SIZE = 128, 4, 1000, 128, 4
 BUDGET_SECONDS, QUICK_SECONDS = 5.0, 0.5
 """For the timed runs of one model by layer, and of the whole."""
+LAYERS_SECONDS = 12.0
+"""For the timed runs of one model whose layers are priced by curves."""
 QUICK = ("gpt2", "mlp", "convolutions")
 
 LANGUAGE: dict[str, Any] = {
@@ -409,36 +417,75 @@ def _milliseconds(pair: tuple[float, float]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table, or one JSON object."""
+    """Print the tables, or one JSON object."""
     parser = argparse.ArgumentParser(
-        prog="benchmarks.profiler", description="Hold profiles to what really happens."
+        prog="benchmarks.profiler", description="Compare profiles with measurements."
     )
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument(
-        "--models", type=lambda text: text.split(","), help=f"of {', '.join(sources())}"
+        "--part",
+        choices=("models", "curves", "both"),
+        default="both",
+        help="models: counted and measured bytes and seconds; curves: counted layers "
+        "priced by measured curves (default: both)",
+    )
+    parser.add_argument(
+        "--models",
+        type=lambda text: text.split(","),
+        help=f"of {', '.join(sources())}; of the curves: {', '.join(CASES)}",
+    )
+    parser.add_argument(
+        "--curves",
+        metavar="DEVICE.json",
+        help="device document of planner calibrate --device (default: measured now)",
     )
     parser.add_argument(
         "--quick",
         action="store_true",
-        help=f"{', '.join(QUICK)} only, with little time",
+        help=f"models only: {', '.join(QUICK)}, with little time",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object")
     chosen = parser.parse_args(arguments)
-    names = chosen.models or (QUICK if chosen.quick else tuple(sources()))
-    unknown = [name for name in names if name not in sources()]
-    if unknown:
-        parser.error(f"no model {unknown[0]!r}; there are {', '.join(sources())}")
-    found = list(
-        rows(names, chosen.device, QUICK_SECONDS if chosen.quick else BUDGET_SECONDS)
-    )
-    if chosen.json:
-        print(
-            json.dumps(
-                {"device": chosen.device, "models": [asdict(row) for row in found]}
-            )
+    part = "models" if chosen.quick else chosen.part
+    known = {"models": set(sources()), "curves": set(CASES)}
+    known["both"] = known["models"] | known["curves"]
+    for name in chosen.models or ():
+        if name not in known[part]:
+            parser.error(f"no model {name!r}; there are {', '.join(known[part])}")
+    result: dict[str, Any] = {"device": chosen.device}
+    text: list[str] = []
+    if part != "curves":
+        names = _chosen(sources(), chosen.models or (QUICK if chosen.quick else None))
+        budget = QUICK_SECONDS if chosen.quick else BUDGET_SECONDS
+        found = list(rows(names, chosen.device, budget))
+        result["models"] = [asdict(row) for row in found]
+        text += [*table(found), ""]
+    if part != "models":
+        result["curves"], lines = _compare_curves(
+            _chosen(CASES, chosen.models), chosen.device, chosen.curves
         )
-    else:
-        print("\n".join(table(found)))
+        text += lines
+    print(json.dumps(result) if chosen.json else "\n".join(text))
+
+
+def _chosen(known: Mapping[str, Any], wanted: Sequence[str] | None) -> list[str]:
+    return [name for name in known if wanted is None or name in wanted]
+
+
+def _compare_curves(
+    names: Sequence[str], device: str, path: str | None
+) -> tuple[dict[str, Any], list[str]]:
+    """Price counted layers by measured curves; return the figures, and the table."""
+    spec = read(DeviceSpec, path) if path else device_curves(device)
+    before = os.getloadavg()[0]
+    dtype: DataType = "fp32" if device == "cpu" else "bf16"
+    found = list(layers(names, spec, device, LAYERS_SECONDS, dtype))
+    after = os.getloadavg()[0]
+    figures = summary(found) | {"load_average": [before, after]}
+    if spec.curves is not None:
+        figures["environment"] = spec.curves.environment
+    load = f"load average: {before:.1f} before the layers, {after:.1f} after"
+    return figures, [*curves_table(found), "", load]
 
 
 if __name__ == "__main__":

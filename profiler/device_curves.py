@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from planner.errors import SpecError
@@ -439,20 +439,38 @@ class HostCopy:
         mark()
 
 
+class Scale(nn.Module):
+    """A module with one kernel."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(1, device=device))
+
+    def forward(self, value: Tensor) -> Tensor:
+        """Multiply by the parameter."""
+        return value * self.factor
+
+
 @dataclass(slots=True)
 class Launches:
-    """Kernels of an autograd graph that have next to nothing to do."""
+    """Kernels that have next to nothing to do."""
 
     device: torch.device
+    is_trained: bool
+    """As modules that are recorded for the backward; otherwise as bare operations."""
     repeats: int = LAUNCHES
 
     def run(self, mark: Mark) -> None:
         """Launch them, one after the other."""
-        value = torch.zeros(1, device=self.device, requires_grad=True)
-        scale = torch.ones(1, device=self.device)
+        scale = Scale(self.device)
+        value, factor = torch.zeros(1, device=self.device), scale.factor.detach()
         mark()
-        for _ in range(self.repeats):
-            value = value * scale
+        if self.is_trained:
+            for _ in range(self.repeats):
+                value = scale(value)
+        else:
+            for _ in range(self.repeats):
+                value = value * factor
         mark()
 
 
@@ -794,11 +812,15 @@ def _memory(
 
 
 def _launches(bench: Bench) -> tuple[float, float]:
-    """Seconds per kernel on the device, and on the host that launches it; 0 on a CPU, which is both."""
+    """Seconds of an empty kernel on the device, and of the host for a module with one kernel.
+
+    On a CPU, where the host is the device, the second is what the module adds.
+    """
     with torch.enable_grad():
-        launched = bench.time(Launches(bench.device)).median()
+        trained = bench.time(Launches(bench.device, is_trained=True)).median()
+    bare = bench.time(Launches(bench.device, is_trained=False)).median()
     if bench.device.type == "cpu":
-        return launched, 0.0
+        return bare, max(0.0, trained - bare)
     tensor = torch.zeros(1, device=bench.device)
     graph = torch.cuda.CUDAGraph()
     tensor.add_(1)
@@ -813,7 +835,7 @@ def _launches(bench: Bench) -> tuple[float, float]:
         mark()
 
     timing = time_phases(replay, bench.device, limit_seconds=POINT_SECONDS)
-    return timing.median() / LAUNCHES, launched
+    return timing.median() / LAUNCHES, trained
 
 
 def _copies(bench: Bench) -> tuple[CopyCurve, ...]:

@@ -388,23 +388,26 @@ def curve_seconds(
     else:
         recompute = whole * float(row.recompute == "full")
     kernels = sum(one.count for one in operations)
-    again_kernels = sum(one.count for one in row.recompute_operations) or (
-        kernels if row.recompute == "full" else 0
-    )
-    host = curves.host_seconds
+    again_kernels = sum(one.count for one in row.recompute_operations)
+    if row.recompute == "full" and not again_kernels:
+        again_kernels = kernels
     backward = backward_input + backward_weight
-    slower = _with_host(backward, 2 * host * kernels) / backward if backward else 1.0
+    with_host = _with_host(curves, backward, 2 * kernels)
+    slower = with_host / backward if backward else 1.0
     return CurveSeconds(
-        forward_seconds=_with_host(whole, host * kernels),
+        forward_seconds=_with_host(curves, whole, kernels),
         backward_input_seconds=backward_input * slower,
         backward_weight_seconds=backward_weight * slower,
-        recompute_seconds=_with_host(recompute, host * again_kernels),
+        recompute_seconds=_with_host(curves, recompute, again_kernels),
         forward_attention_seconds=float(forward[is_attention].sum()),
     )
 
 
-def _with_host(device_seconds: float, host_seconds: float) -> float:
-    """Return equation (K2)."""
+def _with_host(curves: DeviceCurves, device_seconds: float, kernels: int) -> float:
+    """Return the seconds with the host's: added on a CPU, else equation (K2)."""
+    host_seconds = curves.host_seconds * kernels
+    if curves.is_host:
+        return device_seconds + host_seconds
     return float((device_seconds**4 + host_seconds**4) ** 0.25)
 
 
@@ -438,8 +441,11 @@ def _phase(
         at = is_run & (kinds == kind)
         if kind == "product":
             chosen = [one for one, here in zip(operations, at, strict=True) if here]
-            sizes = np.array([[one.m, one.n, one.k, one.batch] for one in chosen]).T
-            seconds[at] = product_seconds(curves, dtype, *sizes, phase)
+            m, n, k, batch = (
+                np.array([getattr(one, name) for one in chosen], dtype=np.float64)
+                for name in ("m", "n", "k", "batch")
+            )
+            seconds[at] = product_seconds(curves, dtype, m, n, k, batch, phase)
         elif kind == "whole":
             side = np.cbrt(np.maximum(flops[at], 2.0) / 2)
             seconds[at] = product_seconds(curves, dtype, side, side, side, 1, phase)

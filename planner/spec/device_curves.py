@@ -134,13 +134,18 @@ class DeviceCurves(Document):
     launch_seconds: float = Field(ge=0)
     """Fixed time of one kernel on the device, without its work."""
     host_seconds: float = Field(default=0.0, ge=0)
-    """Time in which the host launches one kernel of an autograd graph."""
+    """Time of the host for a module with one kernel; on a CPU, in addition to it."""
     copies: tuple[CopyCurve, ...] = ()
     """Empty on a CPU, whose memory is the host's."""
     measured_seconds: float | None = Field(default=None, ge=0, exclude_if=_is_none)
     """Duration of the measurement."""
     environment: dict[str, str] = Field(default_factory=dict)
     """Versions, threads and load during the measurement."""
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the device is a CPU, which does the host's work too."""
+        return not self.copies
 
     def __hash__(self) -> int:
         """Return a hash of few fields, since tables are cached by this document."""
