@@ -33,15 +33,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planner.schedule": BASE,
     "planner.partition": BASE,
     "planner.cost": RUNTIMES | {"planner.schedule", "planner.partition"},
+    "planner.calibrate": RUNTIMES | {"planner.schedule", "planner.cost"},
     "planner.search": SEARCH_SIDE | {"planner.validate"},
     "planner.fidelity": SEARCH_SIDE | {"planner.profiler"},
     # The checker shares no code with cost model and search: else both could be wrong
     # in the same way.
-    "planner.validate": BASE | {"planner.schedule"},
-    "planner.export": BASE | {"planner.schedule"},
+    "planner.validate": RUNTIMES | {"planner.schedule"},
+    "planner.export": RUNTIMES | {"planner.schedule"},
     "planner.executor": BASE | {"planner", "planner.schedule", "planner.profiler"},
     "planner.profiler": RUNTIMES | {"planner.schedule"},
-    "planner.api": SERVICE_SIDE | {"planner.profiler"},
+    "planner.api": SERVICE_SIDE | {"planner.profiler", "planner.calibrate"},
     "planner.client": {"planner.errors", "planner.spec"},
     # Finds plans for the executor, which cannot: the executor knows only its interfaces.
     "planner.replan": SEARCH_SIDE
@@ -52,7 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planner.cli": SERVICE_SIDE
     | {"planner.profiling"}
     | {"planner.fidelity", "planner.executor", "planner.profiler", "planner.api"}
-    | {"planner.client", "planner.replan"},
+    | {"planner.client", "planner.replan", "planner.calibrate"},
 }
 """The layers: what each package may import besides itself. Any other import is an error."""
 
@@ -63,6 +64,7 @@ WITHOUT_TORCH = (
     "planner.cost",
     "planner.schedule",
     "planner.partition",
+    "planner.calibrate",
     "planner.search",
     "planner.fidelity",
     "planner.validate",
