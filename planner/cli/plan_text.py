@@ -206,6 +206,8 @@ def schedule_name(layout: Layout) -> str:
 
 def _choices(layout: Layout) -> Iterator[str]:
     """Everything besides degrees, schedule, micro-batches and recompute."""
+    if layout.folds_experts:
+        yield f"tensor {layout.expert_tensor_degree} in experts"
     if layout.sequence_parallel:
         yield "sequence parallel"
     if layout.zero_stage:
