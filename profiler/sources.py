@@ -17,12 +17,15 @@ from planner.errors import DocumentError, UnknownNameError, UnsupportedError
 from planner.profiler.callables import first_line, load_callable
 from planner.profiler.catalogue import CatalogueEntry
 from planner.profiler.models import ModelInput, ModelSource
+from planner.profiler.samples import check_samples_first
 from planner.profiler.split_elementwise import take_split_tensors
 from planner.profiler.tensor_parallel import follow_local_heads
 from planner.spec.document import read_data
 
 DEFAULT_IMAGE_SIZE = 224
 """Pixels; of models whose configuration states none (ImageNet's usual crop)."""
+_TOKENS = 16
+"""Of a short sequence, for models that state no length."""
 Example = Tensor | tuple[Tensor, ...] | dict[str, Tensor] | None
 """Inputs that a user's callable returns beside its module."""
 
@@ -286,7 +289,7 @@ def from_callable(reference: str) -> ModelSource:
     Raises:
         DocumentError: the module cannot be imported, has no such callable, or the callable fails or returns neither a
             module nor (module, example inputs).
-        UnsupportedError: the inputs cannot be told from the module.
+        UnsupportedError: the inputs cannot be told from the module, or have their samples in another dimension than 0.
     """
     function = load_callable(reference, field=reference)
     with torch.device("meta"):
@@ -304,9 +307,14 @@ def from_callable(reference: str) -> ModelSource:
             field=reference,
             hint="build on torch's default device: pass no device= and do not call .to() or .cuda().",
         )
-    return _describe(
+    source = _describe(
         reference, module, example, partial(_build_from, function, reference)
     )
+    if source.config is None:
+        tokens = source.longest_sequence or _TOKENS
+        inputs = partial(source.example_inputs, sequence_length=tokens, device="meta")
+        check_samples_first(reference, again.train(), inputs, source.keywords)
+    return source
 
 
 def _call(function: Any, reference: str) -> tuple[nn.Module, Example]:

@@ -944,3 +944,77 @@ def test_counting_long_sequences_beside_context_parallelism_takes_no_memory(
     assert _corner(131_072 // 2, 131_072).untyped_storage().nbytes() == 0
     corner = _corner(2, 4)._materialize()
     assert corner.tolist() == [[True, True, True, False], [True] * 4]
+
+
+class Recurrent(nn.Module):
+    """An LSTM and a classifier of its last state."""
+
+    def __init__(self, *, batch_first: bool, turns: bool = False) -> None:
+        super().__init__()
+        self.turns = turns
+        self.lstm = nn.LSTM(16, 32, batch_first=batch_first)
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """(samples, tokens, 16) -> (samples, 4), if it is built so."""
+        states, _ = self.lstm(inputs.transpose(0, 1) if self.turns else inputs)
+        return cast(torch.Tensor, self.head(states[-1 if self.turns else slice(None)]))
+
+
+def encoder(*, batch_first: bool) -> nn.Module:
+    """Two encoder layers of torch."""
+    return nn.Sequential(
+        *(nn.TransformerEncoderLayer(16, 2, 32, batch_first=batch_first) for _ in "ab")
+    )
+
+
+def tokens_first_encoder() -> tuple[nn.Module, torch.Tensor]:
+    """(tokens, samples, width), as torch's layers have it by default."""
+    return encoder(batch_first=False), torch.randn(8, 2, 16)
+
+
+def tokens_first_lstm() -> tuple[nn.Module, torch.Tensor]:
+    """(tokens, samples, width)."""
+    return Recurrent(batch_first=False), torch.randn(8, 2, 16)
+
+
+def samples_first_encoder() -> tuple[nn.Module, torch.Tensor]:
+    """(samples, tokens, width)."""
+    return encoder(batch_first=True), torch.randn(2, 8, 16)
+
+
+def samples_first_lstm() -> tuple[nn.Module, torch.Tensor]:
+    """(samples, tokens, width), turned round inside."""
+    return Recurrent(batch_first=False, turns=True), torch.randn(2, 8, 16)
+
+
+@pytest.mark.parametrize("name", ["tokens_first_encoder", "tokens_first_lstm"])
+def test_model_with_tokens_in_dimension_0_is_refused(name: str) -> None:
+    """It was counted as sequences of one token for one sample, without a word."""
+    with pytest.raises(UnsupportedError, match="dimension 0") as refused:
+        load_model(f"{__name__}:{name}")
+    (problem,) = refused.value.problems
+    assert problem.field == f"{__name__}:{name}"
+    assert "batch_first=True" in problem.hint
+
+
+@pytest.mark.parametrize("name", ["samples_first_encoder", "samples_first_lstm"])
+def test_model_with_samples_in_dimension_0_is_counted(name: str) -> None:
+    """Twice the samples are twice the FLOPs, and the tokens are those of the example."""
+    source = load_model(f"{__name__}:{name}")
+    found = count.profile(source, sequence_length=0, micro_batch_sizes=(1, 2))
+    once = [
+        row.forward_flops
+        for each in found.layers
+        for row in each.measurements
+        if row.micro_batch_size == 1 and row.recompute == "none"
+    ]
+    twice = [
+        row.forward_flops
+        for each in found.layers
+        for row in each.measurements
+        if row.micro_batch_size == 2 and row.recompute == "none"
+    ]
+    assert sum(once) > 0
+    assert sum(twice) == 2 * sum(once)
+    assert source.sample_shape == (8, 16)
