@@ -47,6 +47,8 @@ PHASES: tuple[Phase, ...] = ("forward", "input", "weight")
 
 NEAREST = 4
 """Measured points that the rate of another one is derived from: equation (V2)."""
+DECIMALS = 9
+"""Of squared distances; of equally near points, the first in the document is used."""
 MEMORY_BACKWARD = 2.2
 """Bytes of memory-bound operations in the backward / forward, where a row does not
 state them: torch's counts of decoder blocks have 1.7 (GPT-2) to 2.4 (Qwen3)."""
@@ -80,7 +82,7 @@ class Grid:
         axes = tuple(np.unique(column) for column in sizes.T)
         shapes = np.array(list(product(*axes)))
         distances = ((shapes[:, None, :] - sizes[None, :, :]) ** 2).sum(axis=2)
-        nearest = distances.argmin(axis=1)
+        nearest = np.round(distances, DECIMALS).argmin(axis=1)
         lengths = tuple(len(axis) for axis in axes)
         flops = np.array([2.0 * one.m * one.n * one.k * one.batch for one in points])
         log_rates: dict[Phase, Floats] = {}
@@ -150,9 +152,9 @@ class Scatter:
         """Return the seconds of a phase, by FLOPs and bytes of the forward."""
         wanted = _places(np.maximum(flops, 1.0), np.maximum(moved, 1.0))
         difference = wanted[:, None, :] - self.places[None, :, :]
-        distances = (difference**2).sum(axis=2)
+        distances = np.round((difference**2).sum(axis=2), DECIMALS)
         count = min(NEAREST, len(self.places))
-        nearest = np.argsort(distances, axis=1)[:, :count]
+        nearest = np.argsort(distances, axis=1, kind="stable")[:, :count]
         weights = 1 / (np.take_along_axis(distances, nearest, axis=1) + NO_DISTANCE)
         log_rates = self.log_rates[phase][nearest]
         log_rate = (weights * log_rates).sum(axis=1) / weights.sum(axis=1)

@@ -15,6 +15,7 @@ from planner.spec.cluster import DeviceSpec, Link
 from planner.spec.fp8 import Cast, Fp8Casts
 from planner.spec.profile import BYTES_PER_ELEMENT, DataType, Measurement, Operation
 from planner.validate.communicators import Spread
+from planner.validate.curves import curve_seconds
 
 ATTENTION_BACKWARD_BYTES = 2.0
 FUSED_ATTENTION = {"attention-1": 1 / 2, "attention": 1.0, "attention-3": 7 / 4}
@@ -66,6 +67,10 @@ def layer_seconds(row: Measurement, machine: Machine) -> LayerSeconds:
             row.recompute_seconds,
         )
         return LayerSeconds(row.forward_seconds, *(seconds or 0.0 for seconds in rest))
+    if machine.casts is None and machine.device.curves is not None:
+        by_curves = curve_seconds(row, machine.device.curves, machine.dtype)
+        if by_curves is not None:
+            return LayerSeconds(*by_curves)
     if row.operations:
         parts = [_operation_seconds(operation, machine) for operation in row.operations]
         forward, of_input, of_weight = (
