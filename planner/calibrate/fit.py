@@ -63,14 +63,15 @@ class Prior:
 
 
 PRIORS: dict[str, Prior] = {
-    "matmul_fraction": Prior(0.88, 0.07, "architecture", 0.06, 0.3, 1.1),
+    "matmul_fraction": Prior(0.88, 0.07, "architecture", 0.1, 0.3, 1.1),
     "matmul_edge": Prior(60.0, 0.4, "architecture", 0.3, 0.0, 400.0),
     "unaligned_fraction": Prior(0.35, 0.1, "architecture", 0.3, 0.05, 1.0),
+    "grouped_fraction": Prior(0.8, 0.2, "architecture", 0.1, 0.3, 1.0),
     "kernel_fraction": Prior(1.0, 0.02, "runtime x architecture", 0.12, 0.3, 2.0),
     "fp8_fraction": Prior(0.8, 0.15, "format", 0.15, 0.3, 1.0),
     "memory_fraction": Prior(0.8, 0.12, "architecture", 0.1, 0.3, 1.0),
     "softmax_fraction": Prior(0.7, 0.3, "architecture", 0.1, 0.2, 1.2),
-    "attention_fraction": Prior(0.6, 0.3, "architecture", 0.15, 0.2, 1.0),
+    "attention_fraction": Prior(0.55, 0.2, "architecture", 0.2, 0.2, 1.0),
     "attention_backward": Prior(2.7, 0.1, "architecture", 0.05, 2.0, 4.0),
     "memory_backward": Prior(1.7, 0.1, "architecture", 0.05, 1.0, 3.0),
     "kernel_seconds": Prior(2.5e-6, 0.2, "architecture", 0.2, 5e-7, 2e-5),
@@ -79,7 +80,7 @@ PRIORS: dict[str, Prior] = {
     "collective_seconds": Prior(2e-5, 0.4, "architecture", 0.2, 1e-6, 2e-4),
     "intra_node_fraction": Prior(0.75, 0.15, "architecture", 0.1, 0.3, 1.0),
     "inter_node_fraction": Prior(0.65, 0.2, "source", 0.3, 0.1, 0.95),
-    "transfer_seconds": Prior(3e-4, 1.0, "runtime", 0.5, 1e-6, 5e-3),
+    "transfer_seconds": Prior(3e-4, 1.0, "runtime", 1.0, 1e-6, 2e-2),
     "optimizer_passes": Prior(1.3, 0.3, "runtime", 0.2, 1.0, 4.0),
     "step_seconds": Prior(1e-2, 1.0, "runtime", 0.5, 1e-4, 0.2),
     "overlap_fraction": Prior(0.7, 0.15, "runtime", 0.15, 0.2, 1.0),

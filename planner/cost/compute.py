@@ -53,7 +53,7 @@ ATTENTION: dict[str, float] = {
 the first version's (Dao 2023, abstract); the third is "1.5-2.0x" as fast on Hopper
 (Shah et al. 2024, abstract), and on older devices, known by the lack of fp8 products,
 the second."""
-PRODUCTS = ("matmul", "convolution")
+PRODUCTS = ("matmul", "grouped-matmul", "convolution")
 """Kinds of operations with two gradients."""
 NEVER = 1e30
 """Rate of what a device has no figure for, so that it takes no time."""
@@ -88,6 +88,7 @@ class OperationArrays:
     is_product: Mask
     is_attention: Mask
     is_softmax: Mask
+    is_grouped: Mask
     is_linear: Mask
     is_unaligned: Mask
     speed: Floats
@@ -122,6 +123,7 @@ class OperationArrays:
             is_product=is_product,
             is_attention=mask(one.kind in ATTENTION for one in flat),
             is_softmax=mask(one.kind == "softmax" for one in flat),
+            is_grouped=mask(one.kind == "grouped-matmul" for one in flat),
             is_linear=mask(bool(one.is_linear) for one in flat),
             is_unaligned=mask(bool(one.n % 2 or one.k % 2) for one in flat),
             speed=floats(ATTENTION.get(one.kind, 1.0) for one in flat),
@@ -147,6 +149,7 @@ class Figures:
     """Largest fraction of the peak: `achievable_fraction` x `matmul_fraction`."""
     matmul_edge: Floats
     unaligned_fraction: Floats
+    grouped_fraction: Floats
     fp8_fraction: Floats
     memory_fraction: Floats
     softmax_fraction: Floats
@@ -205,6 +208,7 @@ class Figures:
             ),
             matmul_edge=one(constants.matmul_edge),
             unaligned_fraction=one(constants.unaligned_fraction),
+            grouped_fraction=one(constants.grouped_fraction),
             fp8_fraction=one(constants.fp8_fraction),
             memory_fraction=one(constants.memory_fraction * constants.kernel_fraction),
             softmax_fraction=one(constants.softmax_fraction),
@@ -330,6 +334,7 @@ def _matmul_fractions(ops: OperationArrays, figures: Figures) -> Floats:
     sizes = [np.maximum(size, 1.0) for size in (ops.m, ops.n, ops.k)]
     edge = figures.matmul_edge * sum(1 / size for size in sizes)
     fraction = figures.matmul / (1 + np.where(has_shape, edge, 0.0))
+    fraction = np.where(ops.is_grouped, fraction * figures.grouped_fraction, fraction)
     is_slow = has_shape & ops.is_unaligned
     return np.where(is_slow, fraction * figures.unaligned_fraction, fraction)
 

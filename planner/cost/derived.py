@@ -22,6 +22,7 @@ Size = tuple[int, int, int, int, bool]
 parallelism."""
 Rows = tuple[dict[RecomputeMode, Measurement], ...]
 """Of every layer, by recompute mode; identical layers share one dict."""
+_SHAPES = ("local_matrix_elements", "local_muon_flops", "local_factored_elements")
 
 
 @dataclass
@@ -36,6 +37,9 @@ class DerivedRows(Mapping[Size, Rows]):
     """Of the runtime, for precision fp8; None: the job has another."""
     listed: tuple[Size, ...]
     """Sizes that a search enumerates."""
+    whole: tuple[Measurement | None, ...] = ()
+    """Row of every layer whose parameters are not split; optimizers that update whole
+    matrices need the shapes that it states."""
     known: dict[tuple[Size, int | None], Rows] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Size]:
@@ -103,8 +107,19 @@ class DerivedRows(Mapping[Size, Rows]):
         by_kind: dict[str, dict[RecomputeMode, Measurement]] = {}
         for kind in dict.fromkeys(self.kinds):
             modes = ("none",) if kind in ("embedding", "head") else MODES
-            by_kind[kind] = {mode: self._row(counts, kind, mode) for mode in modes}
+            shapes = self._shapes(kind) if tensor == expert == 1 else {}
+            by_kind[kind] = {
+                mode: self._row(counts, kind, mode).model_copy(update=shapes)
+                for mode in modes
+            }
         return tuple(by_kind[kind] for kind in self.kinds)
+
+    def _shapes(self, kind: str) -> dict[str, int | None]:
+        """Fields about the shapes of parameters, if a row states them."""
+        row = self.whole[self.kinds.index(kind)] if self.whole else None
+        if row is None:
+            return {}
+        return {name: getattr(row, name) for name in _SHAPES}
 
     def _row(
         self, counts: DecoderCounts, kind: str, mode: RecomputeMode

@@ -140,10 +140,14 @@ class _Step:
     made: Buffer
     read: tuple[Buffer, ...]
     saved: tuple[Buffer, ...]
+    kernels: int
+    """Kernels before it."""
     weight_bytes: int = 0
     """Bytes of the gradient of its weight."""
     passes: bool = False
     """Its operands take its gradient as it is, without a copy."""
+    scratch_bytes: int = 0
+    """Further bytes that its backward allocates for a moment."""
     is_view: bool = False
     """The gradients of all views of a tensor are joined in one."""
 
@@ -190,6 +194,9 @@ class Tape:
         moved = index.bytes + 2 * made.bytes
         saves = (index,) if source.has_gradient else ()
         self._record(_memory(moved), made, (source,), saves)
+        if made.has_gradient and not source.is_outside:
+            # Zeros, that the gradients of the rows are added to.
+            self.steps[-1].scratch_bytes = source.bytes
         return made
 
     def product(
@@ -297,13 +304,13 @@ class Tape:
         """Return a view of a part of a tensor."""
         part = Buffer(size_bytes, given.has_gradient, base=given)
         if given.has_gradient:
-            self.steps.append(_Step(part, (given,), (), is_view=True))
+            self.steps.append(_Step(part, (given,), (), len(self.operations), is_view=True))
         return part
 
     def transfer(self, made: Buffer, source: Buffer) -> Buffer:
         """Record the result of a collective, which selective recomputation saves."""
         self.kept[id(made)] = made
-        self.steps.append(_Step(made, (source,), ()))
+        self.steps.append(_Step(made, (source,), (), len(self.operations)))
         return made
 
     def _record(
@@ -333,7 +340,8 @@ class Tape:
         if weight_bytes:
             made.has_gradient = True
         if made.has_gradient:
-            self.steps.append(_Step(made, read, tuple(saves), weight_bytes))
+            before = len(self.operations) - 1
+            self.steps.append(_Step(made, read, tuple(saves), before, weight_bytes))
 
     # ---------------------------------------------------------------- sums
 
@@ -386,10 +394,83 @@ class Tape:
             made = self._gradients(step, arriving, storages)
             allocated = {id(one): one.bytes for one in storages.values()}
             allocated |= {id(one): one.bytes for one in (arriving, *made)}
-            live = resident + sum(allocated.values()) + step.weight_bytes
+            live = resident + sum(allocated.values())
+            live += max(step.weight_bytes, self._scratch_bytes(step))
             peak = max(peak, live)
             resident -= freed.get(place, 0)
         return peak
+
+    def forward_bytes(self, given: Buffer, resident: dict[int, Buffer]) -> int:
+        """Return the most that is allocated at once in the forward.
+
+        Args:
+            given: input of the layer.
+            resident: tensors that stay allocated once they are made.
+        """
+        return self._forward_peak(given, resident, {}, len(self.operations))
+
+    def replay_bytes(
+        self, given: Buffer, output: Buffer, pending: dict[int, Buffer]
+    ) -> int:
+        """Return the most that is allocated at once while the forward runs again.
+
+        Args:
+            given: input of the layer.
+            output: of the layer, whose gradient exists by then, as does that of the
+                first tensor whose backward needs the replay.
+            pending: results that are not computed again, allocated from the start.
+        """
+        waiting = {key: one for key, one in pending.items() if one is not output}
+        peak = self._forward_peak(given, self.saved, waiting, self.last_saved)
+        users = [step.made for step in self.steps if step.saved]
+        arriving = users[-1].bytes if users else 0
+        if arriving == output.bytes:
+            arriving = 0
+        return peak + output.bytes + arriving
+
+    def _forward_peak(
+        self,
+        given: Buffer,
+        resident: dict[int, Buffer],
+        pending: dict[int, Buffer],
+        kernels: int,
+    ) -> int:
+        last_read: dict[int, int] = {}
+        for place, step in enumerate(self.steps):
+            for one in (step.made, *step.read):
+                last_read[id(one.storage)] = place
+        waiting = {key: one.bytes for key, one in pending.items()}
+        live: dict[int, int] = {id(given): given.bytes}
+        peak = 0
+        for place, step in enumerate(self.steps):
+            if step.kernels >= kernels:
+                break
+            waiting.pop(id(step.made), None)
+            for one in (step.made, *step.saved):
+                if not one.storage.is_outside:
+                    live[id(one.storage)] = one.storage.bytes
+            peak = max(peak, sum(live.values()) + sum(waiting.values()))
+            for one in (step.made, *step.read):
+                key = id(one.storage)
+                is_needed = key in resident or one is given
+                if last_read[key] <= place and not is_needed:
+                    live.pop(key, None)
+        return peak
+
+    @staticmethod
+    def _scratch_bytes(step: _Step) -> int:
+        """Return further bytes that a step's backward allocates for a moment.
+
+        A product that is summed to the gradient of a smaller operand, for example.
+        """
+        small = [
+            one
+            for one in step.read
+            if one.has_gradient and one.bytes < step.made.bytes and one in step.saved
+        ]
+        if step.scratch_bytes:
+            return step.scratch_bytes
+        return step.made.bytes if small and not step.weight_bytes else 0
 
     @staticmethod
     def _gradients(
@@ -400,13 +481,16 @@ class Tape:
         for one in step.read:
             if not one.has_gradient or one.is_outside:
                 continue
-            is_new = id(one) not in storages
-            if step.passes and is_new:
+            earlier = storages.get(id(one))
+            if step.passes and earlier is None:
                 storages[id(one)] = arriving
                 continue
-            if step.is_view and not is_new:
+            if step.is_view and earlier is not None:
                 continue
             gradient = Buffer(one.bytes)
+            if earlier is not None:
+                # Their sum is a third tensor.
+                made += [earlier, Buffer(one.bytes)]
             made.append(gradient)
             storages[id(one)] = gradient
         return made
@@ -452,6 +536,12 @@ class EagerCounts(DecoderCounts):
             held_bytes = layer.given.bytes
         elif mode == "selective":
             held_bytes = tape.kept_bytes(layer.given, layer.output)
+        peak_bytes = layer.temporary_bytes + saved_bytes
+        if mode != "none":
+            pending = tape.kept if mode == "selective" else {}
+            again = tape.replay_bytes(layer.given, layer.output, pending)
+            first = tape.forward_bytes(layer.given, pending)
+            peak_bytes = max(peak_bytes, again, first)
         replayed = tape.replayed(mode)
         flops = sum(one.flops for one in tape.operations)
         attention = sum(one.flops for one in tape.operations if one.kind == "attention")
@@ -473,7 +563,7 @@ class EagerCounts(DecoderCounts):
             recompute_operations=_merged(replayed),
             activation_bytes=held_bytes,
             output_bytes=layer.output.bytes,
-            temporary_bytes=layer.temporary_bytes + saved_bytes - held_bytes,
+            temporary_bytes=max(peak_bytes - held_bytes, 0),
             local_parameters=layer.parameters,
             local_expert_parameters=layer.expert_parameters,
             forward_bytes=sum(one.bytes for one in tape.operations),
@@ -621,6 +711,8 @@ class _Writer:
         tape, elements = self.tape, rows * width
         exact = self.to_fp32(given)
         square = tape.kernel(self.wide(elements), exact, saves=(exact,))
+        # The backward has 2 and the power before they are multiplied.
+        tape.steps[-1].scratch_bytes = 2 * square.bytes
         mean = tape.kernel(self.wide(rows), square)
         shifted = tape.kernel(self.wide(rows), mean)
         root = self.wide(rows)
@@ -904,7 +996,8 @@ class _Writer:
 
     def repeated(self, given: Buffer) -> Buffer:
         """Copy keys or values for every head that shares them."""
-        if self.heads == self.kv_heads:
+        is_view = self.kv_heads == 1 and self.split.micro_batch_size == 1
+        if self.heads == self.kv_heads or is_view:
             return given
         made = Buffer(given.bytes * self.heads // self.kv_heads)
         return self.tape.kernel(made, given)

@@ -59,6 +59,7 @@ FUSED_ATTENTION: dict[str, AttentionKind] = {
 ROUTER_KERNELS = 20
 """Small kernels of a router: softmax, top-k, one-hot maps, counts, auxiliary loss
 (Megatron-Core, transformer/moe/router.py and moe_utils.py, read as launched)."""
+PRODUCTS = ("matmul", "grouped-matmul")
 MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
 
 
@@ -128,12 +129,13 @@ class LayerWork:
         count: int = 1,
         batch: int = 1,
         linear: bool = True,
+        grouped: bool = False,
     ) -> Operation:
         """Record a matrix product (m, k) x (k, n)."""
         rows, columns, inner = max(1, round(m)), max(1, round(n)), max(1, round(k))
         moved = rows * columns + columns * inner + rows * inner
         operation = Operation.model_construct(
-            kind="matmul",
+            kind="grouped-matmul" if grouped else "matmul",
             count=count,
             flops=2 * rows * columns * inner * batch,
             bytes=size * batch * moved,
@@ -362,7 +364,7 @@ class DecoderCounts:
             return tuple(plain)
         if self.runtime.stops_recompute:
             products = [
-                place for place, one in enumerate(operations) if one.kind == "matmul"
+                place for place, one in enumerate(operations) if one.kind in PRODUCTS
             ]
             return tuple(operations[: products[-1]])
         return tuple(operations)
@@ -397,7 +399,7 @@ class DecoderCounts:
         elements = self.split.split_tokens * self.model.hidden
         work.save(self.size * elements)
         work.save(self.input_size * elements, module)
-        if self.runtime.fuses_norm:
+        if self.runtime.fuses_norm or self.runtime.fuses_elementwise:
             work.memory(2 * self.size * elements, module=module)
             return
         # To fp32, square, mean, scale, back to 16 bits, weight.
@@ -647,15 +649,28 @@ class DecoderCounts:
         """`count` feed-forward networks of this inner size, over `tokens` tokens each."""
         model, size = self.model, self.size
         act = f"{name}_act"
+        is_grouped = name == "moe"
         width = 2 * inner if model.gated else inner
         if model.gated and self.runtime.separate_projections:
             for _ in range(2):
                 work.product(
-                    tokens, inner, model.hidden, module=name, size=size, count=count
+                    tokens,
+                    inner,
+                    model.hidden,
+                    module=name,
+                    size=size,
+                    count=count,
+                    grouped=is_grouped,
                 )
         else:
             work.product(
-                tokens, width, model.hidden, module=name, size=size, count=count
+                tokens,
+                width,
+                model.hidden,
+                module=name,
+                size=size,
+                count=count,
+                grouped=is_grouped,
             )
         if model.gated:
             self._second(work, tokens * count, inner, model.hidden, kept=True)
@@ -680,7 +695,13 @@ class DecoderCounts:
         work.save(size * count * tokens * width, f"{name}_fc1", True)
         work.save(self.input_size * elements, act)
         work.product(
-            tokens, model.hidden, inner, module=f"{name}_fc2", size=size, count=count
+            tokens,
+            model.hidden,
+            inner,
+            module=f"{name}_fc2",
+            size=size,
+            count=count,
+            grouped=is_grouped,
         )
 
     def _experts(self, work: LayerWork, experts: Experts) -> None:

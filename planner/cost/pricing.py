@@ -59,6 +59,11 @@ from planner.spec.profile import (
 from planner.spec.recipes import OgpRecipe, ParameterCount, recipe
 
 
+HOST_ADAM_SECONDS_PER_ELEMENT = 2.5e-10
+"""Of a step of Adam on a node's host, which the node's devices share: 2.57 s for 10 G
+parameters (Ren et al. 2021, "ZeRO-Offload", table 4)."""
+
+
 class LayerCost(NamedTuple):
     """One layer in one recompute mode: ticks and bytes of one micro-batch on one rank.
 
@@ -408,7 +413,12 @@ class LayerPricing:
         return math.ceil(size_bytes * overhead * self.work.constants.allocated_factor)
 
     def _collective_seconds(
-        self, operation: CollectiveName, size_bytes: float, group: Group
+        self,
+        operation: CollectiveName,
+        size_bytes: float,
+        group: Group,
+        *,
+        one_rail: bool = False,
     ) -> float:
         work = self.work
         if group.ranks == 1:
@@ -420,7 +430,7 @@ class LayerPricing:
             group,
             *links,
             copies=fitted.ring_copies,
-            rails=fitted.rail_fraction,
+            rails=0.0 if one_rail else fitted.rail_fraction,
             copies_between=self._copies_between(group),
         )
         return moving + work.constants.collective_seconds
@@ -513,6 +523,9 @@ class LayerPricing:
         if self.plain.optimizer_seconds is not None:
             adamw = moved_bytes(recipe(self.work.job.precision, "adamw"), count)
             return self.plain.optimizer_seconds * (moved / adamw if adamw else 1.0)
+        if self.work.framework.offloads_states:
+            sharing = self.work.devices_per_node
+            return count.elements * HOST_ADAM_SECONDS_PER_ELEMENT * sharing
         bandwidth = self.work.device.memory_bandwidth_bytes_per_second
         constants = self.work.constants
         reached = (bandwidth or float("inf")) * constants.memory_fraction
@@ -576,16 +589,23 @@ class LayerPricing:
         zero, ogp = self.layout.zero_stage, self.work.recipe
         if zero < 2:
             return _NO_GATHERS
+        one_rail = self.work.framework.gathers_on_one_rail
         gather = scatter = 0.0
         for elements, group in trained:
             scatter += self._collective_seconds(
-                "reduce_scatter", elements * ogp.gradient_bytes, group
+                "reduce_scatter",
+                elements * ogp.gradient_bytes,
+                group,
+                one_rail=one_rail,
             )
         for elements, group in (
             self._parts(held.elements, held.experts) if zero == 3 else ()
         ):
             gather += self._collective_seconds(
-                "all_gather", elements * self._computed_bytes, group
+                "all_gather",
+                elements * self._computed_bytes,
+                group,
+                one_rail=one_rail,
             )
         is_again = has_backward(self.plain) and not self.work.framework.keeps_gathered
         again = gather if is_again else 0.0

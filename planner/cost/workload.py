@@ -152,6 +152,7 @@ class Workload:
             dtype=self.profile.dtype,
             casts=self.casts,
             listed=tuple(profiled),
+            whole=tuple(map(_unsplit, self.profile.layers)),
         )
         rows.listed = tuple(size for size in profiled if rows.divides(size))
         return rows
@@ -254,6 +255,14 @@ def _size(row: Measurement) -> _Size:
         row.expert_parallel_degree,
     )
     return (row.micro_batch_size, *degrees, row.sequence_parallel)
+
+
+def _unsplit(layer: LayerProfile) -> Measurement | None:
+    """A row whose parameters are not split; None: the profile has none."""
+    for row in layer.measurements:
+        if row.tensor_parallel_degree == row.expert_parallel_degree == 1:
+            return row
+    return None
 
 
 def workload(

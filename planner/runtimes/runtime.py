@@ -214,6 +214,9 @@ class Runtime:
     """ZeRO 1 and 2: number of whole parameters per layer, which are assigned to ranks;
     each owner in turn broadcasts its own. 0: parameters are split into equal shards,
     which one collective gathers."""
+    gathers_on_one_rail: bool = False
+    """ZeRO 2 and 3: parameters are gathered one by one, and a group of ranks drives one
+    network adapter of a node at a time."""
     keeps_gathered: bool = False
     """ZeRO 3: gathered parameters are retained until the backward
     (reshard_after_forward=False)."""

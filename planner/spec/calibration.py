@@ -53,6 +53,8 @@ class Constants:
     """d of (K1), in elements."""
     unaligned_fraction: float = 1.0
     """u of (K1)."""
+    grouped_fraction: float = 1.0
+    """Efficiency of the products of experts / that of products of the same shape."""
     kernel_fraction: float = 1.0
     """Speed of all kernels in this runtime's training step / that of other runtimes on
     the same architecture."""

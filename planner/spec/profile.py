@@ -30,6 +30,7 @@ class Operation(Document):
 
     kind: Literal[
         "matmul",
+        "grouped-matmul",
         "attention",
         "attention-1",
         "attention-3",
@@ -37,7 +38,7 @@ class Operation(Document):
         "memory",
         "softmax",
     ]
-    """``attention``: fused; ``attention-1`` and ``attention-3``: the first and third
+    """``grouped-matmul``: products of experts; ``attention``: fused; ``attention-1`` and ``attention-3``: the first and third
     FlashAttention; ``memory``, and ``softmax`` over attention scores: bound by the
     bytes moved, their FLOPs are ignored."""
     count: int = Field(ge=1)
