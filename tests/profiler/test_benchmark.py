@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from statistics import median
 
 import pytest
 
+from benchmarks import profiler_curves
 from benchmarks.profiler import Refused, Row, main, sources, table
+from benchmarks.profiler_curves import CASES, Case, Layer, source_of, summary
+from tests.cost.test_curves import curves
 from tests.profiler.known_device import know_cpu
 
 
@@ -75,3 +80,66 @@ def test_unknown_models_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--models", "gpt9"])
     assert "gpt2" in capsys.readouterr().err
+
+
+def test_layers_are_priced_by_the_curves_of_a_file(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Every kind of layer is compared once, and the errors follow from its seconds."""
+    figures = {
+        "peak_flops_per_second": {"fp32": 1e10},
+        "memory_bandwidth_bytes_per_second": 1e10,
+    }
+    spec = know_cpu(monkeypatch, **figures)
+    document = spec.model_copy(update={"curves": curves()})
+    path = tmp_path / "device.json"
+    path.write_text(document.model_dump_json(), encoding="utf-8")
+    small = {"vocab_size": 64, "n_layer": 2, "n_embd": 32, "n_head": 2}
+    none = {"bos_token_id": 0, "eos_token_id": 0}
+    monkeypatch.setitem(CASES, "gpt2", Case(1, 8, small | none))
+    monkeypatch.setattr("benchmarks.profiler.LAYERS_SECONDS", 0.05)
+    main(["--part", "curves", "--models", "gpt2", "--curves", str(path), "--json"])
+    result = json.loads(capsys.readouterr().out)["curves"]
+    kinds = [layer["kind"] for layer in result["layers"]]
+    assert len(kinds) == len(set(kinds)) == 3
+    compared = [Layer(**layer) for layer in result["layers"]]
+    errors = [error for layer in compared for error in layer.errors]
+    assert result["compared"] == len(errors) == 6
+    assert result["median_error"] == pytest.approx(median(errors))
+    assert result["models"]["gpt2"]["layers"] == 3
+
+
+def test_errors_are_relative_to_what_was_measured() -> None:
+    """A phase without work, such as a backward of frozen layers, is not compared."""
+    layer = Layer("a", "b", "c", 1.0, 0.0, 1.2, 0.1, 0.0)
+    assert layer.errors == (pytest.approx(0.2),)
+    other = Layer("a", "d", "e", 2.0, 4.0, 1.0, 5.0, 0.0)
+    result = summary([layer, other])
+    assert result["median_error"] == pytest.approx(0.25)
+    assert result["models"]["a"]["priced_over_measured"] == pytest.approx(7.3 / 7.0)
+
+
+def test_the_curves_have_twelve_catalogue_models() -> None:
+    """Each builds with its own width, few blocks and no dropout."""
+    assert len(CASES) == 12
+    for name in ("gpt2", "t5-base", "gemma-3-1b"):
+        config = source_of(name).config
+        assert config is not None
+        rates = config.to_dict()
+        assert rates["vocab_size"] == profiler_curves.VOCABULARY
+        assert not rates.get("resid_pdrop")
+        assert not rates.get("dropout_rate")
+
+
+@pytest.mark.parametrize(
+    ("part", "name"), [("curves", "mlp"), ("models", "bert-large")]
+)
+def test_models_of_the_other_part_are_refused(
+    capsys: pytest.CaptureFixture[str], part: str, name: str
+) -> None:
+    """Each part has models of its own."""
+    with pytest.raises(SystemExit):
+        main(["--part", part, "--models", name])
+    assert name in capsys.readouterr().err
