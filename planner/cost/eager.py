@@ -304,7 +304,9 @@ class Tape:
         """Return a view of a part of a tensor."""
         part = Buffer(size_bytes, given.has_gradient, base=given)
         if given.has_gradient:
-            self.steps.append(_Step(part, (given,), (), len(self.operations), is_view=True))
+            self.steps.append(
+                _Step(part, (given,), (), len(self.operations), is_view=True)
+            )
         return part
 
     def transfer(self, made: Buffer, source: Buffer) -> Buffer:
@@ -1057,9 +1059,7 @@ class _Writer:
             made = self.from_fp32(softmax)
         outcome = self.narrow(group * queries * model.value_dim)
         size = (queries, model.value_dim, keys)
-        outcome = tape.product(
-            outcome, made, size, value, batch=group, is_linear=False
-        )
+        outcome = tape.product(outcome, made, size, value, batch=group, is_linear=False)
         return tape.kernel(Buffer(outcome.bytes), outcome)
 
     def capped(self, given: Buffer) -> Buffer:
