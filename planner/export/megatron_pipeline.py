@@ -40,11 +40,20 @@ norms and MLPs keep their inputs alone, and fused attention what it keeps anyway
 keeps all of the MLPs."""
 
 
-def recomputation(transformer: Transformer) -> Recomputation:
-    """The least that Megatron-Core can recompute without keeping more of any stage than the plan does."""
+def recomputation(
+    transformer: Transformer, selective_modules: tuple[str, ...] = ()
+) -> Recomputation:
+    """The least that Megatron-Core can recompute without keeping more of any stage than the plan does.
+
+    Args:
+        transformer: of the plan.
+        selective_modules: modules of the plan's selective mode, if it is Megatron-Core's.
+    """
     modes = {mode for stage in transformer.stages for mode in stage.recompute}
     if modes <= {"none"}:
         return Recomputation()
+    if modes == {"selective"} and selective_modules:
+        return Recomputation("selective", modules=selective_modules)
     if "full" not in modes:
         where = (
             "" if modes == {"selective"} else f", in {_counts(transformer)} blocks only"

@@ -25,6 +25,7 @@ from itertools import accumulate, pairwise
 from planner.export.runtime import Runtime, more_memory, whole_model_recompute
 from planner.export.target import Export, Target, header, refuse
 from planner.export.transformer import Transformer
+from planner.runtimes import planned
 from planner.spec import Plan
 
 _VERSION = "commit 2411b02, April 2026"
@@ -103,8 +104,9 @@ def _check_warm_up(plan: Plan) -> None:
 
 
 def _memory(plan: Plan) -> list[str]:
-    """FP32GradientAccumulator keeps a buffer of all gradients in fp32, twice what the plan's take."""
-    if plan.request.job.precision != "bf16-mixed":
+    """FP32GradientAccumulator keeps a buffer of all gradients in fp32, which plans for nanotron count."""
+    job = plan.request.job
+    if job.precision != "bf16-mixed" or planned(job.runtime).fp32_gradients:
         return []
     return [
         more_memory(

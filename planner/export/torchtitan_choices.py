@@ -13,6 +13,7 @@ from planner.export.demands import demand, demand_equal_shares, known
 from planner.export.order import schedule_of
 from planner.export.target import refuse
 from planner.export.transformer import Transformer
+from planner.runtimes import planned
 from planner.schedule import Schedule, canonical_name
 from planner.schedule.entry import Shape, loop_placement
 from planner.spec import Plan
@@ -83,7 +84,7 @@ def choose(plan: Plan, target: str, head: tuple[str, ...]) -> Choices:
     told = (
         *_told(plan),
         (
-            recompute == "selective",
+            recompute == "selective" and not _is_for_torchtitan(plan),
             "recomputes every second matrix product of a block too",
         ),
         (
@@ -108,6 +109,11 @@ def choose(plan: Plan, target: str, head: tuple[str, ...]) -> Choices:
         known(plan, target, "optimizer", OPTIMIZERS),
         tuple(f"torchtitan {clause}." for holds, clause in told if holds),
     )
+
+
+def _is_for_torchtitan(plan: Plan) -> bool:
+    """Return whether the plan's selective mode is torchtitan's."""
+    return planned(plan.request.job.runtime).selective == "alternate"
 
 
 def _sharding(plan: Plan, target: str) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from planner.profiler.counted import counted_profile
 from planner.search import make_request, plan_layout
 from planner.spec import Cluster, Job, ModelProfile, Options, Plan, PredictionLayout
 from planner.spec.devices import find_device
+from planner.spec.job import COMPUTE_TYPE
 
 
 def one_node(devices: int) -> Cluster:
@@ -39,6 +40,7 @@ def planned(
     headroom: float = 0.05,
     precision: Any = "bf16-mixed",
     optimizer: Any = "adamw",
+    runtime: str = "planner",
     **layout: Any,
 ) -> Plan:
     """The plan of a layout.
@@ -47,11 +49,13 @@ def planned(
         model: of the catalogue.
         cluster: None: one node of as many devices as the degrees multiply to.
         headroom: fraction or bytes, as in a job.
+        runtime: of the job.
         layout: fields of `PredictionLayout`.
     """
     wanted = PredictionLayout(**layout)
-    profile = counted_profile(model, sequence_length=sequence_length, dtype="bf16")
-    is_known = wanted.context_parallel_degree == 1
+    dtype: Any = COMPUTE_TYPE[precision]
+    profile = counted_profile(model, sequence_length=sequence_length, dtype=dtype)
+    is_known = wanted.context_parallel_degree == 1 or runtime != "planner"
     profile = (
         profile if is_known else with_context(profile, wanted.context_parallel_degree)
     )
@@ -61,6 +65,7 @@ def planned(
         precision=precision,
         optimizer=optimizer,
         memory_headroom=headroom,
+        runtime=runtime,
     )
     request = make_request(
         profile,

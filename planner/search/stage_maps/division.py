@@ -89,7 +89,9 @@ def runtime_sizes(
     if framework.counts_ends:
         sizes = _sizes("even-layers", names, stages)
     elif framework.balances_head:
-        sizes = _around(places, _balanced_blocks(profile, places, stages), len(names))
+        blocks = _balanced_blocks(profile, places, stages)
+        if min(blocks) > 0:
+            sizes = _around(places, blocks, len(names))
     elif framework.deals_layers:
         sizes = _around(places, _blocks_among_layers(len(places), stages), len(names))
     elif len(places) % stages == 0:
