@@ -278,8 +278,8 @@ def _run(row: Row, source: RunSource) -> Run:
     runtime = _runtime(row)
     model = _transformer(row)
     stages = _stages(row, model.layers)
-    layout = _layout(row, stages, model.layers)
     job = _job(row, runtime.name)
+    layout = _sharded(_layout(row, stages, model.layers), runtime, job)
     result = _result(row)
     if layout.devices != cluster.devices:
         raise OutOfScopeError("the degrees do not multiply to the devices")
@@ -386,6 +386,15 @@ def _layout(row: Row, stages: tuple[int, ...] | None, layers: int) -> Layout:
         return Layout.model_validate(values)
     except ValidationError as error:
         raise OutOfScopeError(error.errors()[0]["msg"]) from None
+
+
+def _sharded(layout: Layout, runtime: RuntimeChoice, job: Job) -> Layout:
+    """The layout, with ZeRO 1 where the runtime shards bf16 states in any case."""
+    traits = runtimes.get(runtime.name, release=runtime.release)
+    is_bf16 = job.precision == "bf16-mixed"
+    if traits.shards_states and is_bf16 and layout.zero_stage == 0:
+        return layout.model_copy(update={"zero_stage": 1})
+    return layout
 
 
 def _virtual_stages(row: Row, layers: int) -> int:
