@@ -67,6 +67,11 @@ def test_predict_agrees_with_the_plan(best: planner.Plan) -> None:
     short = planner.predict(MODEL, **SHORT, layout={"tp": 8, "dp": 1, "pp": 1})
     assert short.layout.tensor_parallel_degree == 8
     assert short.tokens_per_second == pytest.approx(16 * 2048 / short.step_seconds)
+    assert again.step_seconds_80 == best.step_seconds_80
+    assert again.out_of_memory_probability == best.out_of_memory_probability
+    assert again.calibration == best.calibration
+    assert best.calibration is not None
+    assert "Hopper" in best.calibration.note
 
 
 def test_a_layout_that_does_not_fit(tmp_path: Path) -> None:

@@ -103,7 +103,30 @@ def test_a_short_prediction_is_the_long_one(searching: Live) -> None:
     by_long = searching.post("/v1/predictions", long() | {"layout": named})
     assert by_short.status_code == 200, by_short.text
     assert by_short.json() == by_long.json()
-    assert parse(Forecast, by_short.json()).layout.tensor_parallel_degree == 2
+    forecast = parse(Forecast, by_short.json())
+    assert forecast.layout.tensor_parallel_degree == 2
+    prediction = forecast.prediction
+    assert prediction.step_seconds_80 is not None
+    low, high = prediction.step_seconds_80
+    assert low < prediction.step_seconds < high
+    assert 0 <= (prediction.out_of_memory_probability or 0) <= 1
+    assert prediction.calibration is not None
+
+
+def test_a_plan_and_its_page_state_how_certain_it_is(searching: Live) -> None:
+    """Interval, margin, risk and calibration are in the plan, and on its page."""
+    body = short(fix={"tp": 2})
+    plan = parse(Plan, searching.plan(body).json())
+    margin = plan.request.job.memory_headroom
+    assert margin is not None
+    row = plan.prediction.memory[0]
+    assert row.capacity_bytes == int((row.device_bytes or 0) * (1 - margin))
+    note = plan.prediction.calibration
+    assert note is not None
+    page = read_page(searching.get(f"/plans/{plan.id}"))
+    words = page.all("main")[0].text
+    for word in ("(80 %: ", "risk of running out", note.name, note.note):
+        assert word in words
 
 
 def test_a_short_plan_is_searched(searching: Live) -> None:
