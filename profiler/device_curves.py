@@ -8,8 +8,10 @@ measured one has its rate.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
 from operator import itemgetter
 from time import perf_counter
@@ -31,6 +33,7 @@ from planner.profiler.measure_device import (
     multiplies,
 )
 from planner.profiler.measure_load import Load
+from planner.profiler.measure_memory import available_memory_bytes
 from planner.profiler.measure_timing import Mark, Timing, time_phases
 from planner.profiler.progress import Progress
 from planner.spec import DeviceSpec
@@ -64,7 +67,7 @@ PHASE_SECONDS = 100e-6
 MOST_REPEATS = 50
 COLD_BYTES: dict[str, int] = {"cpu": 64 << 20, "cuda": 128 << 20}
 """Weights and tensors that take turns, so that none is in a cache."""
-MOST_COPIES = 64
+MINIMUM_TURNS, MOST_TURNS = 4, 512
 
 ROWS: dict[str, tuple[int, ...]] = {
     "cpu": (1, 8, 32, 128, 512, 2048),
@@ -78,6 +81,8 @@ WIDTHS: dict[str, tuple[int, ...]] = {
 """n and k of linear layers."""
 MOST_WEIGHTS: dict[str, int] = {"cpu": 1 << 26, "cuda": 1 << 30}
 """Elements of the largest weight that is measured."""
+MEMORY_PARTS = 32
+"""Free memory / memory of one pool; there are up to four."""
 BATCHES = (4, 32)
 BATCHED_ROWS: dict[str, tuple[int, ...]] = {
     "cpu": (32, 128, 512),
@@ -111,6 +116,51 @@ COPIED_BYTES = tuple(4**power << 10 for power in range(1, 10))
 LAUNCHES = 500
 
 
+@cache
+def pool_elements(device: torch.device, dtype: torch.dtype) -> int:
+    """Return the elements of each pool: enough for the largest weight, or a small part of the free memory."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+    else:
+        free = available_memory_bytes()
+    affordable = free // MEMORY_PARTS // dtype.itemsize
+    return min(MOST_WEIGHTS[device.type], affordable)
+
+
+@cache
+def pool(device: torch.device, dtype: torch.dtype, name: str) -> Tensor:
+    """Return memory that kernels take turns in; it is allocated and touched once.
+
+    Args:
+        device: of the memory.
+        dtype: of its elements.
+        name: memory of another name is other memory; ``gradients`` is zero at first.
+    """
+    elements = pool_elements(device, dtype)
+    if name == "gradients":
+        return torch.zeros(elements, device=device, dtype=dtype)
+    return torch.empty(elements, device=device, dtype=dtype).normal_(0.0, 0.02)
+
+
+def turns(
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    name: str = "values",
+    *,
+    cold_bytes: int | None = None,
+) -> list[Tensor]:
+    """Return tensors of one shape, more than the caches hold, where the pool allows it."""
+    memory = pool(device, dtype, name)
+    elements = math.prod(shape)
+    cold = cold_bytes or COLD_BYTES[device.type]
+    wanted = min(MOST_TURNS, 1 + cold // (elements * dtype.itemsize))
+    count = max(1, min(wanted, len(memory) // elements))
+    if elements > len(memory):
+        return [torch.zeros(shape, device=device, dtype=dtype)]
+    return list(memory[: count * elements].view(count, *shape).unbind())
+
+
 @dataclass(slots=True)
 class Linear:
     """A linear layer: forward, and the gradients of input and weight."""
@@ -126,7 +176,9 @@ class Linear:
         """Run the three products, each as often as `repeats`."""
         m, n, k, _ = self.shape
         if not self._tensors:
-            self._tensors = [self._weight(n, k) for _ in range(self._copies(n * k))]
+            weights = turns(self.device, self.dtype, (n, k))
+            gradients = turns(self.device, self.dtype, (n, k), "gradients")
+            self._tensors = list(zip(weights, gradients, strict=True))
             self._input = self._random(m, k)
             self._gradient = self._random(m, n)
         chosen = [self._next() for _ in range(self.repeats)]
@@ -143,15 +195,6 @@ class Linear:
 
     _input: Tensor = field(init=False)
     _gradient: Tensor = field(init=False)
-
-    def _copies(self, elements: int) -> int:
-        size = 2 * elements * self.dtype.itemsize
-        return min(MOST_COPIES, 1 + COLD_BYTES[self.device.type] // size)
-
-    def _weight(self, n: int, k: int) -> tuple[Tensor, Tensor]:
-        return self._random(n, k), torch.zeros(
-            n, k, dtype=self.dtype, device=self.device
-        )
 
     def _random(self, *sizes: int) -> Tensor:
         return torch.randn(sizes, device=self.device).to(self.dtype)
@@ -244,9 +287,7 @@ class Convolution:
     def run(self, mark: Mark) -> None:
         """Run forward and both gradients, each as often as `repeats`."""
         if not self._tensors:
-            size = self.shape.elements * self.dtype.itemsize
-            copies = min(MOST_COPIES, 1 + COLD_BYTES[self.device.type] // size)
-            self._tensors = [self._made() for _ in range(copies)]
+            self._tensors = self._made()
         chosen = [self._next() for _ in range(self.repeats)]
         mark()
         for images, weight, _, _ in chosen:
@@ -266,18 +307,30 @@ class Convolution:
         self._turn += 1
         return self._tensors[self._turn % len(self._tensors)]
 
-    def _made(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _made(self) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Images, weight, gradient of the output, and earlier gradients of the weight."""
         shape = self.shape
         side = shape.output_size
+        weight = (shape.outputs, shape.inputs, shape.kernel, shape.kernel)
         sizes = (
-            (shape.images, shape.inputs, shape.size, shape.size),
-            (shape.outputs, shape.inputs, shape.kernel, shape.kernel),
-            (shape.images, shape.outputs, side, side),
+            ("values", (shape.images, shape.inputs, shape.size, shape.size)),
+            ("weights", weight),
+            ("outputs", (shape.images, shape.outputs, side, side)),
+            ("gradients", weight),
         )
-        images, weight, gradient = (
-            torch.randn(each, device=self.device).to(self.dtype) for each in sizes
+        images, weights, outputs, gradients = (
+            turns(self.device, self.dtype, each, name) for name, each in sizes
         )
-        return images, weight, gradient, torch.zeros_like(weight)
+        count = max(len(images), len(weights), len(outputs))
+        return [
+            (
+                images[place % len(images)],
+                weights[place % len(weights)],
+                outputs[place % len(outputs)],
+                gradients[place % len(gradients)],
+            )
+            for place in range(count)
+        ]
 
     def _backward(
         self, gradient: Tensor, images: Tensor, weight: Tensor, wanted: list[bool]
@@ -347,13 +400,9 @@ class Streaming:
     def run(self, mark: Mark) -> None:
         """Run every kernel as often as `repeats`."""
         if not self._pool:
-            size = self.elements * self.dtype.itemsize
-            copies = min(512, max(4, 2 * COLD_BYTES[self.device.type] // size))
             shape = (self.elements // self._width, self._width)
-            self._pool = [
-                torch.randn(shape, device=self.device).to(self.dtype)
-                for _ in range(copies)
-            ]
+            cold = 2 * COLD_BYTES[self.device.type]
+            self._pool = turns(self.device, self.dtype, shape, cold_bytes=cold)
             self._weight = torch.ones(self._width, device=self.device).to(self.dtype)
         mark()
         for _ in range(self.repeats):
@@ -398,12 +447,11 @@ class Accumulation:
     def run(self, mark: Mark) -> None:
         """Run both kernels as often as `repeats`."""
         if not self._pool:
-            size = self.elements * self.dtype.itemsize
-            copies = min(512, max(4, 2 * COLD_BYTES[self.device.type] // size))
-            self._pool = [
-                torch.zeros(self.elements, dtype=self.dtype, device=self.device)
-                for _ in range(copies)
-            ]
+            cold = 2 * COLD_BYTES[self.device.type]
+            shape = (self.elements,)
+            self._pool = turns(
+                self.device, self.dtype, shape, "gradients", cold_bytes=cold
+            )
         mark()
         for _ in range(self.repeats):
             fresh = torch.zeros_like(self._next())
@@ -493,12 +541,12 @@ class Bench:
         """Return the samples of a kernel, each phase divided by its repeats."""
         self.load.prepare([work])
         self.load.beside(0)
-        first = time_phases(work.run, self.device, limit_seconds=0.0)
-        shortest = min(first.samples[-1])
-        if shortest < PHASE_SECONDS and not isinstance(work, Launches):
-            work.repeats = round(min(MOST_REPEATS, PHASE_SECONDS / max(shortest, 1e-7)))
-            work.repeats = max(1, work.repeats)
         timing = time_phases(work.run, self.device, limit_seconds=POINT_SECONDS)
+        shortest = min(_medians(timing))
+        if shortest < PHASE_SECONDS and not isinstance(work, Launches):
+            wanted = round(PHASE_SECONDS / max(shortest, 1e-7))
+            work.repeats = max(2, min(MOST_REPEATS, wanted))
+            timing = time_phases(work.run, self.device, limit_seconds=POINT_SECONDS)
         repeats = work.repeats
         samples = [tuple(each / repeats for each in one) for one in timing.samples]
         return Timing(tuple(samples))
@@ -552,6 +600,7 @@ def device_curves(
         "ranks": str(concurrency),
         **noise,
     }
+    pool_elements.cache_clear()
     seconds = perf_counter() - started
     curves = curves.model_copy(
         update={"environment": environment, "measured_seconds": round(seconds, 1)}
@@ -595,13 +644,19 @@ def _curves(sheet: DeviceSheet, spec: DeviceSpec, bench: Bench) -> DeviceCurves:
     place = sheet.place
     types: list[DataType] = [dtype for dtype in TORCH_TYPES if multiplies(place, dtype)]
     rates = {dtype: _quick_rate(bench, dtype) for dtype in types}
-    plans = {dtype: _Shapes.of(place.type, rates[dtype]) for dtype in types}
+    plans = {
+        dtype: _Shapes.of(
+            place.type, rates[dtype], pool_elements(place, TORCH_TYPES[dtype])
+        )
+        for dtype in types
+    }
     bench.total = 2 * len(ELEMENTS[place.type]) + sum(
         plan.points for plan in plans.values()
     )
     launch, host = _launches(bench)
     memory = _memory(bench, Streaming)
     accumulation = _memory(bench, Accumulation)
+    pool.cache_clear()
     products: list[ProductCurve] = []
     convolutions: list[ConvolutionCurve] = []
     attention: list[AttentionCurve] = []
@@ -617,6 +672,7 @@ def _curves(sheet: DeviceSheet, spec: DeviceSpec, bench: Bench) -> DeviceCurves:
         products.append(_products(format_bench, dtype, "batched", plan.batched))
         products.append(_products(format_bench, dtype, "linear", plan.linear))
         bench.done = format_bench.done
+        pool.cache_clear()
     return DeviceCurves(
         device=sheet.name,
         products=tuple(products),
@@ -641,14 +697,14 @@ class _Shapes:
     """Batch, heads, tokens, head size, causal."""
 
     @classmethod
-    def of(cls, kind: str, flops_per_second: float) -> _Shapes:
-        """Leave out what would take longer than `LONGEST_SECONDS`."""
+    def of(cls, kind: str, flops_per_second: float, most_weights: int) -> _Shapes:
+        """Leave out what would take longer than `LONGEST_SECONDS`, or has larger weights."""
         most = LONGEST_SECONDS * flops_per_second
         linear = [
             (m, n, k, 1)
             for m in ROWS[kind]
             for n, k in product(WIDTHS[kind], repeat=2)
-            if n * k <= MOST_WEIGHTS[kind]
+            if n * k <= most_weights
         ]
         batched = [
             (m, n, k, batch)
@@ -798,6 +854,8 @@ def _memory(
     dtype = torch.float32 if bench.device.type == "cpu" else torch.bfloat16
     points = []
     for elements in ELEMENTS[bench.device.type]:
+        if MINIMUM_TURNS * elements > pool_elements(bench.device, dtype):
+            continue
         bench.step("memory-bound kernels")
         timing = bench.time(kind(elements, dtype, bench.device))
         moved = kind.TENSORS * elements * dtype.itemsize / kind.KERNELS

@@ -235,7 +235,7 @@ def _convolutions(points: Sequence[ConvolutionPoint]) -> Scatter:
 
 
 def _attention(points: Sequence[AttentionPoint], dtype: CurveType) -> Scatter:
-    size = BYTES_PER_ELEMENT.get(dtype, 1)
+    size = BYTES_PER_ELEMENT[dtype]
     seconds: dict[Phase, Floats] = {
         "forward": np.array([one.forward_seconds for one in points]),
         "input": np.array([one.backward_seconds for one in points]),

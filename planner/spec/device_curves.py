@@ -13,7 +13,7 @@ from pydantic import Field
 
 from planner.spec.document import Document
 
-CurveType = Literal["fp32", "bf16", "fp16", "fp8"]
+CurveType = Literal["fp32", "bf16", "fp16"]
 ProductKind = Literal["linear", "batched"]
 CopyDirection = Literal["host_to_device", "device_to_host"]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -23,6 +25,18 @@ from planner.spec import DeviceSpec
 CPU = torch.device("cpu")
 PEAK = 1e13
 """Beyond every CPU, so that the achievable fraction is below 1."""
+
+
+@pytest.fixture(autouse=True)
+def small_pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Little memory that kernels take turns in."""
+    monkeypatch.setattr(module, "COLD_BYTES", {"cpu": 1 << 16})
+    monkeypatch.setattr(module, "MOST_WEIGHTS", {"cpu": 1 << 16})
+    for cached in (module.pool, module.pool_elements):
+        cached.cache_clear()
+    yield
+    for cached in (module.pool, module.pool_elements):
+        cached.cache_clear()
 
 
 @pytest.fixture
@@ -47,7 +61,6 @@ def small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, {"cpu": values})
     monkeypatch.setattr(module, "CHANNELS", ((8, 8),))
     monkeypatch.setattr(module, "POINT_SECONDS", 0.001)
-    monkeypatch.setattr(module, "COLD_BYTES", {"cpu": 1 << 16})
 
 
 @pytest.mark.usefixtures("small_shapes")
@@ -139,10 +152,21 @@ def test_every_workload_marks_its_phases(
         assert len(marks) == phases + 1
 
 
+def test_tensors_take_turns_without_overlap() -> None:
+    """Slices of one pool, as many as the caches cannot hold; beyond the pool, one of its own."""
+    found = module.turns(CPU, torch.float32, (16, 64))
+    assert len(found) == 1 + (1 << 16) // (16 * 64 * 4)
+    places = {each.data_ptr() for each in found}
+    assert len(places) == len(found)
+    assert max(places) - min(places) == (len(found) - 1) * 16 * 64 * 4
+    (alone,) = module.turns(CPU, torch.float32, (512, 512))
+    assert alone.shape == (512, 512)
+
+
 def test_weight_gradients_are_added_to_earlier_ones() -> None:
     """Two runs with one weight leave the sum of two gradients."""
     work = Linear((4, 8, 16, 1), torch.float32, CPU, repeats=1)
-    work._tensors = [work._weight(8, 16)]
+    work._tensors = [(torch.ones(8, 16), torch.zeros(8, 16))]
     work._input, work._gradient = torch.ones(4, 16), torch.ones(4, 8)
     for _ in range(2):
         work.run(lambda: None)
