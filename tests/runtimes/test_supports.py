@@ -1,0 +1,240 @@
+"""Limits of runtimes: on layouts, on the search, on predictions and on plans that are exported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from planner import runtimes
+from planner.cost import workload
+from planner.errors import LayoutError, UnsupportedError
+from planner.export import find
+from planner.profiler.counted import counted_profile
+from planner.runtimes import Supports
+from planner.search import plan, predict
+from planner.search.layouts.space import layouts, space_of
+from planner.spec import Infeasible, Job, Layout, ModelProfile, Plan, PredictionLayout
+from planner.spec.job import CONSTRAINABLE
+from planner.spec.layout import RecomputeWord
+from planner.spec.short_form import cluster_of, job_of
+from tests.builders import request
+
+JOB = Job(global_batch_size=16, sequence_length=1024)
+MACHINES = cluster_of("8xh100-sxm5-80gb")
+LIMITED = tuple(
+    name for name in runtimes.names() if runtimes.get(name).supports.limits_plans
+)
+EXPORTED = ("megatron-core", "nemo", "torchtitan", "nanotron", "deepspeed")
+
+
+def llama(model: str = "llama-3.2-1b") -> ModelProfile:
+    """A model of the catalogue."""
+    return counted_profile(model, sequence_length=1024, dtype="bf16")
+
+
+@pytest.mark.parametrize("name", runtimes.names())
+def test_limits_name_fields(name: str) -> None:
+    """Limits and rules are about fields of the layout or job, and every rule has a source and a hint."""
+    supports = runtimes.get(name).supports
+    known = {*CONSTRAINABLE, "precision", "optimizer"}
+    assert set(supports.limits) <= set(CONSTRAINABLE)
+    assert set(supports.planned) <= known
+    for rule in supports.rules:
+        conditions = {condition.field for condition in rule.when}
+        assert conditions <= {*known, "idle_ranks"}
+        assert rule.violation.field in conditions
+        assert rule.violation.reason
+        assert rule.violation.hint
+        assert rule.source
+
+
+@pytest.mark.parametrize(
+    ("runtime", "fields", "field"),
+    [
+        ("megatron-core", {"sequence_chunks": 2}, "sequence_chunks"),
+        ("megatron-core", {"schedule": "zb-h1"}, "schedule"),
+        ("megatron-core", {"recompute": "per-layer"}, "recompute"),
+        (
+            "megatron-core",
+            {"zero_stage": 3, "pipeline_parallel_degree": 2},
+            "zero_stage",
+        ),
+        (
+            "nemo",
+            {"expert_parallel_degree": 2, "tensor_parallel_degree": 2},
+            "sequence_parallel",
+        ),
+        (
+            "megatron-bridge",
+            {
+                "pipeline_parallel_degree": 4,
+                "data_parallel_degree": 8,
+                "virtual_stages_per_rank": 2,
+                "schedule": "interleaved-1f1b",
+            },
+            "virtual_stages_per_rank",
+        ),
+        ("torchtitan", {"zero_stage": 1, "data_parallel_degree": 2}, "zero_stage"),
+        (
+            "torchtitan",
+            {
+                "zero_stage": 3,
+                "data_parallel_degree": 4,
+                "context_parallel_degree": 2,
+                "zero_shard_degree": 2,
+            },
+            "zero_shard_degree",
+        ),
+        ("nanotron", {"context_parallel_degree": 2}, "context_parallel_degree"),
+        (
+            "nanotron",
+            {
+                "zero_stage": 1,
+                "data_parallel_degree": 4,
+                "zero_shard_degree": 2,
+            },
+            "zero_shard_degree",
+        ),
+        ("deepspeed", {"tensor_parallel_degree": 2}, "tensor_parallel_degree"),
+        (
+            "nemo",
+            {"data_parallel_degree": 2, "micro_batch_shares": (10, 6)},
+            "micro_batch_shares",
+        ),
+    ],
+)
+def test_a_layout_that_a_runtime_lacks_has_a_reason(
+    runtime: str, fields: dict[str, Any], field: str
+) -> None:
+    """The reason names the field; the same layout is one of our own executor's."""
+    layout = Layout(**fields)
+    found = runtimes.get(runtime).supports.violation(layout, JOB)
+    assert found is not None
+    assert found.field == field
+    assert found.reason
+    assert runtimes.get("planner").supports.violation(layout, JOB) is None
+
+
+def test_a_supported_layout_has_no_reason() -> None:
+    """Interleaved stages with ZeRO 1 are what Megatron-Core is for."""
+    layout = Layout(
+        data_parallel_degree=2,
+        pipeline_parallel_degree=2,
+        virtual_stages_per_rank=2,
+        schedule="interleaved-1f1b",
+        zero_stage=1,
+        recompute="selective",
+    )
+    assert runtimes.get("megatron-core").supports.violation(layout, JOB) is None
+
+
+def test_constraints_are_narrowed() -> None:
+    """A job's constraint loses the values that the runtime lacks; other fields stay."""
+    supports = Supports(limits={"zero_stage": (0, 1), "sequence_chunks": (1,)})
+    asked = {"zero_stage": (1, 2), "tensor_parallel_degree": 4}
+    assert supports.constrained(asked) == {
+        "zero_stage": (1,),
+        "sequence_chunks": (1,),
+        "tensor_parallel_degree": 4,
+    }
+
+
+@pytest.mark.parametrize("runtime", LIMITED)
+def test_the_search_has_only_supported_layouts(runtime: str) -> None:
+    """The space of a runtime is that of our own executor without what it lacks."""
+    model = llama("llama-3.1-8b")
+    work = workload(model, MACHINES, JOB.model_copy(update={"runtime": runtime}))
+    found = set(map(str, layouts(work)))
+    supports = runtimes.planned(runtime).supports
+    assert found
+    for layout in layouts(work):
+        assert supports.violation(layout, work.job) is None
+    ours = workload(model, MACHINES, JOB)
+    words: tuple[RecomputeWord, ...] = ("none", "selective", "full")
+    possible = set()
+    for layout in layouts(ours):
+        mixed = supports.allowed("recompute") is None
+        bounded = layout.schedule in ("1f1b", "gpipe")
+        expanded = words if bounded and not mixed else (layout.recompute,)
+        for word in expanded:
+            one = layout.model_copy(update={"recompute": word})
+            if supports.violation(one, ours.job) is None:
+                possible.add(str(one))
+    if supports.uneven_stages:
+        assert found == possible
+    else:
+        assert found <= possible
+
+
+@pytest.mark.parametrize(
+    ("runtime", "fields", "field"),
+    [
+        ("megatron-core", {"optimizer": "adafactor"}, "job.optimizer"),
+        ("nanotron", {"precision": "fp32"}, "job.precision"),
+    ],
+)
+def test_a_job_that_a_runtime_lacks_is_refused(
+    runtime: str, fields: dict[str, Any], field: str
+) -> None:
+    """The error names the field of the job and the values that there are."""
+    job = JOB.model_copy(update={"runtime": runtime, **fields})
+    dtype: Any = "fp32" if job.precision == "fp32" else "bf16"
+    model = counted_profile("llama-3.2-1b", sequence_length=1024, dtype=dtype)
+    with pytest.raises(UnsupportedError) as raised:
+        space_of(workload(model, MACHINES, job))
+    assert raised.value.problems[0].field == field
+    assert raised.value.problems[0].hint
+
+
+def test_a_constraint_that_a_runtime_lacks_leaves_no_plan() -> None:
+    """The reason names the constraint, the runtime and what it supports."""
+    job = job_of(16, 1024, runtime="megatron-core", fix={"schedule": "zb-h1"})
+    model = llama()
+    found = plan(request(model, MACHINES, job), model)
+    assert isinstance(found, Infeasible)
+    reason = found.reasons[0]
+    assert "schedule" in reason
+    assert "megatron-core supports 1f1b or interleaved-1f1b" in reason
+
+
+@pytest.mark.parametrize(
+    ("runtime", "fields", "field"),
+    [
+        ("megatron-core", {"schedule": "zb-h1"}, "layout.schedule"),
+        ("nanotron", {"context_parallel_degree": 2}, "layout.context_parallel_degree"),
+        ("torchtitan", {"activation_offload": True}, "layout.activation_offload"),
+    ],
+)
+def test_predict_refuses_what_a_runtime_cannot_run(
+    runtime: str, fields: dict[str, Any], field: str
+) -> None:
+    """The error names the field, and the hint gives values that the runtime runs."""
+    layout = PredictionLayout(pipeline_parallel_degree=2, **fields)
+    job = JOB.model_copy(update={"runtime": runtime})
+    devices = cluster_of(f"{layout.devices}xh100-sxm5-80gb")
+    with pytest.raises(LayoutError) as raised:
+        predict(llama(), devices, job, layout)
+    assert raised.value.problems[0].field == field
+    assert raised.value.problems[0].hint
+
+
+def test_predict_prices_layouts_that_no_export_expresses() -> None:
+    """Published runs of torchtitan combine FSDP with pipeline stages."""
+    layout = PredictionLayout(
+        pipeline_parallel_degree=2, data_parallel_degree=4, zero_stage=3
+    )
+    job = JOB.model_copy(update={"runtime": "torchtitan"})
+    assert predict(llama(), MACHINES, job, layout).prediction.step_seconds > 0
+
+
+@pytest.mark.parametrize("runtime", EXPORTED)
+def test_a_plan_for_a_runtime_is_exported_to_it(runtime: str) -> None:
+    """The best plan is one that the runtime's target accepts."""
+    job = job_of(16, 1024, runtime=runtime)
+    model = llama()
+    found = plan(request(model, MACHINES, job, time_limit_seconds=60), model)
+    assert isinstance(found, Plan)
+    supports = runtimes.planned(runtime).supports
+    export = find(supports.target_of(found.layout)).write(found)
+    assert f"for runtime {runtime}" in export.text or runtime == "deepspeed"
