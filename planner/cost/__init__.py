@@ -12,6 +12,7 @@ from planner.cost.memory import (
     stage_memory,
 )
 from planner.cost.placement import placement, stage_ranks
+from planner.cost.predict import RunPrediction, predict_run
 from planner.cost.pricing import LayerCost
 from planner.cost.shared import SharedCost
 from planner.cost.step import (
@@ -38,6 +39,7 @@ __all__ = [
     "TICK_SECONDS",
     "LayerCost",
     "LayoutCosts",
+    "RunPrediction",
     "SharedCost",
     "StageLayers",
     "StageMap",
@@ -51,6 +53,7 @@ __all__ = [
     "layout_costs",
     "order_of",
     "placement",
+    "predict_run",
     "predict_step",
     "price",
     "rank_memory",

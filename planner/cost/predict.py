@@ -5,10 +5,11 @@ documents -> operations that the runtime launches -> seconds and bytes -> one st
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from planner import runtimes
+from planner.cost.interval import Basis, with_interval
 from planner.cost.layers import LayoutCosts
 from planner.cost.layout import layout_costs
 from planner.cost.memory import StageLayers
@@ -19,7 +20,14 @@ from planner.cost.ticks import TICK_SECONDS
 from planner.cost.workload import Workload, with_constants, workload
 from planner.runtimes import Runtime
 from planner.schedule import Schedule
-from planner.spec.calibration import DEFAULT, Constants
+from planner.spec.calibration import (
+    DEFAULT,
+    CalibrationTable,
+    Constants,
+    constants_for,
+)
+from planner.spec.cluster import Link
+from planner.spec.devices import catalogue
 from planner.spec.job import COMPUTE_TYPE
 from planner.spec.plan import Prediction, RankMemory
 from planner.spec.profile import RecomputeMode
@@ -109,6 +117,46 @@ class RunPrediction:
         return peak <= self.device_bytes
 
 
+def predict_run(run: Run, calibration: CalibrationTable | None = None) -> RunPrediction:
+    """Return the step time and memory of a measured run, with their intervals.
+
+    Args:
+        run: its measured values are not used.
+        calibration: None: the one of this release.
+
+    Raises:
+        SpecError: the documents do not belong together, or name something unknown.
+    """
+    priced = priced_run(run)
+    owner = priced.runtime.calibration_owner
+    group = run.cluster.node_groups[0]
+    known = catalogue().get(priced.work.device.id)
+    constants = constants_for(
+        owner,
+        known.architecture if known else "",
+        calibration=calibration,
+        has_intra_node=_is_effective(group.intra_node),
+        has_inter_node=_is_effective(group.inter_node),
+        data_format=data_format(priced),
+    )
+    found = priced.prediction(constants)
+    basis = Basis(owner, run.cluster, calibration)
+    return replace(found, prediction=with_interval(found.prediction, basis))
+
+
+def data_format(priced: PricedRun) -> str:
+    """Return the format of matrix products, such as ``bf16-mixed`` or ``fp8-current``."""
+    precision = priced.run.job.precision
+    if precision != "fp8":
+        return precision
+    return f"fp8-{priced.runtime.fp8_scaling}"
+
+
+def _is_effective(link: Link | None) -> bool:
+    """Return whether a link has measured figures, which are used unchanged."""
+    return link is not None and not link.is_nominal
+
+
 def allocated_bytes(row: RankMemory) -> int:
     """Return the bytes that the framework's allocator counts."""
     return row.peak_bytes - row.reserved_bytes
@@ -134,18 +182,14 @@ def priced_run(run: Run) -> PricedRun:
     if run.layout.recompute != "none":
         modes = ("none", block_mode(run))
     profile = decoder_profile(counts, run.source.id or "run", modes)
-    work = workload(
-        profile, run.cluster, run.job, framework=runtime, constants=DEFAULT
-    )
+    work = workload(profile, run.cluster, run.job, framework=runtime, constants=DEFAULT)
     return PricedRun(run, runtime, work, stage_map(run, runtime, heads))
 
 
 def runtime_of(run: Run) -> Runtime:
     """Return the traits of the run's framework, with the run's own settings."""
     choice = run.runtime
-    found = runtimes.get(
-        choice.name, release=choice.release, settings=choice.settings
-    )
+    found = runtimes.get(choice.name, release=choice.release, settings=choice.settings)
     return found.without_overlap() if found.launch_blocking else found
 
 
