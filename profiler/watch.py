@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from planner.profiler.attention import efficient_attention
+from planner.profiler.attention import causal_flops, efficient_attention
 from planner.profiler.collectives import COLLECTIVES
 from planner.profiler.experts import GROUPED_PRODUCT
 from planner.profiler.quantities import GradientName, Kernel
@@ -39,6 +39,13 @@ NORMS = frozenset({aten.native_layer_norm, aten.native_group_norm})
 ATTENTIONS = frozenset(
     {aten._scaled_dot_product_flash_attention, torch.ops.planner.attention}
 )
+CAUSAL = {
+    aten._scaled_dot_product_flash_attention: (0, 4),
+    aten._scaled_dot_product_flash_attention_backward: (1, 11),
+    aten._scaled_dot_product_flash_attention_for_cpu: (0, 4),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (1, 7),
+}
+"""Attention of torch by the places of its query, before its key, and of ``is_causal``."""
 GATHERS = frozenset(
     {aten.embedding, aten.gather, aten.index_select, aten.index, aten.nll_loss_forward}
 )
@@ -97,7 +104,7 @@ def _fused_attention(
             each.repeat_interleave(groups, 1) if groups > 1 else each
             for each in (key, value)
         )
-        return efficient_attention(query, key, value, attn_mask)
+        return efficient_attention(query, key, value, attn_mask, is_causal=is_causal)
     outputs = aten._scaled_dot_product_flash_attention(
         query, key, value, dropout_p, is_causal, scale=scale
     )
@@ -218,17 +225,12 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if packet in flop_registry
             else 0
         )
+        flops = _less_skipped(packet, args, flops)
         self.flops += flops
         for tensor in made:
             self._see(tensor.untyped_storage())
         self.timeline.append(self.live_bytes)
         if not _only_views(func, given, made) and packet not in BOOKKEEPING:
-            if packet is aten._scaled_dot_product_flash_attention and args[4:5] == (
-                True,
-            ):
-                flops = _causal_flops(
-                    flops, queries=args[0].shape[2], keys=args[1].shape[2]
-                )
             kernel = _kernel(packet, given, made, flops)
             is_other = packet in MATMULS and any(
                 id(each.untyped_storage()) in self._others for each in given
@@ -299,10 +301,16 @@ def _only_views(func: Any, given: list[Tensor], made: list[Tensor]) -> bool:
     return all(tensor.untyped_storage()._cdata in known for tensor in made)
 
 
-def _causal_flops(flops: int, *, queries: int, keys: int) -> int:
-    """What causal attention from the lower right corner is charged with: as a square one, half of which is skipped, is
-    charged with all of it, so is this one with twice what is not skipped, queries x (keys - queries / 2)."""
-    return flops * (2 * keys - queries) // keys
+def _less_skipped(packet: Any, args: tuple[Any, ...], flops: int) -> int:
+    """Return the FLOPs without those of the scores that causal attention skips."""
+    places = CAUSAL.get(packet)
+    if places is None:
+        return flops
+    query, is_causal = places
+    if args[is_causal : is_causal + 1] != (True,):
+        return flops
+    queries, keys = args[query].shape[2], args[query + 1].shape[2]
+    return causal_flops(flops, queries=queries, keys=keys)
 
 
 def _kernel(packet: Any, given: list[Tensor], made: list[Tensor], flops: int) -> Kernel:

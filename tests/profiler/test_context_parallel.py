@@ -38,19 +38,22 @@ def _block(source: ModelSource, **sizes: Any) -> Any:
 
 
 def test_a_rank_works_on_its_piece_and_keeps_all_keys(llama: ModelSource) -> None:
-    """All but attention is that of a shorter sequence; attention has its queries and everybody's keys, of which a
-    causal kernel skips a smaller part than of a square: the operation is charged with as much more."""
+    """All but attention is that of a shorter sequence; attention has its queries and the keys of all ranks, of which a
+    causal kernel skips less than half."""
     row, short = (
         _block(llama, context_parallel_degree=RANKS),
         _block(llama, sequence_length=S // RANKS),
     )
-    attention, of_short = (
+    whole = _block(llama)
+    attention, of_short, of_whole = (
         next(each.flops for each in one.operations if each.kind == "attention")
-        for one in (row, short)
+        for one in (row, short, whole)
     )
     assert attention == (2 * RANKS - 1) * of_short
-    assert row.forward_flops - RANKS * of_short == short.forward_flops - of_short
-    assert row.forward_flops * RANKS == _block(llama).forward_flops
+    assert of_whole == RANKS**2 * of_short
+    others = row.forward_flops - attention
+    assert others == short.forward_flops - of_short
+    assert others * RANKS == whole.forward_flops - of_whole
     others = B * (S - S // RANKS) * KEY_BYTES * 2
     assert row.activation_bytes - short.activation_bytes == others
     assert row.output_bytes == short.output_bytes
