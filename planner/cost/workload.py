@@ -343,9 +343,10 @@ def _on_group(
         calibration=calibration,
         has_intra_node=_is_effective(group.intra_node),
         has_inter_node=_is_effective(group.inter_node),
+        data_format=data_format(framework, job),
     )
     result = Workload(
-        profile=profile,
+        profile=profile.on(device.id),
         cluster=cluster.model_copy(update={"node_groups": (group,)}),
         job=job,
         device=device,
@@ -364,6 +365,18 @@ def _on_group(
     _check_headroom(result)
     _check_rows(result)
     return result
+
+
+def data_format(runtime: Runtime, job: Job) -> str:
+    """Return the format of matrix products, such as ``bf16-mixed`` or ``fp8-current``.
+
+    Args:
+        runtime: casts to fp8 in its own way.
+        job: has the precision.
+    """
+    if job.precision != "fp8":
+        return job.precision
+    return f"fp8-{runtime.fp8_scaling}"
 
 
 def rearranged(work: Workload, cluster: Cluster, order: Sequence[int]) -> Workload:
