@@ -644,14 +644,20 @@ class _Writer:
         return self.size < FLOAT
 
     @property
+    def attention_ranks(self) -> int:
+        """Ranks that split the heads; attention stays whole where they do not divide."""
+        ranks = self.split.tensor
+        return ranks if self.model.heads % ranks == 0 else 1
+
+    @property
     def heads(self) -> int:
         """Heads of this rank."""
-        return self.model.heads // self.split.tensor
+        return self.model.heads // self.attention_ranks
 
     @property
     def kv_heads(self) -> int:
         """Key and value heads of this rank."""
-        return max(1, self.model.kv_heads // self.split.tensor)
+        return max(1, self.model.kv_heads // self.attention_ranks)
 
     def narrow(self, elements: int) -> Buffer:
         """Return a tensor of activations."""
@@ -873,13 +879,16 @@ class _Writer:
             made = self.plain_scores(query, key, value)
         inner = self.heads * model.value_dim
         bias = model.biases == "all"
+        if self.attention_ranks == 1:
+            return self.linear(made, self.tokens, model.hidden, inner, bias=bias)
         return self.row_linear(made, model.hidden, inner, bias=bias)
 
     def projections(self, given: Buffer) -> tuple[Buffer, Buffer, Buffer]:
         """Queries, keys and values, with their norms and rotary positions."""
         model, tape = self.model, self.tape
         hidden, head, tokens = model.hidden, model.head_dim, self.tokens
-        given = self.enter(given, hidden)
+        if self.attention_ranks > 1:
+            given = self.enter(given, hidden)
         bias = model.biases != "none"
         queries, keys = self.heads * head, self.kv_heads * head
         if self.form.packed_projection:
@@ -996,9 +1005,14 @@ class _Writer:
         gathered = self.tape.transfer(Buffer(whole), given)
         return self.tape.kernel(Buffer(whole), gathered)
 
-    def repeated(self, given: Buffer) -> Buffer:
-        """Copy keys or values for every head that shares them."""
-        is_view = self.kv_heads == 1 and self.split.micro_batch_size == 1
+    def repeated(self, given: Buffer, *, is_batched: bool) -> Buffer:
+        """Copy keys or values for every head that shares them.
+
+        Those of a single head are a view, unless a batched product joins the heads of
+        several samples.
+        """
+        is_joined = is_batched and self.split.micro_batch_size > 1
+        is_view = self.kv_heads == 1 and not is_joined
         if self.heads == self.kv_heads or is_view:
             return given
         made = Buffer(given.bytes * self.heads // self.kv_heads)
@@ -1016,9 +1030,10 @@ class _Writer:
         read: tuple[Buffer, ...] = (query, key, value)
         is_flash = not has_mask and model.value_dim == model.head_dim
         if has_mask:
-            key, value = self.repeated(key), self.repeated(value)
-            elements = batch * self.length * keys
-            bias = Buffer(self.size * elements, has_gradient=False)
+            key = self.repeated(key, is_batched=False)
+            value = self.repeated(value, is_batched=False)
+            elements = self.length * keys
+            bias = Buffer(self.size * batch * elements, has_gradient=False)
             mask = Buffer(elements, has_gradient=False)
             read = (query, key, value, self.tape.kernel(bias, mask))
         else:
@@ -1038,7 +1053,8 @@ class _Writer:
         queries, keys = self.length, self.split.sequence_length
         group = batch * self.heads
         scores = group * queries * keys
-        key, value = self.repeated(key), self.repeated(value)
+        key = self.repeated(key, is_batched=True)
+        value = self.repeated(value, is_batched=True)
         if batch > 1 and self.form.rotary == "rotate half":
             # Its heads are not contiguous, as a batched product needs them.
             query = tape.kernel(Buffer(query.bytes), query)
@@ -1528,15 +1544,13 @@ class _Writer:
     @property
     def attention_parameters(self) -> int:
         """Elements of this rank's attention projections."""
-        model, ranks = self.model, self.split.tensor
+        model, ranks = self.model, self.attention_ranks
         latent = model.latent_attention
         whole = model.attention_parameters
         kept = 0
         if latent is not None:
-            kept = latent.query_rank + latent.key_value_rank + latent.rope_dim
-            kept *= model.hidden
-            if not latent.query_rank:
-                kept -= 0
+            compressed = latent.query_rank + latent.key_value_rank + latent.rope_dim
+            kept = compressed * model.hidden
         elif model.biases == "all":
             kept = model.hidden
         return (whole - kept) // ranks + kept
