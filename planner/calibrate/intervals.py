@@ -1,7 +1,7 @@
 """Intervals of predictions from the residuals of held-out runs.
 
-A residual is log(measured / predicted) of a run whose whole source was held out of the
-fit. It belongs to the kind that the fit knew without that source:
+A residual is log(measured / predicted) of a run that was held out of the fit. Its kind
+is what the fit knew without it:
 
     runtime        the runtime was measured on the architecture
     architecture   the architecture was measured, with other runtimes
@@ -16,21 +16,13 @@ jackknife+", for the idea of leaving out what is predicted).
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import mean
 
 import numpy as np
 
-from planner.spec.calibration import (
-    MINIMUM_ROWS,
-    IntervalRow,
-    Kind,
-    Residuals,
-    RowCounts,
-    pair_name,
-)
+from planner.spec.calibration import Kind, Residuals
 
 COVERAGE = 0.8
 """Share of measured values that an interval contains."""
@@ -43,72 +35,28 @@ GRID = tuple(round(0.05 * place, 2) for place in range(1, 20))
 KINDS: tuple[Kind, ...] = ("runtime", "architecture", "neither")
 """From the narrowest to the widest."""
 
-
-@dataclass(frozen=True, slots=True)
-class Residual:
-    """log(measured / predicted) of a run whose source was held out of the fit."""
-
-    value: float
-    source: str
-    runtime: str
-    """Owner of the runtime's constants."""
-    architecture: str
+Residual = tuple[str, float]
+"""Source, and log(measured / predicted) of a held-out run."""
+BySource = Mapping[str, Sequence[float]]
 
 
-def intervals(
-    time: Sequence[Residual], memory: Sequence[Residual]
-) -> dict[Kind, IntervalRow]:
-    """Return the residuals of every kind, each at least as wide as the one before.
+def distributions(
+    residuals: Mapping[Kind, Sequence[Residual]],
+) -> dict[Kind, Residuals]:
+    """Return the distribution of every kind, each at least as wide as the one before.
 
     Args:
-        time: of step times.
-        memory: of peak memory.
+        residuals: of held-out runs, by what the fit knew of them.
     """
-    times = _by_kind(time)
-    sizes = _by_kind(memory)
-    return {kind: IntervalRow(time=times[kind], memory=sizes[kind]) for kind in KINDS}
-
-
-def row_counts(residuals: Iterable[Residual]) -> RowCounts:
-    """Return the number of runs by runtime, by architecture and by both."""
-    runtimes: Counter[str] = Counter()
-    architectures: Counter[str] = Counter()
-    pairs: Counter[str] = Counter()
-    for one in residuals:
-        runtimes[one.runtime] += 1
-        architectures[one.architecture] += 1
-        pairs[pair_name(one.runtime, one.architecture)] += 1
-    return RowCounts(
-        runtime=dict(sorted(runtimes.items())),
-        architecture=dict(sorted(architectures.items())),
-        runtime_architecture=dict(sorted(pairs.items())),
-    )
-
-
-def kinds_of(residuals: Sequence[Residual]) -> list[Kind]:
-    """Return the kind of every residual: what runs of other sources make known."""
-    pairs: Counter[tuple[str, str]] = Counter()
-    architectures: Counter[str] = Counter()
-    own_pairs: Counter[tuple[str, str, str]] = Counter()
-    own_architectures: Counter[tuple[str, str]] = Counter()
-    for one in residuals:
-        pairs[one.runtime, one.architecture] += 1
-        architectures[one.architecture] += 1
-        own_pairs[one.source, one.runtime, one.architecture] += 1
-        own_architectures[one.source, one.architecture] += 1
-    kinds: list[Kind] = []
-    for one in residuals:
-        pair = pairs[one.runtime, one.architecture]
-        pair -= own_pairs[one.source, one.runtime, one.architecture]
-        architecture = architectures[one.architecture]
-        architecture -= own_architectures[one.source, one.architecture]
-        if pair >= MINIMUM_ROWS:
-            kinds.append("runtime")
-        elif architecture >= MINIMUM_ROWS:
-            kinds.append("architecture")
-        else:
-            kinds.append("neither")
-    return kinds
+    everyone = [one for each in residuals.values() for one in each]
+    found: dict[Kind, Residuals] = {}
+    narrower: Residuals | None = None
+    for kind in KINDS:
+        chosen = list(residuals.get(kind, ()))
+        if len({source for source, _ in chosen}) < MINIMUM_SOURCES:
+            chosen = everyone
+        narrower = found[kind] = _at_least(_distribution(chosen), narrower)
+    return found
 
 
 def coverage(residuals: Sequence[Residual], level: float) -> float:
@@ -127,21 +75,6 @@ def coverage(residuals: Sequence[Residual], level: float) -> float:
     return mean(shares)
 
 
-def _by_kind(residuals: Sequence[Residual]) -> dict[Kind, Residuals]:
-    """Residuals of every kind; a kind of few sources has those of all."""
-    groups: dict[Kind, list[Residual]] = defaultdict(list)
-    for one, kind in zip(residuals, kinds_of(residuals), strict=True):
-        groups[kind].append(one)
-    found: dict[Kind, Residuals] = {}
-    narrower: Residuals | None = None
-    for kind in KINDS:
-        chosen = groups[kind]
-        if len({one.source for one in chosen}) < MINIMUM_SOURCES:
-            chosen = list(residuals)
-        narrower = found[kind] = _at_least(_distribution(chosen), narrower)
-    return found
-
-
 def _distribution(residuals: Sequence[Residual]) -> Residuals:
     """The interval at the level that covers other sources, and the quantiles."""
     by_source = _by_source(residuals)
@@ -157,7 +90,7 @@ def _distribution(residuals: Sequence[Residual]) -> Residuals:
 
 def _level(residuals: Sequence[Residual]) -> float:
     """The first level whose intervals from other sources cover enough of a source."""
-    if len({one.source for one in residuals}) < 2:
+    if len({source for source, _ in residuals}) < 2:
         return LEVELS[0]
     for level in LEVELS:
         if coverage(residuals, level) >= COVERAGE:
@@ -182,19 +115,17 @@ def _at_least(found: Residuals, narrower: Residuals | None) -> Residuals:
 
 def _by_source(residuals: Iterable[Residual]) -> dict[str, list[float]]:
     found: dict[str, list[float]] = defaultdict(list)
-    for one in residuals:
-        found[one.source].append(one.value)
+    for source, value in residuals:
+        found[source].append(value)
     return dict(found)
 
 
-def _two_sided(
-    by_source: Mapping[str, Sequence[float]], level: float
-) -> tuple[float, float]:
+def _two_sided(by_source: BySource, level: float) -> tuple[float, float]:
     tail = (1 - level) / 2
     return _quantile(by_source, tail), _quantile(by_source, 1 - tail)
 
 
-def _quantile(by_source: Mapping[str, Sequence[float]], probability: float) -> float:
+def _quantile(by_source: BySource, probability: float) -> float:
     """Quantile of values of which every source has the same weight."""
     values: list[float] = []
     weights: list[float] = []

@@ -6,62 +6,50 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from planner.calibrate.own_runs import is_own
-from planner.cost.predict import PricedRun, priced_run
+from planner.cost.predict import predict_run
 from planner.errors import PlannerError
-from planner.spec.calibration import CalibrationTable, constants_for
-from planner.spec.cluster import Link
-from planner.spec.devices import catalogue
+from planner.spec.calibration import CalibrationTable
+from planner.spec.devices import catalogue, find_device
 from planner.spec.run import Run
+
+Progress = Callable[[int, int], None]
+"""Called with the number of runs predicted, and of all."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunError:
     """Relative errors of one run: predicted / measured - 1."""
 
-    name: str
-    """Runtime and architecture, such as ``nemo on Hopper``."""
-    time: float | None
+    run: Run
+    time: float | None = None
     """None: no time was measured."""
-    memory: float | None
+    memory: float | None = None
     """None: no memory was measured."""
+    failure: str = ""
+    """Why the run cannot be predicted."""
 
-
-@dataclass(frozen=True, slots=True)
-class PricedRuns:
-    """Runs that can be predicted, and why the others cannot."""
-
-    runs: tuple[PricedRun, ...]
-    left_out: tuple[str, ...]
-    """Run and reason."""
-
-
-def price_runs(
-    runs: Sequence[Run], progress: Callable[[int, int], None] | None = None
-) -> PricedRuns:
-    """Read the documents of all runs.
-
-    Args:
-        runs: measured.
-        progress: called with the number of runs read, and of all.
-    """
-    found = []
-    left_out = []
-    for done, run in enumerate(runs, 1):
-        try:
-            found.append(priced_run(run))
-        except PlannerError as error:
-            message = error.problems[0].message
-            left_out.append(f"{run.source.name} {run.source.id}: {message}")
-        if progress:
-            progress(done, len(runs))
-    return PricedRuns(tuple(found), tuple(left_out))
+    @property
+    def name(self) -> str:
+        """Runtime and architecture, such as ``nemo on Hopper``; own runs are named so."""
+        group = self.run.cluster.node_groups[0]
+        known = catalogue().get(find_device(group.device).id)
+        architecture = known.architecture if known else "own device"
+        name = f"{self.run.runtime.name} on {architecture}"
+        return f"{name} (own runs)" if is_own(self.run) else name
 
 
 def run_errors(
-    runs: Iterable[PricedRun], calibration: CalibrationTable
+    runs: Sequence[Run],
+    calibration: CalibrationTable,
+    progress: Progress | None = None,
 ) -> tuple[RunError, ...]:
-    """Return the errors of all runs under the constants of a calibration."""
-    return tuple(_error(run, calibration) for run in runs)
+    """Return the errors of all runs under a calibration, in their order."""
+    found = []
+    for done, run in enumerate(runs, 1):
+        found.append(_error(run, calibration))
+        if progress:
+            progress(done, len(runs))
+    return tuple(found)
 
 
 def by_name(errors: Iterable[RunError]) -> Mapping[str, list[RunError]]:
@@ -72,38 +60,17 @@ def by_name(errors: Iterable[RunError]) -> Mapping[str, list[RunError]]:
     return dict(sorted(found.items()))
 
 
-def _error(priced: PricedRun, calibration: CalibrationTable) -> RunError:
-    run = priced.run
-    group = run.cluster.node_groups[0]
-    architecture = architecture_of(priced)
-    constants = constants_for(
-        priced.runtime.calibration_owner,
-        architecture,
-        calibration=calibration,
-        has_intra_node=_is_measured(group.intra_node),
-        has_inter_node=_is_measured(group.inter_node),
-    )
-    predicted = priced.prediction(constants)
-    name = f"{run.runtime.name} on {architecture}"
-    if is_own(run):
-        name = f"{name} (own runs)"
+def _error(run: Run, calibration: CalibrationTable) -> RunError:
+    try:
+        predicted = predict_run(run, calibration)
+    except PlannerError as error:
+        return RunError(run, failure=error.problems[0].message)
     result = run.result
     return RunError(
-        name=name,
+        run,
         time=_relative(predicted.timed_seconds, result.step_seconds),
         memory=_relative(predicted.memory_bytes, result.memory_bytes),
     )
-
-
-def _is_measured(link: Link | None) -> bool:
-    """Whether a link has the figures that collectives reach, not a data sheet's."""
-    return link is not None and not link.is_nominal
-
-
-def architecture_of(priced: PricedRun) -> str:
-    """Return the architecture of a run's device; empty: not in the catalogue."""
-    known = catalogue().get(priced.work.device.id)
-    return known.architecture if known else ""
 
 
 def _relative(predicted: float, measured: float | None) -> float | None:

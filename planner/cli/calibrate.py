@@ -104,17 +104,17 @@ def command(
             hint="give measured runs, or measure a device with --device here.",
         )
     from planner.calibrate.fit import fit
-    from planner.calibrate.run_errors import price_runs, run_errors
+    from planner.calibrate.run_errors import run_errors
 
     if runtime is not None:
         runtime = runtimes.get(runtime, field="--runtime").name
     prior = load(calibration) if calibration else shipped()
     files = _read(sources)
     runs = _of_runtime(files.runs, runtime)
-    with Progress("reading runs") as progress:
-        priced = price_runs(runs, progress.update)
-    _note_left_out((*files.left_out, *priced.left_out))
-    usable = [one.run for one in priced.runs]
+    with Progress("predicting") as progress:
+        before = run_errors(runs, prior, progress.update)
+    _note_left_out(files.left_out, before)
+    usable = [error.run for error in before if not error.failure]
     if not usable:
         raise DocumentError(
             "has no run that the cost model can predict.",
@@ -124,8 +124,8 @@ def command(
     with Progress("fitting") as progress:
         progress.update(0, 1, counted(len(usable), "run"))
         fitted = fit(usable, prior)
-    before = run_errors(priced.runs, prior)
-    after = run_errors(priced.runs, fitted)
+    before = tuple(error for error in before if not error.failure)
+    after = run_errors(usable, fitted)
     text = f"{errors_text(before, after)}\n\n{constants_text(prior, fitted)}"
     publish(dump(fitted).rstrip("\n"), text, output, as_json=as_json)
     return DONE
@@ -170,7 +170,13 @@ def _of_runtime(runs: Sequence[Run], runtime: str | None) -> tuple[Run, ...]:
     return tuple(chosen)
 
 
-def _note_left_out(reasons: Sequence[str]) -> None:
+def _note_left_out(files: Sequence[str], errors: Sequence[RunError]) -> None:
+    """Print which runs are not used, and why."""
+    reasons = list(files)
+    for error in errors:
+        if error.failure:
+            source = error.run.source
+            reasons.append(f"{source.name} {source.id}: {error.failure}")
     for reason in reasons[:MOST_NOTES]:
         note(f"left out {reason}")
     if len(reasons) > MOST_NOTES:
