@@ -465,8 +465,11 @@ def _other_runs(
         sources.append(f"{there:,} of other runtimes there")
     if elsewhere > 0:
         sources.append(f"{elsewhere:,} of {runtime} elsewhere")
+    others = table.measured_runs - known
+    if not sources and others > 0:
+        sources.append(f"{others:,} of other runtimes elsewhere")
     if not sources:
-        sources.append(f"{table.measured_runs:,} of other runtimes elsewhere")
+        return "it rests on figures of data sheets and papers"
     return f"it rests on {' and '.join(sources)}"
 
 

@@ -188,6 +188,14 @@ def test_provenance_says_that_runs_are_missing(
         assert part in found.note
 
 
+def test_provenance_without_any_run() -> None:
+    """An unfitted calibration rests on published figures alone."""
+    found = provenance(
+        "nemo", "Hopper", calibration=table(rows={}, memory={}, measured_runs=0)
+    )
+    assert "data sheets" in found.note
+
+
 ASCENDING = st.lists(
     st.floats(-0.9, 0.9).map(lambda value: round(value, 3)),
     min_size=3,
