@@ -15,6 +15,7 @@ from planner.profiler.resolve import Question, Request, question
 from planner.spec import ModelProfile, PredictionLayout, parse, read
 from planner.spec.constraint_words import layers_of, read_constraint, scalar, split
 from planner.spec.job import RUNTIMES, OptimizerName, Precision
+from planner.spec.profile import joined
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -79,10 +80,12 @@ def request_options(function: Function) -> Function:
             ),
             option(
                 "--profile",
+                "profiles",
+                multiple=True,
                 metavar="FILE",
                 advanced=True,
                 group=DOCUMENTS,
-                help="Profile instead of MODEL",
+                help="Profile instead of MODEL; one per kind of device",
             ),
             option(
                 "--model",
@@ -111,7 +114,7 @@ def fix_option(function: Function) -> Function:
 
 
 def read_question(
-    *, model: str | None, model_option: str | None, profile: str | None,
+    *, model: str | None, model_option: str | None, profiles: Sequence[str] = (),
     fixed: Sequence[str] = (), **arguments: Any,
 ) -> Question:  # fmt: skip
     """The documents that `request_options` name.
@@ -119,8 +122,9 @@ def read_question(
     Raises:
         SpecError: one is missing, wrong or does not fit the others.
     """
-    given = [name for name in (model, model_option, profile) if name is not None]
-    if len(given) != 1:
+    names = [name for name in (model, model_option) if name is not None]
+    given = len(names) + bool(profiles)
+    if given != 1:
         message = "is missing" if not given else "is given more than once"
         raise DocumentError(
             message,
@@ -129,7 +133,12 @@ def read_question(
             "a config.json or a profile.",
         )
     fix = dict(read_fix(text) for text in fixed)
-    source = given[0] if profile is None else read(ModelProfile, profile)
+    source: str | ModelProfile
+    if profiles:
+        read_profiles = [read(ModelProfile, path) for path in profiles]
+        source = joined(read_profiles, field="--profile")
+    else:
+        source = names[0]
     request = Request(model=source, fix=fix, **arguments)
     with Progress("counting") as progress:
         return question(request, spelling=option_of, progress=progress.update)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import not_
 from typing import Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
+from planner.errors import MismatchError
 from planner.spec.cluster import DeviceSpec
 from planner.spec.document import MOST_BYTES, Document, plain_json
 from planner.spec.transformer import Transformer
@@ -250,6 +252,17 @@ class SharedParameters(Document):
     """Whether the parameters are not trained, so that no copy has gradients."""
 
 
+class DeviceRows(Document):
+    """Rows of the same layers, measured on another device."""
+
+    device: str = Field(min_length=1)
+    """Id of the device."""
+    device_spec: DeviceSpec | None = None
+    """The measured device if the catalogue does not have it."""
+    measurements: dict[str, tuple[Measurement, ...]]
+    """Rows by the kind of layer."""
+
+
 _ROWS = '"measurements":'
 _NO_ROWS = _ROWS + "[]"
 
@@ -285,8 +298,40 @@ class ModelProfile(Document):
     layers: tuple[LayerProfile, ...] = Field(min_length=1)
     edges: tuple[SkipEdge, ...] = ()
     shared_parameters: tuple[SharedParameters, ...] = ()
+    other_devices: tuple[DeviceRows, ...] = Field(default=(), exclude_if=not_)
+    """Seconds measured on other devices, for clusters of unlike devices."""
     environment: dict[str, str] = Field(default_factory=dict)
     """Versions and conditions of the measurement, for information."""
+
+    def on(self, device: str) -> ModelProfile:
+        """Return the profile with the rows of a device, if it was measured there.
+
+        Args:
+            device: id of the device.
+        """
+        others = {one.device: one for one in self.other_devices}
+        if device == self.device or device not in others:
+            return self
+        rows = others.pop(device)
+        layers = [
+            layer.model_copy(update={"measurements": rows.measurements[layer.kind]})
+            for layer in self.layers
+        ]
+        update = {
+            "device": device,
+            "device_spec": rows.device_spec,
+            "layers": tuple(layers),
+            "other_devices": (self._rows(), *others.values()),
+        }
+        return self.model_copy(update=update)
+
+    def _rows(self) -> DeviceRows:
+        """Return the rows of this profile's own device."""
+        return DeviceRows.model_construct(
+            device=self.device,
+            device_spec=self.device_spec,
+            measurements={layer.kind: layer.measurements for layer in self.layers},
+        )
 
     def canonical_json(self) -> str:
         """Return the canonical JSON; rows that layers share are serialised once."""
@@ -340,3 +385,43 @@ class ModelProfile(Document):
                     "reverse the edge or the layers"
                 )
         return self
+
+
+def joined(profiles: Sequence[ModelProfile], *, field: str = "profile") -> ModelProfile:
+    """Return one profile with the seconds of several devices.
+
+    Args:
+        profiles: of one model, each measured on another device.
+        field: name of the argument in error messages.
+
+    Raises:
+        MismatchError: the profiles differ in more than the device and its seconds, or
+            one of them has no measured seconds.
+    """
+    first, *others = profiles
+    if not others:
+        return first
+    seen: set[str] = set()
+    for one in profiles:
+        if one.device == "counted" or one.device in seen:
+            raise MismatchError(
+                f"two profiles have rows of {one.device!r}.",
+                field=field,
+                hint="give one profile per device, each measured there.",
+            )
+        seen.add(one.device)
+        if _identity(one) != _identity(first):
+            raise MismatchError(
+                f"the profiles of {first.device} and {one.device} differ in the model, "
+                "its layers or the data type.",
+                field=field,
+                hint="measure the same model in the same data type on every device.",
+            )
+    rows = tuple(one._rows() for one in others)
+    return first.model_copy(update={"other_devices": rows})
+
+
+def _identity(profile: ModelProfile) -> tuple[object, ...]:
+    """Return what profiles of several devices must share."""
+    layers = tuple((one.name, one.kind, one.parameters) for one in profile.layers)
+    return profile.model_digest, profile.dtype, profile.precision, layers

@@ -43,7 +43,7 @@ def _check_types(facts: Facts, findings: Findings) -> None:
             f"seconds were not measured {wanted}, as the job's precision asks.",
         )
     for device in {group.device.id: group.device for group in facts.groups}.values():
-        if profile.device not in ("counted", device.id):
+        if profile.on(device.id).device not in ("counted", device.id):
             message = f"seconds were measured on {profile.device}, the cluster has {device.id}."
             findings.wrong("profile.device", message)
         if profile.device != "counted":

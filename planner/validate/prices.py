@@ -173,8 +173,9 @@ class Prices:
         """By layer, in the model's order, and recompute mode; identical layers share one dict."""
         known: dict[tuple[int, int, int, bool], dict[RecomputeMode, LayerPrice]] = {}
         prices = []
-        for place, layer in enumerate(self.facts.profile.layers, 1):
-            is_output = place == len(self.facts.profile.layers)
+        profile = self.facts.profile.on(self.site.group.device.id)
+        for place, layer in enumerate(profile.layers, 1):
+            is_output = place == len(profile.layers)
             key = (
                 id(layer.measurements),
                 layer.parameters,
