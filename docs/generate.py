@@ -5,7 +5,7 @@ exits with 1 if a committed file is out of date. ``--pictures`` and ``--referenc
 it to one kind.
 
 Not made here: docs/images/fidelity.svg, which needs the published runs
-(``python -m benchmarks.fidelity --data FOLDER --cross-validate --picture FILE``).
+(``python -m benchmarks.fidelity --data FOLDER --by-source --picture FILE``).
 """
 
 from __future__ import annotations
@@ -273,8 +273,12 @@ USES = {
     "plan": ["`planner plan`", "`planner check`, `run`, `export`, `timeline`"],
     "infeasible": ["`planner plan --json`", "you"],
     "forecast": ["`planner predict --json`", "you"],
-    "measured": ["`planner run`", "`planner timeline`, the service"],
+    "measured": ["`planner run`", "`planner timeline`, `calibrate`, the service"],
+    "run": ["you, `GET /v1/runs`", "`planner calibrate --runs`"],
+    "transformer": ["you", "`model` of a run"],
+    "calibration": ["`planner calibrate`", "`planner predict --calibration`"],
     "options": ["`options` of an HTTP request", "the search"],
+    "curves": ["`planner calibrate --device`", "`curves` of a device"],
     "device": ["you", "a node group's `device`; `planner devices --file` checks it"],
     "link": ["`planner links`", "a node group's `intra_node` or `inter_node`"],
     "links": ["`planner links` on several nodes", "both links of a node group"],
