@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 from planner.profiler.counted import counted_profile
 from planner.search import make_request, plan_layout
 from planner.spec import Cluster, Job, ModelProfile, Options, Plan, PredictionLayout
-from planner.spec.devices import find_device
 from planner.spec.job import COMPUTE_TYPE
+from planner.spec.profile import RecomputeMode
 
 
 def one_node(devices: int) -> Cluster:
@@ -41,6 +42,7 @@ def planned(
     precision: Any = "bf16-mixed",
     optimizer: Any = "adamw",
     runtime: str = "planner",
+    recomputed: Mapping[str, RecomputeMode] | None = None,
     **layout: Any,
 ) -> Plan:
     """The plan of a layout.
@@ -50,6 +52,7 @@ def planned(
         cluster: None: one node of as many devices as the degrees multiply to.
         headroom: fraction or bytes, as in a job.
         runtime: of the job.
+        recomputed: modes by layer, written into the finished plan.
         layout: fields of `PredictionLayout`.
     """
     wanted = PredictionLayout(**layout)
@@ -76,7 +79,20 @@ def planned(
     )
     found = plan_layout(request, profile, wanted)
     assert isinstance(found, Plan), found
-    return found
+    return with_modes(found, recomputed) if recomputed else found
+
+
+def with_modes(plan: Plan, recomputed: Mapping[str, RecomputeMode]) -> Plan:
+    """The plan, as if these layers recomputed so."""
+    stages = []
+    for stage in plan.stages:
+        layers = [
+            each.model_copy(update={"recompute": recomputed.get(each.name, "none")})
+            for each in stage.layers
+        ]
+        stages.append(stage.model_copy(update={"layers": tuple(layers)}))
+    layout = plan.layout.model_copy(update={"recompute": "per-layer"})
+    return plan.model_copy(update={"layout": layout, "stages": tuple(stages)})
 
 
 def with_context(profile: ModelProfile, degree: int) -> ModelProfile:
@@ -121,9 +137,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "pipeline_parallel_degree": 2,
         "batch": 64,
         "micro_batch_size": 4,
-        "recompute": "per-layer",
         "layers_per_stage": (11, 3),
-        "headroom": find_device("h100-sxm5-80gb").memory_bytes - 3_984_000_000,
+        "recomputed": {
+            **{f"transformer.h.{block}": "full" for block in range(4)},
+            "transformer.h.4": "selective",
+        },
     },
     "full-recompute": {"data_parallel_degree": 2, "recompute": "full"},
     "selective-recompute": {"data_parallel_degree": 2, "recompute": "selective"},
@@ -138,6 +156,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "pipeline_parallel_degree": 2,
         "virtual_stages_per_rank": 2,
         "schedule": "zb-v",
+        "layers_per_stage": (4, 3, 4, 3),
     },
     "gpipe": {"pipeline_parallel_degree": 4, "schedule": "gpipe"},
     "zero-1": {"data_parallel_degree": 4, "zero_stage": 1},

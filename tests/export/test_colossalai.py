@@ -188,7 +188,7 @@ def test_a_v_is_ordered_by_its_own_graph() -> None:
         "n_stage=2, n_micro=16, f_cost=1000, b_cost=1000, w_cost=1000, c_cost=1, f_mem=1, b_mem=0"
         in export.text
     )
-    assert "num_ckpt_layers_per_stage=[0, 0, 0, 1]" in export.text
+    assert "num_ckpt_layers_per_stage=[0, 0, 1, 0]" in export.text
     assert "gradient_checkpointing_kwargs" in export.text
     assert "orders the actions of a V itself" in export.warnings[-1]
 
