@@ -58,6 +58,7 @@ MADE_BY_COMMANDS = {
     "calibration.json",
     "cluster.yaml",
     "config.json",
+    "device.json",
     "job.yaml",
     "links.json",
     "measured.json",
