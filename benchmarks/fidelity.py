@@ -1,11 +1,15 @@
-"""Do predictions hold against measured runs? ``python -m benchmarks.fidelity --data PATH``.
+"""Compare predictions with published measurements: ``python -m benchmarks.fidelity``.
 
-PATH is a CSV file with one measured run per row, or a folder of such files; each file is a family. Every row in scope
-is predicted with the constants that come with the package, or, with ``--cross-validate``, with constants that were
-fitted without it: those are the figures to quote. Your own runs in such a file give the error on your own cluster.
+``--data PATH`` is a CSV file with one measured run per row, or a folder of such files
+(`benchmarks.published_runs`); each file is a family. Every scored run is predicted by
+`planner.cost.predict_run`, the path of ``planner predict``:
 
-A run in scope that cannot be predicted counts as one of zero seconds and bytes, is told on stderr, and ends the command
-with exit code 1.
+    as is         with the calibration of this release
+    --by-source   with constants fitted without the source of the run; needs scipy
+    --unfitted    with the constants known before any run
+
+A prediction that fails counts as zero seconds and bytes. If the failure is not a
+documented limit of the planner but a defect, the exit code is 1.
 """
 
 from __future__ import annotations
@@ -13,49 +17,32 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from benchmarks.arguments import positive_int, whole_number
-from benchmarks.fidelity_text import (
-    failures_text,
-    figures_text,
-    targets,
-    targets_text,
-    worst_memory_text,
-    worst_text,
+from benchmarks.arguments import whole_number
+from benchmarks.fidelity_picture import Point, svg
+from benchmarks.fidelity_tables import report_text
+from benchmarks.published_runs import Published, PublishedRun, read_published
+from planner.calibrate.metrics import (
+    Figures,
+    Outcome,
+    Predicted,
+    as_json,
+    figures,
+    figures_by,
+    mean_coverage,
+    median_of_medians,
 )
-from benchmarks.fidelity_winners import winners_json, winners_text
-from planner.cli.console import Progress, check_output, note, table, write
+from planner.cli.console import Progress, check_output, note, write
 from planner.cli.failures import DONE, FAILED, report
-from planner.cost import (
-    StageMap,
-    Workload,
-    choose,
-    evaluate,
-    layout_costs,
-    schedule_of,
-    workload,
-)
+from planner.cost import RunPrediction, predict_run
 from planner.errors import PlannerError, UnknownNameError
-from planner.fidelity.cross_validate import FOLDS, cross_validate
-from planner.fidelity.metrics import Figures, Outcome, details, figures, summary
-from planner.fidelity.outcomes import outcomes
-from planner.fidelity.picture import Point, svg
-from planner.fidelity.remarks import Remarks, RowKey, read_remarks
-from planner.fidelity.rows import Dataset, read_runs
-from planner.profiler.counted import counted_profile
-from planner.search.bounds.layout import BOUNDED, Totals, lower_bound, warm_ups
-from planner.search.layouts.space import layouts
-from planner.search.stage_maps.segments import allowed_modes
-from planner.spec import Cluster, Job, Layout, NodeGroup
-from planner.spec.units import seconds
+from planner.spec.run import Run
 
-PRICED_MODEL, PRICED_LENGTH = "llama-3.1-405b", 4096
-STAGES, MICRO_BATCHES = 64, 512
-"""Of the simulated step whose speed is told."""
+Predictor = Callable[[Run], RunPrediction]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,51 +56,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.fidelity", description="Predicted against measured"
+        prog="python -m benchmarks.fidelity",
+        description="Compare predictions with published measurements.",
     )
     parser.add_argument(
         "--data",
         type=Path,
         required=True,
         metavar="PATH",
-        help="one CSV file, or a folder of them",
+        help="a CSV file, or a folder of CSV files",
     )
-    parser.add_argument(
-        "--family", metavar="NAME", help="only the rows of the file of this name"
-    )
-    parser.add_argument(
-        "--cross-validate",
-        action="store_true",
-        help=f"fit without what is predicted, {FOLDS} folds",
-    )
-    parser.add_argument(
+    parser.add_argument("--family", metavar="NAME", help="only the file of this name")
+    constants = parser.add_mutually_exclusive_group()
+    constants.add_argument(
         "--by-source",
         action="store_true",
-        help="likewise, and without the whole file of a run",
+        help="fit without each source, and predict its runs",
     )
-    parser.add_argument(
-        "--workers",
-        type=positive_int,
-        default=2,
-        metavar="N",
-        help="processes that fit (default: 2)",
-    )
-    parser.add_argument(
-        "--winners",
-        action="store_true",
-        help="only whether the fastest plans were, and could be, named",
+    constants.add_argument(
+        "--unfitted", action="store_true", help="use the constants before any fit"
     )
     parser.add_argument(
         "--worst",
         type=whole_number,
         default=10,
         metavar="N",
-        help="rows to show (default: 10)",
+        help="runs with the largest errors to print (default: 10)",
     )
     parser.add_argument(
-        "--picture",
-        metavar="FILE.svg",
-        help="draw predicted against measured step times",
+        "--picture", metavar="FILE.svg", help="draw predicted against measured time"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
@@ -121,208 +92,137 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(arguments: argparse.Namespace) -> int:
     check_output(arguments.picture)
-    remarks = read_remarks(arguments.data)
-    whole = read_runs(arguments.data)
-    dataset = of_family(whole, arguments.family)
-    found = predicted(whole, dataset, remarks, arguments)
-    if arguments.json:
-        print(
-            json.dumps(
-                winners_json(found) if arguments.winners else as_json(dataset, found),
-                indent=2,
-            )
-        )
-    elif arguments.winners:
-        print(winners_text(found))
+    whole = read_published(arguments.data)
+    chosen = of_family(whole, arguments.family)
+    if arguments.by_source:
+        found = held_out(whole, chosen)
     else:
-        print_all(dataset, found, arguments.worst)
+        found = outcomes(chosen.runs, _predictor(unfitted=arguments.unfitted))
+    if arguments.json:
+        print(json.dumps(document(chosen, found), indent=2))
+    else:
+        print(report_text(chosen, found, arguments.worst))
     if arguments.picture:
-        write(
-            arguments.picture,
-            picture(found, arguments.cross_validate or arguments.by_source),
-        )
-    failures = failures_text(found)
-    for line in failures:
-        note(line)
-    return FAILED if failures else DONE
+        write(arguments.picture, picture(found))
+    failed = [one for one in found if one.predicted is None]
+    for one in failed:
+        note(f"failed: {one.measured.run.source.id}: {one.failure}")
+    return FAILED if any(one.is_defect for one in failed) else DONE
 
 
-def of_family(dataset: Dataset, family: str | None) -> Dataset:
-    """The rows of one file.
+def of_family(published: Published, family: str | None) -> Published:
+    """Return the runs of one file; of all files if `family` is None.
 
     Raises:
         UnknownNameError: no file has this name.
     """
     if family is None:
-        return dataset
-    if family not in dataset.rows:
+        return published
+    if family not in published.rows:
         raise UnknownNameError(
             f"no family {family!r}.",
             field="--family",
-            hint=f"use one of {', '.join(sorted(dataset.rows))}.",
+            hint=f"use one of {', '.join(sorted(published.rows))}.",
         )
-    return Dataset(
-        runs=tuple(run for run in dataset.runs if run.family == family),
-        out_of_scope={family: dataset.out_of_scope.get(family, Counter())},
-        rows={family: dataset.rows[family]},
+    return Published(
+        runs=tuple(one for one in published.runs if one.family == family),
+        out_of_scope={family: published.out_of_scope[family]},
+        not_scored={family: published.not_scored[family]},
+        rows={family: published.rows[family]},
     )
 
 
-def predicted(
-    whole: Dataset,
-    dataset: Dataset,
-    remarks: dict[RowKey, Remarks],
-    arguments: argparse.Namespace,
-) -> tuple[Outcome, ...]:
-    """Every run of `dataset`, predicted; constants are fitted to the whole. The way is told on stderr."""
-    if arguments.cross_validate or arguments.by_source:
-        with Progress("fitting") as progress:
-            told = progress.update if sys.stderr.isatty() else _line
-            return cross_validate(
-                whole.runs,
-                remarks,
-                wanted=dataset.runs,
-                workers=arguments.workers,
-                by_source=arguments.by_source,
-                progress=told,
-            )
+def _predictor(*, unfitted: bool) -> Predictor:
+    if not unfitted:
+        return predict_run
+    from planner.calibrate.fit import unfitted_table
+
+    return partial(predict_run, calibration=unfitted_table())
+
+
+def outcomes(runs: Sequence[PublishedRun], predictor: Predictor) -> tuple[Outcome, ...]:
+    """Return every run with its prediction, or with the reason of its failure."""
+    found = []
     with Progress("predicting") as progress:
-        done = iter(range(1, len(dataset.runs) + 1))
-        return outcomes(
-            dataset.runs,
-            remarks,
-            progress=lambda: progress.update(next(done), len(dataset.runs)),
-        )
+        for done, measured in enumerate(runs, start=1):
+            found.append(outcome(measured, predictor))
+            progress.update(done, len(runs))
+    return tuple(found)
 
 
-def _line(done: int, total: int, text: str) -> None:
-    note(f"fit {done} of {total}: {text}")
+def outcome(measured: PublishedRun, predictor: Predictor) -> Outcome:
+    """Return a run with its prediction, or with the reason of its failure."""
+    try:
+        return Outcome(measured, predicted_values(predictor(measured.run)))
+    except PlannerError as error:
+        return Outcome(measured, None, str(error))
+    except Exception as error:  # a defect, which must not hide all other runs
+        words = f"{type(error).__name__}: {error}"
+        return Outcome(measured, None, words, is_defect=True)
 
 
-def as_json(dataset: Dataset, found: Sequence[Outcome]) -> dict[str, object]:
-    """Figures by family and overall."""
-    families = {name: details(figures(dataset, found, name)) for name in dataset.rows}
-    return {"families": families, "overall": summary(figures(dataset, found))}
+def predicted_values(found: RunPrediction) -> Predicted:
+    """Return the predicted counterparts of what was measured."""
+    is_step = found.run.result.timed == "step"
+    return Predicted(
+        seconds=found.timed_seconds,
+        memory_bytes=found.memory_bytes,
+        fits=found.fits,
+        seconds_80=found.prediction.step_seconds_80 if is_step else None,
+    )
 
 
-def in_fp8(found: Sequence[Outcome]) -> dict[str, Figures]:
-    """Figures of the runs in fp8, which stand in their families too; none where there are none."""
-    low = tuple(one for one in found if one.run.is_fp8)
-    if not low:
-        return {}
+def held_out(published: Published, chosen: Published) -> tuple[Outcome, ...]:
+    """Return the chosen runs, each predicted without the runs of its source."""
+    from planner.calibrate.fit import hold_out
+
+    with Progress("fitting") as progress:
+        predictors = hold_out(published.runs, progress=progress.update)
+    found = []
+    for measured in chosen.runs:
+        found.append(outcome(measured, predictors[measured.source]))
+    return tuple(found)
+
+
+def document(published: Published, found: Sequence[Outcome]) -> dict[str, Any]:
+    """Return the figures overall, by family, by source and by kind, as JSON."""
+    families = figures_by(found, "family")
+    sources = figures_by(found, "source")
+    by_family = {}
+    for family, rows in published.rows.items():
+        part = families.get(family, figures(()))
+        reasons = dict(published.out_of_scope[family].most_common())
+        counts = {"rows": rows, "in_scope": part.runs}
+        by_family[family] = counts | as_json(part) | {"out_of_scope": reasons}
+    overall = figures(found)
+    counts = {"rows": sum(published.rows.values()), "in_scope": overall.runs}
+    means = {
+        "median_of_source_medians": median_of_medians(sources),
+        "mean_coverage_80_of_sources": mean_coverage(sources),
+    }
     return {
-        "in fp8": figures(
-            Dataset(tuple(one.run for one in low), {}, {"in fp8": len(low)}), low
-        )
+        "overall": counts | as_json(overall) | means,
+        "families": by_family,
+        "sources": _as_json(sources),
+        "kinds": _as_json(figures_by(found, "kind")),
     }
 
 
-def print_all(dataset: Dataset, found: Sequence[Outcome], worst: int) -> None:
-    """Tables for people."""
-    by_family = {name: figures(dataset, found, name) for name in dataset.rows}
-    print(
-        figures_text(by_family | in_fp8(found) | {"overall": figures(dataset, found)}),
-        end="\n\n",
-    )
-    print(targets_text(targets(found)), end="\n\n")
-    print(speed_text(), end="\n\n")
-    if worst:
-        print(worst_text(found, worst), end="\n\n")
-        print(worst_memory_text(found, worst))
+def _as_json(parts: Mapping[str, Figures]) -> dict[str, Any]:
+    return {name: as_json(part) for name, part in parts.items()}
 
 
-def picture(found: Sequence[Outcome], cross_validated: bool) -> str:
-    """Every timed run that could be predicted."""
-    points = [
-        Point(
-            one.run.family,
-            one.run.source_id,
-            one.run.step_seconds,
-            one.predicted.step_seconds,
-        )
-        for one in found
-        if one.predicted is not None
-        and one.time_error is not None
-        and one.run.step_seconds
-    ]
-    how = (
-        "constants fitted without the run"
-        if cross_validated
-        else "constants of the package"
-    )
-    return svg(points, title=f"Step time of {len(points)} runs, {how}", unit="seconds")
-
-
-def speed_text() -> str:
-    """How long predictions take here, beside the targets."""
-    rows = [
-        (
-            "one prediction without simulation, amortised",
-            "<= 50 us",
-            seconds(priced_seconds()),
-        ),
-        (
-            f"one simulated: {STAGES} stages, {MICRO_BATCHES} micro-batches",
-            "<= 5 ms",
-            seconds(simulated_seconds()),
-        ),
-    ]
-    return table(("speed", "target", "reached"), rows)
-
-
-def priced_seconds() -> float:
-    """Per layout: every layer's price and the step's lower bound, over all layouts of a job, the best of three."""
-    work = _work(
-        devices=64, job=Job(global_batch_size=1024, sequence_length=PRICED_LENGTH)
-    )
-    space = [layout for layout in layouts(work) if layout.schedule in BOUNDED]
-    return min(_timed(lambda: lower_bounds(work, space)) for _ in range(3)) / len(space)
-
-
-def lower_bounds(work: Workload, space: Sequence[Layout]) -> list[int]:
-    """Ticks that no stage map beats, of every layout; as in the search, orders of the same layers share their sums."""
-    found, layers, totals = [], None, None
-    for layout in space:
-        costs = layout_costs(work, layout)
-        if totals is None or costs.layers is not layers:
-            layers, totals = (
-                costs.layers,
-                Totals.of(costs, allowed_modes(costs, ("full",))),
-            )
-        found.append(lower_bound(costs, totals, warm_ups(costs)))
-    return found
-
-
-def simulated_seconds() -> float:
-    """Evaluate a layout and stage map whose schedule stands: durations, simulation and tails, the best of three."""
-    job = Job(global_batch_size=MICRO_BATCHES, sequence_length=PRICED_LENGTH)
-    layout = Layout(
-        pipeline_parallel_degree=STAGES, micro_batch_size=1, schedule="1f1b"
-    )
-    costs = layout_costs(_work(devices=STAGES, job=job), layout)
-    least, more = divmod(len(costs.layers), STAGES)
-    layer = iter(range(len(costs.layers)))
-    stage_map: StageMap = [
-        [(next(layer), "none") for _ in range(least + (stage < more))]
-        for stage in range(STAGES)
-    ]
-    schedule, stages = schedule_of(costs), choose(costs, stage_map)
-    return min(_timed(lambda: evaluate(costs, schedule, stages)) for _ in range(3))
-
-
-def _work(*, devices: int, job: Job) -> Workload:
-    group = NodeGroup(device="h100-sxm5-80gb", nodes=devices // 8, devices_per_node=8)
-    return workload(
-        counted_profile(PRICED_MODEL, sequence_length=PRICED_LENGTH),
-        Cluster(node_groups=(group,)),
-        job,
-    )
-
-
-def _timed(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
+def picture(found: Iterable[Outcome]) -> str:
+    """Return an SVG picture of the measured and predicted times."""
+    points = []
+    for one in found:
+        if one.measured_seconds is None or one.predicted is None:
+            continue
+        identifier = one.measured.run.source.id
+        seconds = one.predicted_seconds
+        family = one.measured.family
+        points.append(Point(family, identifier, one.measured_seconds, seconds))
+    return svg(points, title=f"Step time of {len(points)} runs", unit="seconds")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The cases of `benchmarks.search` that stand on published files: block partitions, and the winners of measured runs.
+"""Cases of `benchmarks.search` that need published files: block partitions, and measured runs whose order is predicted.
 
 PipeDream's profiles (Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training") are text: a
 line ``ID -- description -- forward_compute_time=T, backward_compute_time=T, ...`` per layer, in milliseconds, and an
@@ -16,12 +16,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.fidelity import outcomes
+from benchmarks.published_runs import read_published
 from benchmarks.search_rows import Row
+from planner.calibrate.metrics import RankGroup, rank_groups
+from planner.cost import predict_run
 from planner.errors import DocumentError
-from planner.fidelity.metrics import RankGroup, rank_groups
-from planner.fidelity.outcomes import outcomes
-from planner.fidelity.remarks import read_remarks
-from planner.fidelity.rows import read_runs
 from planner.partition import partition
 
 PARTS = (2, 4, 8)
@@ -140,30 +140,28 @@ def compare(times: Sequence[float], parts: int) -> dict[str, float]:
 
 
 def winners(data: Path | None) -> list[Row]:
-    """Of the rank groups of measured runs: those whose winner we would have chosen, or one nearly as fast.
+    """Count the rank groups whose plan predicted fastest is one of the fastest.
 
-    Steps that their source simulated stand apart.
+    Args:
+        data: folder of measured runs; None: there is none.
     """
     name = "published winners"
     if data is None or not list(data.glob("*.csv")):
         return [Row("winners", name, WINNERS_TARGET, NO_DATA, met=None)]
-    runs = [run for run in read_runs(data).runs if run.rank_group]
+    runs = [one for one in read_published(data).runs if one.group and one.use_time]
     families: dict[str, list[RankGroup]] = defaultdict(list)
-    predicted = outcomes(runs, read_remarks(data))
-    for is_simulated, what in ((False, ""), (True, ", simulated")):
-        for group in rank_groups(
-            one for one in predicted if one.remarks.is_simulated == is_simulated
-        ):
-            families[group.name.partition(": ")[0] + what].append(group)
+    for group in rank_groups(outcomes(runs, predict_run)):
+        families[group.family].append(group)
     found = [won(family, families[family]) for family in sorted(families)]
-    groups, close = (sum(one[kind] for one in found) for kind in ("groups", "close"))
-    result = f"{close} of {groups} groups; worst {max((one['worst'] for one in found), default=1):.3f} x"
+    groups = sum(one["groups"] for one in found)
+    close = sum(one["close"] for one in found)
+    worst = max((one["worst"] for one in found), default=1)
     return [
         Row(
             "winners",
             name,
             WINNERS_TARGET,
-            result,
+            f"{close} of {groups} groups; worst {worst:.3f} x",
             met=close == groups,
             details=tuple(found),
         )
@@ -171,7 +169,7 @@ def winners(data: Path | None) -> list[Row]:
 
 
 def won(family: str, groups: Sequence[RankGroup]) -> dict[str, Any]:
-    """A family, its groups, and how many of them have a winner that is nearly the fastest."""
+    """Return the figures of a family's groups."""
     return {
         "family": family,
         "groups": len(groups),

@@ -35,7 +35,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planner.cost": RUNTIMES | {"planner.schedule", "planner.partition"},
     "planner.calibrate": RUNTIMES | {"planner.schedule", "planner.cost"},
     "planner.search": SEARCH_SIDE | {"planner.validate"},
-    "planner.fidelity": SEARCH_SIDE | {"planner.profiler"},
     # The checker shares no code with cost model and search: else both could be wrong
     # in the same way.
     "planner.validate": RUNTIMES | {"planner.schedule"},
@@ -52,7 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"planner.profiling", "planner.profiler", "planner.executor"},
     "planner.cli": SERVICE_SIDE
     | {"planner.profiling"}
-    | {"planner.fidelity", "planner.executor", "planner.profiler", "planner.api"}
+    | {"planner.executor", "planner.profiler", "planner.api"}
     | {"planner.client", "planner.replan", "planner.calibrate"},
 }
 """The layers: what each package may import besides itself. Any other import is an error."""
@@ -66,7 +65,6 @@ WITHOUT_TORCH = (
     "planner.partition",
     "planner.calibrate",
     "planner.search",
-    "planner.fidelity",
     "planner.validate",
     "planner.export",
     "planner.client",

@@ -21,8 +21,8 @@ from benchmarks.search_partitions import (
 )
 from benchmarks.search_rows import Planned, Row, exponent
 from benchmarks.search_text import growth, text
+from planner.calibrate.metrics import RankGroup
 from planner.errors import DocumentError
-from planner.fidelity.metrics import RankGroup
 
 DIAMOND = """node1 -- Input0 -- forward_compute_time=0.000, backward_compute_time=0.000, activation_size=0.0
 node10 -- Add(inplace) -- forward_compute_time=1.500, backward_compute_time=2.000, activation_size=8.0
@@ -108,7 +108,7 @@ def test_partitions_of_a_folder(tmp_path: Path) -> None:
 def test_winners_of_a_family() -> None:
     """A group counts when its chosen plan takes at most 3 % longer than the fastest."""
     groups = [
-        RankGroup(f"one: {place}", 6, 5, 1.0, regret)
+        RankGroup("one", str(place), 6, 5, 1.0, regret)
         for place, regret in enumerate((1.0, 1.029, 1.031))
     ]
     found = won("one", groups)

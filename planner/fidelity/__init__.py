@@ -1,1 +1,0 @@
-"""Published runs against the cost model: read, predict, compare, calibrate."""
