@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from planner.cost.eager import counts_of
 from planner.cost.fp8 import told_fp8
-from planner.cost.operations import MODES, DecoderCounts, Split, layer_kinds
+from planner.cost.operations import DecoderCounts, Split, layer_kinds
 from planner.runtimes import Runtime
 from planner.spec.fp8 import Fp8Casts
 from planner.spec.profile import DataType, Measurement, RecomputeMode
@@ -103,10 +104,10 @@ class DerivedRows(Mapping[Size, Rows]):
             sequence_parallel=sequence_parallel,
         )
         is_fp8 = self.casts is not None
-        counts = DecoderCounts(self.model, self.runtime, split, self.dtype, is_fp8)
+        counts = counts_of(self.model, self.runtime, split, self.dtype, is_fp8)
         by_kind: dict[str, dict[RecomputeMode, Measurement]] = {}
         for kind in dict.fromkeys(self.kinds):
-            modes = ("none",) if kind in ("embedding", "head") else MODES
+            modes = ("none",) if kind in ("embedding", "head") else counts.modes
             shapes = self._shapes(kind) if tensor == expert == 1 else {}
             by_kind[kind] = {
                 mode: self._row(counts, kind, mode).model_copy(update=shapes)
@@ -128,4 +129,3 @@ class DerivedRows(Mapping[Size, Rows]):
         if self.casts is None:
             return row
         return told_fp8(row, self.dtype, self.casts, is_last=kind == "head")
-

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from planner.cost.operations import DecoderCounts, Group, Phase, Split
+from planner.runtimes import Runtime
 from planner.spec.profile import (
     Collective,
     CollectiveName,
@@ -513,6 +514,28 @@ def _memory(moved: int) -> Operation:
     )
 
 
+def counts_of(
+    model: Transformer,
+    runtime: Runtime,
+    split: Split,
+    dtype: DataType = "bf16",
+    is_fp8: bool = False,
+    heads: int = 1,
+) -> DecoderCounts:
+    """Return what counts the layers of a decoder under a runtime.
+
+    Args:
+        model: sizes of the decoder.
+        runtime: traits.
+        split: how a micro-batch is split over ranks.
+        dtype: of activations.
+        is_fp8: linear layers of the blocks run in fp8.
+        heads: parts of the output layer.
+    """
+    kind = EagerCounts if runtime.runs_transformers else DecoderCounts
+    return kind(model, runtime, split, dtype, is_fp8, heads)
+
+
 @dataclass(frozen=True)
 class EagerCounts(DecoderCounts):
     """Counts the layers of one decoder as transformers runs them under torch."""
@@ -528,6 +551,9 @@ class EagerCounts(DecoderCounts):
             kind: as `planner.cost.operations.layer_kinds` names it.
             mode: ``none`` for embedding and head, which are never recomputed.
         """
+        if kind.startswith("mtp") or not self.model.vocabulary:
+            # transformers has no such blocks, and no models without a vocabulary.
+            return super().row(kind, mode)
         if kind not in self._tapes:
             self._tapes[kind] = self._layer(kind)
         layer = self._tapes[kind]
@@ -868,10 +894,10 @@ class _Writer:
         model = self.model
         if model.latent_attention is None:
             query, key, value = self.projections(given)
+            key = self.gather_context(key, self.kv_heads)
+            value = self.gather_context(value, self.kv_heads)
         else:
             query, key, value = self.latent_projections(given, model.latent_attention)
-        if self.split.context > 1:
-            key, value = self.gather_context(key), self.gather_context(value)
         has_mask = windowed and self.split.sequence_length >= model.sliding_window
         if self.form.fused_attention:
             made = self.fused_scores(query, key, value, has_mask=has_mask)
@@ -966,9 +992,13 @@ class _Writer:
         shared = self.rotate(shared, latent.rope_dim)
         straight = tape.view(query, unit * heads * latent.nope_dim)
         joined = tape.kernel(Buffer(unit * heads * head), straight, turned)
+        compressed = self.gather_context(compressed, 1)
+        shared = self.gather_context(shared, 1)
         self.sum_gradient(compressed.bytes)
         expanded_width = heads * (latent.nope_dim + latent.value_dim)
-        expanded = self.linear(compressed, tokens, expanded_width, rank)
+        all_tokens = tokens * self.split.context
+        expanded = self.linear(compressed, all_tokens, expanded_width, rank)
+        unit *= self.split.context
         plain = tape.view(expanded, unit * heads * latent.nope_dim)
         value = tape.view(expanded, unit * heads * latent.value_dim)
         key = self.joined_key(plain, shared, unit * heads * latent.rope_dim)
@@ -997,12 +1027,22 @@ class _Writer:
 
     # ---------------------------------------------------------------- scores
 
-    def gather_context(self, given: Buffer) -> Buffer:
-        """Gather keys or values over the context-parallel ranks."""
+    def gather_context(self, given: Buffer, heads: int) -> Buffer:
+        """Gather keys or values over the context-parallel ranks, if there are several.
+
+        Args:
+            given: of this rank's tokens.
+            heads: of the tensor; those of one head are contiguous already.
+        """
+        if self.split.context == 1:
+            return given
         whole = given.bytes * self.split.context
         self.tape.exchange("forward", "all_gather", whole, "context")
         self.tape.exchange("backward", "reduce_scatter", whole, "context")
-        gathered = self.tape.transfer(Buffer(whole), given)
+        ordered = given
+        if heads > 1:
+            ordered = self.tape.kernel(Buffer(given.bytes), given)
+        gathered = self.tape.transfer(Buffer(whole), ordered)
         return self.tape.kernel(Buffer(whole), gathered)
 
     def repeated(self, given: Buffer, *, is_batched: bool) -> Buffer:

@@ -262,6 +262,11 @@ class DecoderCounts:
 
     # ---------------------------------------------------------------- rows
 
+    @property
+    def modes(self) -> tuple[RecomputeMode, ...]:
+        """Recompute modes of the blocks."""
+        return MODES
+
     def row(self, kind: str, mode: RecomputeMode) -> Measurement:
         """Return the row of a layer kind in a recompute mode.
 
@@ -804,7 +809,7 @@ class DecoderCounts:
             shared = model.network_parameters(experts.shared_feed_forward)
             if experts.shared_feed_forward:
                 dense += shared // split.tensor
-            dense += model.hidden * experts.experts
+            dense += model.router_parameters
         else:
             dense += model.network_parameters(model.feed_forward) // split.tensor
         if is_mtp:
@@ -883,7 +888,8 @@ class DecoderCounts:
         if not self.model.vocabulary:
             return 0.0, 0, 0
         rows = self.padded_vocabulary // self.split.tensor
-        return 0.0, (rows + 1) * self.model.hidden, 0
+        norm = self.model.hidden_norm_parameters
+        return 0.0, rows * self.model.hidden + norm, 0
 
 
 def layer_kinds(model: Transformer, heads: int = 1) -> tuple[str, ...]:
@@ -920,7 +926,8 @@ def layer_parameters(model: Transformer, kind: str, vocabulary: int) -> int:
     if kind == "embedding":
         return (vocabulary + model.learned_positions) * model.hidden
     if kind == "head":
-        return (vocabulary + 1) * model.hidden if vocabulary else 0
+        norm = model.hidden_norm_parameters
+        return vocabulary * model.hidden + norm if vocabulary else 0
     if kind.startswith("mtp"):
         block = model.block_parameters("moe" if model.experts else "dense")
         return block + 2 * model.hidden * model.hidden
@@ -928,20 +935,20 @@ def layer_parameters(model: Transformer, kind: str, vocabulary: int) -> int:
 
 
 def decoder_profile(
-    counts: DecoderCounts, name: str, modes: Sequence[RecomputeMode] = MODES
+    counts: DecoderCounts, name: str, modes: Sequence[RecomputeMode] | None = None
 ) -> ModelProfile:
     """Return a profile with the rows of one split.
 
     Args:
         counts: model, runtime and split.
         name: of the model.
-        modes: recompute modes of the blocks.
+        modes: recompute modes of the blocks; None: all that the runtime has.
     """
     model = counts.model
     kinds = layer_kinds(model, counts.heads)
     rows: dict[str, tuple[Measurement, ...]] = {}
     for kind in dict.fromkeys(kinds):
-        offered = ("none",) if kind in ("embedding", "head") else modes
+        offered = ("none",) if kind in ("embedding", "head") else modes or counts.modes
         rows[kind] = tuple(counts.row(kind, mode) for mode in offered)
     layers = tuple(
         LayerProfile.model_construct(

@@ -61,6 +61,9 @@ class Runtime:
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
     """Source of each trait that differs from the default."""
 
+    runs_transformers: bool = False
+    """Layers are those of Hugging Face transformers, without a compiler: every torch
+    operation is a kernel (`planner.cost.eager`)."""
     attention: AttentionKernel = "flash"
     """Kernel that a run uses by default."""
     cudnn_attention: bool = False
