@@ -47,6 +47,18 @@ RUNTIMES = (
     "libai",
     "paxml",
     "vtrain",
+    "hai-llm",
+    "megascale",
+    "meta-in-house",
+    "fast-llm",
+    "colossalai",
+    "bmtrain",
+    "paddle",
+    "maxtext",
+    "nemo-automodel",
+    "xtuner",
+    "ms-swift",
+    "picotron",
     "mcore",
 )
 """Names and aliases of the runtimes in `planner.runtimes`."""
