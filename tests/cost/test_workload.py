@@ -158,7 +158,7 @@ def test_inline_device_needs_its_links() -> None:
 
 
 @pytest.mark.parametrize(
-    ("runtime", "framework"),
+    ("runtime", "owner"),
     [
         ("planner", "planner"),
         ("torchtitan", "torchtitan"),
@@ -166,15 +166,17 @@ def test_inline_device_needs_its_links() -> None:
         ("megatron-bridge", "megatron-core"),
     ],
 )
-def test_prices_are_those_of_the_jobs_runtime(runtime: str, framework: str) -> None:
-    """Traits and fitted constants follow from the job; aliases are resolved, on one node group and on several."""
+def test_prices_are_those_of_the_jobs_runtime(runtime: str, owner: str) -> None:
+    """Traits and fitted constants follow from the job, on one node group and on several."""
     model = counted_profile("llama-3.2-1b", sequence_length=2048, dtype="bf16")
     step = job_of(64, 2048, runtime=runtime)
     for devices in ("8xa100-sxm4-80gb", "8xa100-sxm4-80gb,8xh100-sxm5-80gb"):
         found = workload(model, cluster_of(devices), step)
-        assert found.framework.name == framework
-        assert found.constants == constants_for(framework, "Ampere")
-        assert {group.framework.name for group in found.groups} <= {framework}
+        assert found.framework.name == runtime
+        assert found.constants == constants_for(
+            owner, "Ampere", data_format=step.precision
+        )
+        assert {group.framework.name for group in found.groups} <= {runtime}
 
 
 def test_a_given_framework_goes_before_the_jobs_runtime() -> None:
