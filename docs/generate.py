@@ -27,10 +27,12 @@ import click
 
 import planner
 from benchmarks.schedule import pictures as schedule_pictures
+from planner import runtimes
 from planner.api.app import create_app
 from planner.api.documents import ShortPlanCreate
 from planner.api.settings import Settings
 from planner.cli.main import SECTIONS, main
+from planner.runtimes.registry import FP8_CASTS
 from planner.schedule.timeline import svg
 from planner.spec import SCHEMAS
 
@@ -511,6 +513,89 @@ def plan_picture() -> str:
         return Path(paths["FILE"]).read_text(encoding="utf-8")
 
 
+# Runtimes
+
+
+RUNTIMES_INTRODUCTION = """\
+The job's `runtime` (`--runtime`) is the framework that runs the plan. Its traits are what
+the prediction assumes; a trait that is not listed has the value that it has for `planner`,
+this package's executor. Traits belong to releases: a measured run names its release, a
+plan is for the newest. The data files are in
+[`planner/runtimes/data`](../../planner/runtimes/data).
+
+"""
+
+
+def runtimes_page() -> str:
+    """Return the reference of `planner.runtimes`."""
+    found = [runtimes.get(name) for name in runtimes.names()]
+    head = ("runtime", "based on", "`planner export --to`", "source")
+    rows = []
+    for one in found:
+        targets = (one.supports.target, one.supports.pipeline_target)
+        link = f"[{one.name}](#{one.name})"
+        exports = ", ".join(f"`{target}`" for target in targets if target)
+        rows.append((link, one.based_on, exports, one.source))
+    page = [HEADER, "# Runtimes\n\n", RUNTIMES_INTRODUCTION, table(head, rows)]
+    page += map(runtime_section, found)
+    return "".join(page)
+
+
+def runtime_section(runtime: runtimes.Runtime) -> str:
+    """Return the traits of one runtime, with their sources, and its limits."""
+    head = ("trait", "value", "source")
+    rows = [
+        (f"`{trait}`", trait_value(getattr(runtime, trait)), source)
+        for trait, source in runtime.sources.items()
+    ]
+    page = [f"## {runtime.name}\n\n", table(head, rows)]
+    for change in runtimes.changes(runtime.name):
+        since = " or ".join(change.since)
+        rows = [
+            (f"`{trait}`", trait_value(value), change.sources[trait])
+            for trait, value in change.traits.items()
+        ]
+        when = f"Since release {since}" if since else "In exported plans"
+        page += [f"{when}:\n\n", table(head, rows)]
+    page.append(limits_text(runtime.supports))
+    return "".join(page)
+
+
+def trait_value(value: object) -> str:
+    """Return the value of a trait as in a data file."""
+    for name, casts in FP8_CASTS.items():
+        if value == casts:
+            return f"`{name}`"
+    if isinstance(value, tuple):
+        return ", ".join(f"`{each}`" for each in value)
+    return f"`{plain(value)}`"
+
+
+def limits_text(supports: runtimes.Supports) -> str:
+    """Return the limits of plans as a list; empty if there are none."""
+    lines = []
+    for field, values in {**supports.limits, **supports.planned}.items():
+        allowed = ", ".join(f"`{plain(value)}`" for value in values)
+        lines.append(f"- `{field}`: {allowed or 'none'}")
+    if not supports.uneven_stages:
+        lines.append("- stages: those of the runtime's own rule")
+    lines += [f"- {runtime_rule(rule)}" for rule in supports.rules]
+    if not lines:
+        return ""
+    return "Plans have:\n\n" + "\n".join(lines) + "\n\n"
+
+
+def runtime_rule(rule: runtimes.Rule) -> str:
+    """Return a combination that plans do not have, as a sentence."""
+    conditions = []
+    for one in rule.when:
+        values = " or ".join(f"`{plain(value)}`" for value in one.values)
+        bound = "of fewer than all ranks" if one.field == "zero_shard_degree" else ""
+        text = values or bound or f"above {one.above}"
+        conditions.append(f"`{one.field}` {text}")
+    return f"not {' with '.join(conditions)}: the runtime {rule.violation.reason}"
+
+
 # The command
 
 
@@ -521,6 +606,7 @@ def reference() -> dict[Path, str]:
         REFERENCE / "http.md": http_page(),
         REFERENCE / "files.md": files_page(),
         REFERENCE / "python.md": python_page(),
+        REFERENCE / "runtimes.md": runtimes_page(),
     }
 
 

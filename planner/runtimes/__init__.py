@@ -1,6 +1,6 @@
 """Runtimes: what each training framework launches, saves, overlaps and supports."""
 
-from planner.runtimes.registry import get, names, planned
+from planner.runtimes.registry import Change, changes, get, names, planned
 from planner.runtimes.runtime import (
     AttentionKernel,
     Dispatcher,
@@ -9,17 +9,20 @@ from planner.runtimes.runtime import (
     Runtime,
     Selective,
 )
-from planner.runtimes.supports import Supports, Violation
+from planner.runtimes.supports import Rule, Supports, Violation
 
 __all__ = [
     "AttentionKernel",
+    "Change",
     "Dispatcher",
     "Dropout",
     "ExpertTensorDefault",
+    "Rule",
     "Runtime",
     "Selective",
     "Supports",
     "Violation",
+    "changes",
     "get",
     "names",
     "planned",

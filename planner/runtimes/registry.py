@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -47,6 +47,33 @@ _HIGHEST_VERSION = 20
 _HIGHEST_CONTAINER = 1000
 
 Table = Mapping[str, Any]
+
+
+class Change(NamedTuple):
+    """Traits that changed with a release, or that an export sets."""
+
+    since: tuple[str, ...]
+    """Releases from which the traits hold; empty: in exported plans."""
+    traits: Mapping[str, Any]
+    sources: Mapping[str, str]
+
+
+def changes(name: str) -> tuple[Change, ...]:
+    """Return what later releases of a runtime and exports of plans change.
+
+    Raises:
+        UnknownNameError: no runtime has this name.
+    """
+    known = _known(name, "runtime")
+    table = _file(known)
+    found = []
+    for block in table.get("release", ()):
+        traits, sources = _read(block["traits"], known)
+        found.append(Change(tuple(block["from"]), traits, sources))
+    exported, sources = _read(table.get("exported", {}), known)
+    if exported:
+        found.append(Change((), exported, sources))
+    return tuple(found)
 
 
 def names() -> tuple[str, ...]:
