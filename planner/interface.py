@@ -36,7 +36,7 @@ from planner.spec import (
 )
 from planner.spec import Plan as PlanDocument
 from planner.spec import Prediction as Figures
-from planner.spec.calibration import CalibrationNote
+from planner.spec.calibration import CalibrationNote, CalibrationTable
 from planner.spec.constraint_words import with_full_names
 from planner.spec.layout import Layout
 from planner.spec.plan import (
@@ -334,6 +334,7 @@ def predict(
     devices_per_node: int | None = None,
     cluster: Document | Cluster | None = None,
     job: Document | Job | None = None,
+    calibration: Document | CalibrationTable | None = None,
 ) -> Prediction:
     """Predict step time and memory of one layout, whether it fits or not.
 
@@ -341,6 +342,8 @@ def predict(
         model: as of `plan`; so are all arguments but `layout`.
         layout: fields by long or short name, e.g. ``{"tp": 8, "pp": 4, "dp": 2}``, or a
             document.
+        calibration: document that `planner calibrate` wrote; None: the one of this
+            release.
 
     Raises:
         SpecError: an argument, document or layout is wrong.
@@ -362,7 +365,12 @@ def predict(
         )
     )
     documents = (asked.profile, asked.cluster, asked.job)
-    return Prediction(search(*documents, _layout(layout), model=asked.model))
+    if isinstance(calibration, str | Path):
+        calibration = read(CalibrationTable, calibration)
+    found = search(
+        *documents, _layout(layout), model=asked.model, calibration=calibration
+    )
+    return Prediction(found)
 
 
 def profile(

@@ -11,6 +11,7 @@ import pytest
 
 import planner
 import planner.interface
+from planner.spec.calibration import dump, shipped
 from tests.cli.support import Command, tiny_cluster, tiny_job, tiny_profile
 
 SHORT: dict[str, Any] = {"devices": "8xh100-sxm5-80gb", "batch": 16, "sequence": 2048}
@@ -72,6 +73,22 @@ def test_predict_agrees_with_the_plan(best: planner.Plan) -> None:
     assert again.calibration == best.calibration
     assert best.calibration is not None
     assert "Hopper" in best.calibration.note
+
+
+def test_predict_with_a_calibration(tmp_path: Path) -> None:
+    """The constants and the name of a calibration replace those of the release."""
+    constants = {**shipped().constants, "matmul_fraction": 0.3}
+    slow = shipped().model_copy(update={"name": "slow", "constants": constants})
+    path = tmp_path / "calibration.json"
+    path.write_text(dump(slow), encoding="utf-8")
+    layout = {"tp": 8}
+    plain = planner.predict(MODEL, **SHORT, layout=layout)
+    by_file = planner.predict(MODEL, **SHORT, layout=layout, calibration=path)
+    by_value = planner.predict(MODEL, **SHORT, layout=layout, calibration=slow)
+    assert by_file.document == by_value.document
+    assert by_file.step_seconds > 1.2 * plain.step_seconds
+    assert by_file.calibration is not None
+    assert by_file.calibration.name == "slow"
 
 
 def test_a_layout_that_does_not_fit(tmp_path: Path) -> None:
