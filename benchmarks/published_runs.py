@@ -56,6 +56,8 @@ RUNTIME_OF_RECIPE = {
 RUNTIME_OF_FRAMEWORK = {"oneflow": "libai"}
 """Nearest runtimes: LiBai and OneFlow's own GPT are the same static graph."""
 RELEASES = (
+    ("nanotron old_bench", "2024-07-06"),
+    ("huggingface.co/nanotron/old_bench", "2024-07-06"),
     ("NVIDIA/Megatron-LM images/tables.tex @152aab3", "2020"),
     ("pytorch/torchtitan docs/performance.md", "1ea476e9f"),
     ("pytorch/torchtitan benchmarks/llama3_h100_202412", "9dec370"),
