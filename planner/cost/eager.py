@@ -394,11 +394,11 @@ class Tape:
             arriving = storages.pop(id(step.made), None)
             if arriving is None:
                 continue
-            made = self._gradients(step, arriving, storages)
+            made, sum_bytes = self._gradients(step, arriving, storages)
             allocated = {id(one): one.bytes for one in storages.values()}
             allocated |= {id(one): one.bytes for one in (arriving, *made)}
             live = resident + sum(allocated.values())
-            live += max(step.weight_bytes, self._scratch_bytes(step))
+            live += max(step.weight_bytes, self._scratch_bytes(step), sum_bytes)
             peak = max(peak, live)
             resident -= freed.get(place, 0)
         return peak
@@ -478,9 +478,14 @@ class Tape:
     @staticmethod
     def _gradients(
         step: _Step, arriving: Buffer, storages: dict[int, Buffer]
-    ) -> list[Buffer]:
-        """Set the gradients of a step's operands; return those that are allocated."""
-        made = []
+    ) -> tuple[list[Buffer], int]:
+        """Set the gradients of a step's operands.
+
+        Returns:
+            Those that are allocated, and the bytes of the sum with an earlier one.
+        """
+        made: list[Buffer] = []
+        sum_bytes = 0
         for one in step.read:
             if not one.has_gradient or one.is_outside:
                 continue
@@ -492,11 +497,11 @@ class Tape:
                 continue
             gradient = Buffer(one.bytes)
             if earlier is not None:
-                # Their sum is a third tensor.
-                made += [earlier, Buffer(one.bytes)]
+                made.append(earlier)
+                sum_bytes = max(sum_bytes, one.bytes)
             made.append(gradient)
             storages[id(one)] = gradient
-        return made
+        return made, sum_bytes
 
 
 def _memory(moved: int) -> Operation:
