@@ -5,7 +5,7 @@
 `planner.cost.predict_run`, the path of ``planner predict``:
 
     as is         with the calibration of this release
-    --by-source   with constants fitted without the source of the run; needs scipy
+    --by-source   with constants fitted without the source of the run
     --unfitted    with the constants known before any run
 
 A prediction that fails counts as zero seconds and bytes. If the failure is not a
@@ -173,14 +173,23 @@ def predicted_values(found: RunPrediction) -> Predicted:
 
 
 def held_out(published: Published, chosen: Published) -> tuple[Outcome, ...]:
-    """Return the chosen runs, each predicted without the runs of its source."""
+    """Return the chosen runs, each predicted without the runs of its source.
+
+    Runs that cannot be predicted are not fitted either.
+    """
     from planner.calibrate.fit import hold_out
 
+    predicted = outcomes(published.runs, predict_run)
+    fitted = []
+    for run, one in zip(published.runs, predicted, strict=True):
+        if one.predicted is not None:
+            fitted.append(run)
     with Progress("fitting") as progress:
-        predictors = hold_out(published.runs, progress=progress.update)
+        predictors = hold_out(fitted, progress=progress.update)
     found = []
     for measured in chosen.runs:
-        found.append(outcome(measured, predictors[measured.source]))
+        predictor = predictors.get(measured.source, predict_run)
+        found.append(outcome(measured, predictor))
     return tuple(found)
 
 

@@ -152,7 +152,6 @@ def test_unfitted_constants(data: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_sources_held_out(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """--by-source predicts every run with a fit to the other sources."""
-    pytest.importorskip("scipy")
     document = found(capsys, "--data", data, "--by-source")
     assert document["overall"]["in_scope"] == 7
     assert document["overall"]["failures"] == 0
