@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from statistics import median
 from typing import Any
 
-from planner.cli.console import Progress, bold, publish, table, to_json
+from planner.cli.console import Progress, bold, note, publish, table, to_json
 from planner.cli.failures import DONE
+from planner.cli.profile_text import NOISY
 from planner.errors import UnknownNameError
+from planner.profiler.cores import available_cores
 from planner.spec import DeviceSpec
 from planner.spec.device_curves import DeviceCurves, ProductCurve
 from planner.spec.units import percent, scaled, seconds
@@ -16,6 +19,8 @@ HERE = "here"
 """The first GPU of this machine, or its CPU if it has none."""
 DEVICES = (HERE, "cpu", "cuda")
 SHOWN_PRODUCTS = 8
+BUSY_PER_CORE = 0.5
+"""Load average per core above which other processes disturb the measurement."""
 
 
 def measure_device(
@@ -44,9 +49,30 @@ def measure_device(
         spec = device_curves(
             _torch_device(device), concurrency, progress=progress.update
         )
+    warning = noise_warning(spec)
+    if warning:
+        note(warning)
     document = to_json(spec.model_dump(mode="json"))
     publish(document, device_text(spec), output, as_json=as_json)
     return DONE
+
+
+def noise_warning(spec: DeviceSpec) -> str | None:
+    """Return a warning about a disturbed measurement, with the load of the machine."""
+    curves = spec.curves
+    assert curves is not None
+    points = [point for curve in curves.products for point in curve.points]
+    spread = median(point.relative_spread for point in points)
+    load = curves.environment.get("load_average", "")
+    before = float(load.split()[0]) if load else 0.0
+    is_busy = before > BUSY_PER_CORE * available_cores()
+    if spread <= NOISY and not is_busy:
+        return None
+    conditions = f" (load average {load})" if load else ""
+    return (
+        f"samples spread by {percent(spread)} of their median{conditions}; measure "
+        "again on an idle machine"
+    )
 
 
 def _torch_device(device: str) -> str:

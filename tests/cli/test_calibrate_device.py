@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from planner.cli.calibrate_device import noise_warning
 from planner.profiler import device_curves as module
 from planner.spec import DeviceSpec, read
 from tests.cli.support import Command
@@ -47,6 +48,25 @@ def test_the_document_is_the_device_with_curves(
         assert part in ended.out
     shown = planner("calibrate", "--device", name, "--json")
     assert DeviceSpec.model_validate(shown.json) == measured
+
+
+@pytest.mark.parametrize(
+    ("changes", "warns"),
+    [
+        ({}, False),
+        ({"environment": {"load_average": "0.10 before, 1.00 after"}}, False),
+        ({"environment": {"load_average": "999 before, 999 after"}}, True),
+    ],
+)
+def test_a_busy_machine_is_reported(
+    measured: DeviceSpec, changes: dict[str, object], *, warns: bool
+) -> None:
+    """Other processes before the measurement make the figures too slow."""
+    spec = measured.model_copy(update={"curves": curves(**changes)})
+    warning = noise_warning(spec)
+    assert (warning is not None) == warns
+    if warning is not None:
+        assert "999" in warning
 
 
 @pytest.mark.parametrize(
