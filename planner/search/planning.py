@@ -65,7 +65,7 @@ from planner.search.stage_maps.dealt_recompute import (
     check_per_layer,
     fewest_modes,
 )
-from planner.search.stage_maps.division import given_sizes, runtime_sizes
+from planner.search.stage_maps.division import given_sizes, own_sizes
 from planner.search.stage_maps.inside import LayoutSearch, solve_layout
 from planner.search.stage_maps.segments import allowed_modes, uniform_modes
 from planner.search.stage_maps.synthesized import (
@@ -349,7 +349,7 @@ def predict(
 
     Without `layers_per_stage`, and without the job's constraint of that name, which yields to it, the stage map is the
     fastest for this layout that fits, else the fastest at all. Other runtimes than our own executor cut layers by their
-    own rule instead: `stage_maps.division.runtime_sizes`. With a given division, and ``per-layer`` recomputation, the same holds
+    own rule instead, where it makes so many stages: `stage_maps.division.own_sizes`. With a given division, and ``per-layer`` recomputation, the same holds
     for what recomputes. Under schedules whose partition the search does not look for (several stages per rank, split
     backwards), layers are dealt as `stage_maps.dealt` says, and recompute ``per-layer`` as `stage_maps.dealt_recompute`
     says; the order that is ``synthesized`` for them is the one that a search would find.
@@ -379,7 +379,7 @@ def predict(
     stages = layout.pipeline_parallel_degree * layout.virtual_stages_per_rank
     division: Constraint | None = layout.layers_per_stage
     if not division and DIVISION not in job.constraints:
-        division = runtime_sizes(profile, traits, stages)
+        division = own_sizes(profile, traits, stages)
     if division:
         fixed = {**job.constraints, DIVISION: division}
         job = job.model_copy(update={"constraints": fixed})

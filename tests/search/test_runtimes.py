@@ -360,17 +360,30 @@ def blocks(count: int, *, head: int = 0) -> ModelProfile:
 
 
 @pytest.mark.parametrize("runtime", ["megatron-core", "deepspeed"])
-def test_blocks_that_do_not_divide_are_refused(runtime: str) -> None:
-    """Megatron asserts that the stages divide the blocks; the error names the degree, and a given cut is priced."""
+def test_blocks_that_do_not_divide_have_the_best_cut(runtime: str) -> None:
+    """A runtime that takes any stages has those that a plan has; a given cut is priced."""
     model, machines = blocks(7), cluster(2)
     step = job(8).model_copy(update={"runtime": runtime})
     layout = PredictionLayout(pipeline_parallel_degree=2, schedule="1f1b")
+    best = predict(model, machines, step, layout)
+    cuts = [(first, 9 - first) for first in range(1, 9)]
+    times = []
+    for cut in cuts:
+        given_cut = layout.model_copy(update={"layers_per_stage": cut})
+        found = predict(model, machines, step, given_cut)
+        assert tuple(len(stage.layers) for stage in found.stages) == cut
+        times.append(found.prediction.step_seconds)
+    assert best.prediction.step_seconds == min(times)
+
+
+def test_stages_that_a_runtime_does_not_make_are_refused() -> None:
+    """nanotron takes only its own cut, and makes no stage without blocks; the error names the degree."""
+    model, machines = blocks(7), cluster(9)
+    step = job(8).model_copy(update={"runtime": "nanotron"})
+    layout = PredictionLayout(pipeline_parallel_degree=9, schedule="gpipe")
     with pytest.raises(LayoutError) as caught:
         predict(model, machines, step, layout)
     assert caught.value.problems[0].field == "layout.pipeline_parallel_degree"
-    given_cut = layout.model_copy(update={"layers_per_stage": (4, 5)})
-    found = predict(model, machines, step, given_cut)
-    assert [len(stage.layers) for stage in found.stages] == [4, 5]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b"])

@@ -105,6 +105,20 @@ def runtime_sizes(
     return sizes
 
 
+def own_sizes(profile: ModelProfile, framework: Runtime, stages: int) -> Sizes | None:
+    """Return `runtime_sizes`; None too where the rule makes no such stages and the runtime takes any others.
+
+    Raises:
+        LayoutError: the runtime takes only stages of its rule, and it makes no such number of them.
+    """
+    try:
+        return runtime_sizes(profile, framework, stages)
+    except LayoutError:
+        if framework.supports.uneven_stages:
+            return None
+        raise
+
+
 def _around(places: Sizes, blocks: Sequence[int], layers: int) -> Sizes:
     """Return stages of so many numbered layers, with the others before and behind them."""
     sizes = list(blocks)
