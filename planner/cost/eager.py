@@ -473,7 +473,7 @@ class Tape:
         ]
         if step.scratch_bytes:
             return step.scratch_bytes
-        return step.made.bytes if small and not step.weight_bytes else 0
+        return 0 if step.weight_bytes else step.made.bytes * len(small)
 
     @staticmethod
     def _gradients(
