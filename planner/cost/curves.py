@@ -313,7 +313,7 @@ def attention_seconds(
     moved = np.atleast_1d(np.asarray(moved_bytes, dtype=np.float64))
     found = tables(curves)
     if dtype not in found.attention:
-        side = np.sqrt(np.maximum(done, 2.0) / 2) ** (2 / 3)
+        side = np.cbrt(np.maximum(done, 2.0) / 2)
         return product_seconds(curves, dtype, side, side, side, 1, phase)
     seconds = found.attention[dtype].seconds(done, moved, phase)
     return np.asarray(np.maximum(seconds, found.launch_seconds))
@@ -480,6 +480,13 @@ def _is_run(operation: Operation, phase: Phase) -> bool:
     return operation.gradients in (None, phase)
 
 
+def _has_weight(operation: Operation) -> bool:
+    """Return whether a product's right operand is a parameter."""
+    if operation.is_linear is None:
+        return operation.batch == 1
+    return operation.is_linear
+
+
 def _trained_operations(row: Measurement) -> tuple[Operation, ...]:
     """Return the operations; products on data have no gradient of their input."""
     if row.backward_input_flops or not row.backward_weight_flops:
@@ -523,8 +530,8 @@ def _memory_backward(
         phases = sum(_is_run(one, phase) for phase in ("input", "weight"))
         products += phases * one.count * one.bytes
         has_convolution = has_convolution or kind == "convolution"
-        if kind == "product" and one.batch == 1 and _is_run(one, "weight"):
-            weights = one.count * one.n * one.k
+        if kind == "product" and _has_weight(one) and _is_run(one, "weight"):
+            weights = one.count * one.batch * one.n * one.k
             products += 3 * size * weights
             elements -= weights
     elements = max(0, elements)
