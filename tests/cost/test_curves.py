@@ -237,6 +237,17 @@ def test_stated_backward_bytes_price_the_backward() -> None:
     assert found.backward_input_seconds == pytest.approx(expected)
 
 
+def test_weights_of_products_are_not_accumulated_twice() -> None:
+    """The weight gradient's curve has the addition, also for experts in one call."""
+    known = curves()
+    experts = matmul(64, 64, 64, batch=8, flops=16 * 64**3, is_linear=True)
+    product_only = product_seconds(known, "fp32", 64, 64, 64, 8, "weight")[0]
+    for elements, extra in ((8 * 64 * 64, 0), (8 * 64 * 64 + 10**6, 10**6)):
+        found = curve_seconds(row(experts, local_parameters=elements), known, "fp32")
+        added = 2 * accumulation_seconds(known, 8 * extra)[0] if extra else 0.0
+        assert found.backward_weight_seconds == pytest.approx(product_only + added)
+
+
 def test_gradients_outside_products_are_accumulated() -> None:
     """An embedding's gradient is set to zero and added, wherever its table is large."""
     memory = Operation(kind="memory", count=1, flops=0, bytes=1_000)
