@@ -115,12 +115,12 @@ class Work(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Search with `planner.search`, and check every plan with `planner.validate`."""
+    """Search with `planner.search`, and check every plan with `planner.check`."""
 
     def prepare(self) -> None:
         """Import the search, and OR-Tools with it."""
         importlib.import_module("planner.search")
-        importlib.import_module("planner.validate")
+        importlib.import_module("planner.check")
 
     def __call__(self, task: Task, report: Callable[[Any], None]) -> Answer:
         """Plan or predict."""
@@ -139,7 +139,7 @@ class Search:
 
 
 def _check(plan: Plan, profile: ModelProfile) -> None:
-    from planner.validate import check
+    from planner.check import check
 
     found = check(plan, profile)
     if not found.ok:

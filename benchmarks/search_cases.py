@@ -14,6 +14,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 
 from benchmarks.search_rows import CHECKED, NOT_SEARCHED, PROVEN_GAP, Planned, Row
+from planner.check import check
 from planner.errors import PlannerError
 from planner.profiler.counted import counted_profile
 from planner.search import make_request, plan
@@ -27,12 +28,11 @@ from planner.spec import (
     Options,
     Plan,
 )
-from planner.validate import check
 from tests import builders
 from tests.brute_force import Priced
+from tests.check.mixed import as_counted
 from tests.search.test_brute_force import answer, memory_of, tight_instances
 from tests.strategies import Instance
-from tests.validate.mixed import as_counted
 
 SEQUENCE_LENGTH = 4096
 MOST_BYTES = 1024**3

@@ -19,6 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from planner.check import CheckReport, check
 from planner.errors import NoPlanError
 from planner.export import Export, find
 from planner.profiler.resolve import Question, Request, profile_behind, question
@@ -47,7 +48,6 @@ from planner.spec.plan import (
     Stage,
 )
 from planner.spec.profile import DataType
-from planner.validate import CheckReport, check
 
 Document = str | Path
 """Path of a document."""

@@ -1,4 +1,4 @@
-"""All layouts x contiguous partitions x recompute choices of a small request, priced by the validator's own equations.
+"""All layouts x contiguous partitions x recompute choices of a small request, priced by the check's own equations.
 
 The oracle of the search: it shares no line with cost model and search, except that schedules write their own actions,
 and that the rules by which layers are dealt to several stages per rank and recompute there, and micro-batches to data
@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from itertools import combinations, islice, pairwise, product
 from typing import Any
 
+from planner.check.actions import parse_actions
+from planner.check.context import Context
+from planner.check.price import Prices, Pricing
+from planner.check.step import Step
 from planner.cost.mixed import fair_shares
 from planner.errors import LayoutError
 from planner.schedule import Schedule, build
@@ -22,11 +26,6 @@ from planner.spec.job import WHOLE_PARAMETERS, Job
 from planner.spec.layout import Layout
 from planner.spec.plan import RankPlacement
 from planner.spec.profile import Measurement, ModelProfile, RecomputeMode
-from planner.validate.actions import parse
-from planner.validate.cells import Cells
-from planner.validate.facts import Facts, gather
-from planner.validate.prediction import StepCheck
-from planner.validate.prices import Prices
 from tests.brute_force_division import given_sizes, has_division, obeys
 from tests.brute_force_recompute import ruled_map
 
@@ -368,10 +367,10 @@ def place(layout: Layout, devices_per_node: int) -> tuple[RankPlacement, ...]:
     )
 
 
-def facts(profile: ModelProfile, cluster: Cluster, job: Job, layout: Layout) -> Facts:
-    """What the validator's prices stand on, for a layout in the usual placement."""
+def facts(profile: ModelProfile, cluster: Cluster, job: Job, layout: Layout) -> Context:
+    """What the check's prices stand on, for a layout in the usual placement."""
     placement = place(layout, cluster.node_groups[0].devices_per_node)
-    return gather(
+    return Context(
         profile,
         cluster,
         job,
@@ -381,7 +380,7 @@ def facts(profile: ModelProfile, cluster: Cluster, job: Job, layout: Layout) -> 
     )
 
 
-def stage_maps(known: Facts, *, are_alike: bool = True) -> Iterator[StageMap]:
+def stage_maps(known: Context, *, are_alike: bool = True) -> Iterator[StageMap]:
     """Every contiguous partition; with every mix of the recompute modes that the layers offer where replicas are alike
     and activations stay on the device, else with the layout's, and what recomputes least in layers that do not offer
     it."""
@@ -407,9 +406,9 @@ def stage_maps(known: Facts, *, are_alike: bool = True) -> Iterator[StageMap]:
 
 
 def dealt_map(prices: Prices, schedule: Schedule) -> StageMap:
-    """The stage map of the rule, for the validator's prices."""
+    """The stage map of the rule, for the check's prices."""
     chosen, work = chosen_work(prices)
-    sizes = given_sizes(prices.facts, schedule.stages) or deal(
+    sizes = given_sizes(prices.context, schedule.stages) or deal(
         work, schedule.stage_ranks
     )
     layers = iter(enumerate(chosen))
@@ -418,7 +417,7 @@ def dealt_map(prices: Prices, schedule: Schedule) -> StageMap:
 
 def chosen_work(prices: Prices) -> tuple[list[RecomputeMode], tuple[int, ...]]:
     """Of every layer how it recomputes where all do as the layout says, and its nanoseconds for a micro-batch."""
-    wish = prices.facts.layout.recompute
+    wish = prices.context.layout.recompute
     chosen = [
         wish if wish in options else next(iter(options)) for options in prices.layers
     ]
@@ -431,10 +430,10 @@ def chosen_work(prices: Prices) -> tuple[list[RecomputeMode], tuple[int, ...]]:
     )
 
 
-def price(known: Facts) -> Iterator[Priced]:
+def price(known: Context) -> Iterator[Priced]:
     """Every stage map of one layout, priced."""
-    layout, cells = known.layout, Cells(known)
-    prices = cells.prices(cells.columns[0], 0)
+    layout, cells = known.layout, Pricing(known)
+    prices = cells.prices(cells.sites.columns[0], 0)
     schedule = build(
         layout.schedule,
         ranks=layout.pipeline_parallel_degree,
@@ -442,7 +441,7 @@ def price(known: Facts) -> Iterator[Priced]:
         virtual_stages=layout.virtual_stages_per_rank,
         sequence_chunks=layout.sequence_chunks,
     )
-    actions = parse(schedule.to_text())
+    actions = parse_actions(schedule.to_text())
     is_free = layout.schedule in PARTITIONED
     if not is_free and not has_division(known, schedule.stages):
         return
@@ -454,12 +453,12 @@ def price(known: Facts) -> Iterator[Priced]:
     else:
         stage_maps_here = (dealt_map(prices, schedule),)
     for stage_map in stage_maps_here:
-        step = StepCheck(cells, stage_map, actions)
+        step = Step(cells, stage_map, actions)
         rows = step.memory()
         peaks, hosts = zip(
             *((row.peak_bytes, row.host_bytes) for row in rows), strict=True
         )
-        yield Priced(layout, stage_map, step.step_nanoseconds(), peaks, hosts)
+        yield Priced(layout, stage_map, step.last.step_nanoseconds, peaks, hosts)
 
 
 def price_all(

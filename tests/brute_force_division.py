@@ -1,23 +1,23 @@
-"""Divisions that a job fixes, for brute force: of all contiguous partitions those that the validator finds obey it."""
+"""Divisions that a job fixes, for brute force: of all contiguous partitions those that the check finds obey it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations, pairwise
 
-from planner.validate.division import check_division
-from planner.validate.facts import Facts
-from planner.validate.findings import Findings
+from planner.check.context import Context
+from planner.check.report import Findings
+from planner.check.structure import check_division
 
 
-def obeys(known: Facts, counts: Sequence[int]) -> bool:
+def obeys(known: Context, counts: Sequence[int]) -> bool:
     """Does the job permit stages of so many layers?"""
     findings = Findings()
     check_division("", counts, known, findings)
     return not findings.problems
 
 
-def given_sizes(known: Facts, stages: int) -> tuple[int, ...] | None:
+def given_sizes(known: Context, stages: int) -> tuple[int, ...] | None:
     """The only division into so many stages that the job permits; None where it leaves them free, or permits none."""
     if "layers_per_stage" not in known.job.constraints:
         return None
@@ -31,7 +31,7 @@ def given_sizes(known: Facts, stages: int) -> tuple[int, ...] | None:
     return found[0] if found else None
 
 
-def has_division(known: Facts, stages: int) -> bool:
+def has_division(known: Context, stages: int) -> bool:
     """May the layers make so many stages?"""
     return (
         "layers_per_stage" not in known.job.constraints

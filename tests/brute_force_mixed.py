@@ -1,5 +1,5 @@
 """All layouts x contiguous partitions x recompute choices of a small request on several node groups, priced by the
-validator's own equations.
+check's own equations.
 
 As in `tests.brute_force`, no line is shared with cost model and search, except the rules that are not choices: the
 actions of a schedule, how layers are dealt, and the shares of replicas that differ, with the speeds that they go by.
@@ -12,6 +12,10 @@ from dataclasses import dataclass, field
 from itertools import islice, permutations, product
 from typing import Any
 
+from planner.check.actions import parse_actions
+from planner.check.context import Context
+from planner.check.price import Pricing
+from planner.check.step import ColumnStep
 from planner.cost import workload
 from planner.cost.mixed import fair_shares
 from planner.schedule import Schedule, build
@@ -22,10 +26,6 @@ from planner.spec.job import WHOLE_PARAMETERS, Job
 from planner.spec.layout import Layout
 from planner.spec.plan import RankPlacement
 from planner.spec.profile import ModelProfile
-from planner.validate.actions import parse
-from planner.validate.cells import Cells
-from planner.validate.facts import Facts, gather
-from planner.validate.pipeline import Pipeline
 from tests import brute_force
 from tests.brute_force import (
     DEALT,
@@ -39,7 +39,7 @@ from tests.brute_force import (
     split_of,
 )
 from tests.brute_force_division import given_sizes, has_division
-from tests.validate.mixed import devices_of, placed
+from tests.check.mixed import devices_of, placed
 
 _ORDERS = ("tp-cp-dp-pp", "tp-cp-pp-dp")
 
@@ -206,12 +206,12 @@ def _choices(
         }
 
 
-def _dealt_map(cells: Cells, schedule: Schedule) -> StageMap:
-    """The stage map of the rule, for the validator's prices on every pipeline rank of the only column."""
-    (column,) = cells.columns
+def _dealt_map(cells: Pricing, schedule: Schedule) -> StageMap:
+    """The stage map of the rule, for the check's prices on every pipeline rank of the only column."""
+    (column,) = cells.sites.columns
     ranks = range(len(column.groups))
     maps = [chosen_work(cells.prices(column, rank)) for rank in ranks]
-    given = given_sizes(cells.facts, schedule.stages)
+    given = given_sizes(cells.context, schedule.stages)
     sizes = given or deal_among(
         tuple(work for _, work in maps), tuple(ranks), schedule.stage_ranks
     )
@@ -241,21 +241,21 @@ def _place(layout: Layout, cluster: Cluster) -> tuple[RankPlacement, ...]:
     return placed(layout, devices_of(cluster.node_groups))
 
 
-def _facts(profile: ModelProfile, cluster: Cluster, job: Job, layout: Layout) -> Facts:
+def _facts(profile: ModelProfile, cluster: Cluster, job: Job, layout: Layout) -> Context:
     count = layout.micro_batches(job.global_batch_size)
-    return gather(profile, cluster, job, layout, _place(layout, cluster), count)
+    return Context(profile, cluster, job, layout, _place(layout, cluster), count)
 
 
-def _price(known: Facts, rows: Rows, order: tuple[int, ...]) -> Iterator[Priced]:
+def _price(known: Context, rows: Rows, order: tuple[int, ...]) -> Iterator[Priced]:
     """Every stage map of one layout, priced; the one of the rule, where layers are dealt."""
-    layout, cells = known.layout, Cells(known)
+    layout, cells = known.layout, Pricing(known)
     schedule = build(
         layout.schedule,
         ranks=layout.pipeline_parallel_degree,
         micro_batches=known.micro_batches,
         virtual_stages=layout.virtual_stages_per_rank,
     )
-    actions = parse(schedule.to_text())
+    actions = parse_actions(schedule.to_text())
     are_alike = len(set(rows)) == 1 and not layout.has_uneven_shares
     is_free = layout.schedule in PARTITIONED
     if not is_free and not has_division(known, schedule.stages):
@@ -269,8 +269,8 @@ def _price(known: Facts, rows: Rows, order: tuple[int, ...]) -> Iterator[Priced]
         peaks: dict[int, int] = {}
         hosts: dict[int, int] = {}
         steps = []
-        for column in cells.columns:
-            pipeline = Pipeline(cells, column, stage_map, actions)
+        for column in cells.sites.columns:
+            pipeline = ColumnStep(cells, column, stage_map, actions)
             steps.append(pipeline.step_nanoseconds)
             for place, row in zip(column.groups, pipeline.memory(), strict=True):
                 peaks[order[place]] = max(peaks.get(order[place], 0), row.peak_bytes)

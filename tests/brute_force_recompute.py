@@ -1,7 +1,7 @@
-"""Stage maps of dealt layouts whose layers recompute one by one, priced by the validator's own equations.
+"""Stage maps of dealt layouts whose layers recompute one by one, priced by the check's own equations.
 
 The rules by which layers are dealt and choose are those of the search, and have tests of their own; what they are told
-of time and memory is the validator's word.
+of time and memory is the check's word.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 
+from planner.check.actions import parse_actions
+from planner.check.price import LayerPrice, Prices, Pricing
+from planner.check.step import Step
 from planner.schedule import Schedule
 from planner.schedule.in_flight import in_flight_vectors
 from planner.search.stage_maps.dealing import deal
@@ -18,26 +21,21 @@ from planner.search.stage_maps.dealt_recompute import in_parts
 from planner.search.stage_maps.recompute import Held, Kind, fewest_ticks
 from planner.spec.plan import RankMemory
 from planner.spec.profile import RecomputeMode
-from planner.validate.actions import parse
-from planner.validate.cells import Cells
-from planner.validate.prediction import StepCheck
-from planner.validate.prices import LayerPrice, Prices
 from tests.brute_force_division import given_sizes
 
 StageMap = tuple[tuple[tuple[int, RecomputeMode], ...], ...]
 _MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
 
 
-def ruled_map(cells: Cells, schedule: Schedule) -> StageMap | None:
+def ruled_map(cells: Pricing, schedule: Schedule) -> StageMap | None:
     """The stage map of the rules (E6) and (E7); None when there is nothing to choose, when none fits, or when no layer
     needs more than its fastest mode and the layout is known in which all recompute alike in these."""
-    rule = _Rule(cells.prices(cells.columns[0], 0), schedule)
+    rule = _Rule(cells.prices(cells.sites.columns[0], 0), schedule)
     if all(len(options) == 1 for options in rule.options):
         return None
     chosen = dict(enumerate(rule.fastest))
-    for row in StepCheck(
-        cells, rule.stage_map(chosen), parse(schedule.to_text())
-    ).memory():
+    actions = parse_actions(schedule.to_text())
+    for row in Step(cells, rule.stage_map(chosen), actions).memory():
         if row.peak_bytes > row.capacity_bytes:
             found = fewest_ticks(rule.held(row))
             if found is None:
@@ -92,7 +90,7 @@ class _Rule:
             kind[place][1] for kind, place in zip(self.kinds, self.fastest, strict=True)
         ]
         work = [sum(pair) for pair in zip(forward, backward, strict=True)]
-        return given_sizes(self.prices.facts, self.schedule.stages) or deal(
+        return given_sizes(self.prices.context, self.schedule.stages) or deal(
             in_parts(work), self.schedule.stage_ranks
         )
 
@@ -107,7 +105,7 @@ class _Rule:
     @property
     def wished(self) -> set[RecomputeMode]:
         """Modes that the job permits."""
-        wish = self.prices.facts.job.constraints.get("recompute", "per-layer")
+        wish = self.prices.context.job.constraints.get("recompute", "per-layer")
         words = set(wish) if isinstance(wish, tuple) else {wish}
         return {mode for mode in _MODES if "per-layer" in words or mode in words}
 
@@ -154,7 +152,7 @@ class _Rule:
         """The question of a rank, whose memory in the fastest modes is known."""
         stages, chunks = (
             self.layers_of(row.pipeline_rank),
-            self.prices.facts.layout.sequence_chunks,
+            self.prices.context.layout.sequence_chunks,
         )
         moments = in_flight_vectors(self.schedule)[row.pipeline_rank]
         others = tuple(self.prices.boundary_bytes[stage[-1]] for stage in stages)
@@ -181,11 +179,11 @@ class _Rule:
 
     def _temporary_bytes(self, one: LayerPrice) -> int:
         """While a layer runs, or while its offloaded states are updated, less what is free then."""
-        running = self.prices.allocated(one.row.temporary_bytes)
-        if not self.prices.facts.layout.optimizer_offload:
+        running = one.temporary_bytes
+        if not self.prices.context.layout.optimizer_offload:
             return running
         gathered = max(
-            next(iter(modes.values())).gathered_bytes for modes in self.prices.layers
+            next(iter(modes.values())).whole_bytes for modes in self.prices.layers
         )
         beside = 2 * gathered + int(self.prices.site.group.constants.workspace_bytes)
         return max(running, one.state.optimizer - beside)

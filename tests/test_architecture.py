@@ -22,7 +22,7 @@ PACKAGES = ("planner", "profiler", "api")
 BASE = {"planner.version", "planner.errors", "planner.spec"}
 RUNTIMES = BASE | {"planner.runtimes"}
 SEARCH_SIDE = RUNTIMES | {"planner.schedule", "planner.partition", "planner.cost"}
-SERVICE_SIDE = SEARCH_SIDE | {"planner.search", "planner.validate", "planner.export"}
+SERVICE_SIDE = SEARCH_SIDE | {"planner.search", "planner.check", "planner.export"}
 MAY_IMPORT: dict[str, set[str]] = {
     "planner": {"planner.version", "planner.errors", "planner.interface"},
     "planner.__main__": {"planner.cli"},
@@ -34,10 +34,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planner.partition": BASE,
     "planner.cost": RUNTIMES | {"planner.schedule", "planner.partition"},
     "planner.calibrate": RUNTIMES | {"planner.schedule", "planner.cost"},
-    "planner.search": SEARCH_SIDE | {"planner.validate"},
+    "planner.search": SEARCH_SIDE | {"planner.check"},
     # The checker shares no code with cost model and search: else both could be wrong
     # in the same way.
-    "planner.validate": RUNTIMES | {"planner.schedule"},
+    "planner.check": RUNTIMES | {"planner.schedule"},
     "planner.export": RUNTIMES | {"planner.schedule"},
     "planner.executor": BASE | {"planner", "planner.schedule", "planner.profiler"},
     "planner.profiler": RUNTIMES | {"planner.schedule"},
@@ -65,7 +65,7 @@ WITHOUT_TORCH = (
     "planner.partition",
     "planner.calibrate",
     "planner.search",
-    "planner.validate",
+    "planner.check",
     "planner.export",
     "planner.client",
     "planner.replan",
@@ -209,7 +209,7 @@ def test_no_torch_at_module_level(part: str) -> None:
         "planner.cli.main",
         "planner.search",
         "planner.cost",
-        "planner.validate",
+        "planner.check",
         "planner.profiler.counted",
         "planner.api.app",
     ],

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from planner.check import check
 from planner.cli.main import main
 from planner.cli.plan_text import prediction_text
 from planner.cost import stage_durations
@@ -45,7 +46,6 @@ from planner.spec.layout import PredictionLayout
 from planner.spec.plan import Prediction, RankMemory
 from planner.spec.profile import RecomputeMode
 from planner.spec.short_form import cluster_of, job_of
-from planner.validate import check
 from tests.builders import GIGABYTE, cluster, job, layer, link, profile, request
 from tests.executor.plans import make_plan
 from tests.profiler.known_device import know_cpu

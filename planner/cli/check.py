@@ -14,8 +14,8 @@ from planner.spec.units import seconds
 from planner.spec.words import counted
 
 if TYPE_CHECKING:
+    from planner.check import CheckReport
     from planner.executor.dry_run import DryRank, DryRun
-    from planner.validate import CheckReport
 
 MOST_PROBLEMS = 6
 """Problems that are printed without --full."""
@@ -48,7 +48,7 @@ def command(
             "pass --dry-run, or leave OPTION out.",
         )
     plan = read(Plan, plan_path)
-    from planner.validate import check
+    from planner.check import check
 
     report = check(plan, profile_behind(plan, profile))
     built = _dry_run(plan, model or model_of(plan)) if dry_run else None

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from planner.api.settings import Settings
+from planner.check import check
 from planner.profiler.catalogue import entry, names
 from planner.profiler.counted import counted_profile
 from planner.spec import SCHEMAS, Plan, digest, parse
 from planner.spec.devices import catalogue
-from planner.validate import check
 from tests.api.live import Live, running
 
 EIGHT_A100 = {

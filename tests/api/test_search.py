@@ -1,4 +1,4 @@
-"""The service with the real search: what it answers is what `planner.search` and `planner.validate` say."""
+"""The service with the real search: what it answers is what `planner.search` and `planner.check` say."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 import pytest
 
 from planner.api.settings import Settings
+from planner.check import check
 from planner.search import make_request, plan
 from planner.spec import Cluster, Forecast, Infeasible, Job, Options, Plan, parse
-from planner.validate import check
 from tests.api.documents import (
     cluster,
     four_equal_layers,

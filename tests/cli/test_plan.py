@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from planner.check import check
 from planner.cli.plan_tables import proof_line
 from planner.spec import Layout, Plan, PlanRequest, parse
 from planner.spec.layout_words import layout_line, spans
 from planner.spec.plan import SearchReport
-from planner.validate import check
 from tests.cli.support import (
     Command,
     tiny_cluster,

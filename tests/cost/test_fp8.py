@@ -19,8 +19,8 @@ from planner.spec.job import Job
 from planner.spec.layout import Layout
 from planner.spec.profile import ModelProfile
 from tests.builders import device
+from tests.check.test_fp8 import linear
 from tests.cost.test_compute import row
-from tests.validate.test_fp8 import linear
 
 PLAIN = replace(DEFAULT, memory_fraction=1.0, fp8_fraction=0.5)
 LLAMA = counted_profile(

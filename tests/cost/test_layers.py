@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from planner.check import check
 from planner.cost import LayerCost, LayoutCosts, layout_costs, workload
 from planner.cost.workload import on_part
 from planner.errors import LayoutError, MismatchError, UnsupportedError
@@ -13,7 +14,6 @@ from planner.profiler.counted import counted_profile
 from planner.search import plan
 from planner.spec import Cluster, Job, Layout, ModelProfile, NodeGroup, Plan
 from planner.spec.profile import LayerProfile
-from planner.validate import check
 from tests.builders import cluster, job, layer, link, profile, request
 
 MICROSECOND = 1000

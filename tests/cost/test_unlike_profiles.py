@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from planner.check import check
 from planner.cost.workload import workload
 from planner.errors import MismatchError
 from planner.search import plan
 from planner.spec import Cluster, ModelProfile, NodeGroup, canonical_json, parse, read
 from planner.spec.profile import joined
-from planner.validate import check
 from tests import builders
 from tests.cli.support import Command
 

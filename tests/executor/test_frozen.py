@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from planner.check import check
 from planner.errors import MismatchError
 from planner.executor import Executor
 from planner.executor.dry_run import COMPARED, DryRun, dry_run
@@ -19,7 +20,6 @@ from planner.search import make_request, plan_layout
 from planner.spec import Cluster, Job, NodeGroup, Plan
 from planner.spec.layout import PredictionLayout
 from planner.spec.profile import ModelProfile
-from planner.validate import check
 from tests.executor.plans import make_plan, source_of
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from planner.check import check
 from planner.executor.dry_run import dry_run
 from planner.profiler.count import profile
 from planner.profiler.models import ModelSource
 from planner.search import plan
 from planner.spec import Cluster, Job, Plan
 from planner.spec.job import COMPUTE_TYPE
-from planner.validate import check
 from tests.builders import cluster, request
 
 WIDTH = 8

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from planner.check import check
 from planner.errors import UnsupportedError
 from planner.replan.rebalance import rebalance_layers
 from planner.replan.replanner import DeviceReplanner
@@ -22,8 +23,8 @@ from planner.spec import (
     Plan,
     PredictionLayout,
 )
-from planner.validate import check
 from tests.builders import job, layer, profile
+from tests.check.mixed import as_counted
 from tests.cli.support import (
     tiny_cluster,
     tiny_job,
@@ -31,7 +32,6 @@ from tests.cli.support import (
 )
 from tests.replan.plans import plan_of
 from tests.strategies import with_operations
-from tests.validate.mixed import as_counted
 
 
 def group(name: str, flops_per_second: float, devices: int) -> NodeGroup:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from planner.check import check
 from planner.errors import UnsupportedError
 from planner.replan.replanner import PlanRebalancer
 from planner.replan.reshare import reshare_batch
@@ -13,7 +14,6 @@ from planner.replan.work import data_rank_seconds, pipeline_rank_seconds
 from planner.schedule import Durations, build, simulate
 from planner.search import make_request, plan_layout
 from planner.spec import Plan, PredictionLayout
-from planner.validate import check
 from tests.cli.support import tiny_cluster, tiny_job, tiny_profile
 
 LAYERS, BATCH = 4, 15

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.check import check
 from planner.cost import (
     TICK_SECONDS,
     choose,
@@ -20,7 +21,6 @@ from planner.cost import (
 from planner.search import plan
 from planner.search.solve import single
 from planner.spec import Infeasible, Layout, Plan, canonical_json
-from planner.validate import check
 from tests.brute_force import PARTITIONED, Priced, facts, layouts, price, price_all
 from tests.builders import request
 from tests.strategies import Instance, instances

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.check import check
 from planner.cost import TICK_SECONDS
 from planner.errors import PlannerError, SpecError, UnknownNameError, UnsupportedError
 from planner.search import plan
 from planner.spec import Infeasible, Plan
 from planner.spec.job import WHOLE_PARAMETERS, Range
-from planner.validate import check
 from tests.brute_force import Priced, price_all
 from tests.builders import (
     cluster,

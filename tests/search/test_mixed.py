@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from planner.check import check
 from planner.cost import TICK_SECONDS, workload
 from planner.errors import DocumentError, UnsupportedError
 from planner.executor.support import check_plan
@@ -19,11 +20,10 @@ from planner.search.solve import begin
 from planner.spec import Cluster, Infeasible, Job, ModelProfile, NodeGroup, Plan
 from planner.spec.layout import PredictionLayout
 from planner.spec.plan import Options
-from planner.validate import check
 from tests.brute_force_mixed import Priced, price_all
 from tests.builders import cluster, job, layer, link, profile, request
+from tests.check.mixed import as_counted, group
 from tests.strategies import models
-from tests.validate.mixed import as_counted, group
 
 _ROOM = 10**9
 _SHAPES = ((1, 1), (1, 2), (2, 1), (1, 3))

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from planner.check import check
 from planner.cost import TICK_SECONDS
 from planner.executor.support import check_plan
 from planner.search import plan_layout, predict
 from planner.spec import Cluster, Plan
 from planner.spec.layout import Layout, PredictionLayout
-from planner.validate import check
 from tests.brute_force import PARTITIONED, may_offload
 from tests.brute_force_mixed import layouts, price_layout
 from tests.builders import request

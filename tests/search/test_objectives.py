@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.check import check
 from planner.errors import DocumentError, UnsupportedError
 from planner.search import Callbacks, Progress, objectives, plan
 from planner.search.layouts.parts import parts_of, token_price
 from planner.spec import Cluster, Infeasible, Job, ModelProfile, NodeGroup, Plan
 from planner.spec.job import Objective
-from planner.validate import check
 from tests.builders import (
     cluster,
     device,

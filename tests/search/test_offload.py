@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.check import check
 from planner.cost import (
     TICK_SECONDS,
     choose,
@@ -25,7 +26,6 @@ from planner.search.solve import single
 from planner.spec import Cluster, Infeasible, Job, ModelProfile, Plan
 from planner.spec.layout import PredictionLayout
 from planner.spec.plan import Alternative, Breakdown, Sensitivity
-from planner.validate import check
 from tests.brute_force import PARTITIONED, Priced, facts, layouts, price, price_all
 from tests.builders import cluster, job, layer, profile, request, with_recompute
 from tests.search.test_brute_force import asked, freely

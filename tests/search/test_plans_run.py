@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
+from planner.check import check
 from planner.cost import workload
 from planner.executor.support import check_plan
 from planner.search import plan
@@ -12,7 +13,6 @@ from planner.search.layouts.chunks import CHUNKED
 from planner.search.layouts.orders import SEARCHED
 from planner.search.layouts.space import layouts
 from planner.spec import Plan
-from planner.validate import check
 from tests.builders import cluster, job, layer, profile, request
 from tests.strategies import Instance, instances, with_operations
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.check import check
 from planner.cost import (
     TICK_SECONDS,
     StageMap,
@@ -45,7 +46,6 @@ from planner.spec import (
 from planner.spec.calibration import Constants
 from planner.spec.layout import PredictionLayout
 from planner.spec.short_form import cluster_of, job_of
-from planner.validate import check
 from tests.brute_force import PARTITIONED, layouts, price_all
 from tests.builders import cluster, job, layer, profile, request
 from tests.strategies import Instance, instances
@@ -278,7 +278,7 @@ def test_check_says_what_it_does_not_recompute(runtime: str) -> None:
     report = check(found, model)
     assert report.problems == ()
     assert any(runtime in line and "not recomputed" in line for line in report.checked)
-    assert not any("step time by playing" in line for line in report.checked)
+    assert not any("step time by replaying" in line for line in report.checked)
 
 
 def changed(found: Plan, path: tuple[Any, ...], value: float) -> Plan:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from planner.check import check
 from planner.cost import TICK_SECONDS, workload
 from planner.search import Callbacks, Progress, make_request, plan
 from planner.search.solve import single
 from planner.spec import Infeasible, Layout, ModelProfile, Options, Plan
 from planner.spec.units import seconds
 from planner.spec.words import gibibytes
-from planner.validate import check
 from tests.brute_force import facts, price
 from tests.builders import (
     cluster,

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from planner.check import check
 from planner.search import Callbacks, contenders, planning, result, solve, state
 from planner.search.answer import rivals, sensitivity
 from planner.search.result import AFTERWARDS_SECONDS
 from planner.search.stage_maps import inside
 from planner.spec import Plan
-from planner.validate import check
 from tests.builders import job, request
 from tests.search.test_search import CLUSTER, rugged, timeless
 

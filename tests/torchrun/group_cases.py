@@ -13,8 +13,8 @@ from planner.profiler.models import ModelSource
 from planner.search import plan
 from planner.spec import Cluster, Job, ModelProfile, Plan
 from tests.builders import layer, profile, request
+from tests.check.mixed import FORWARD_FLOPS, as_counted, group
 from tests.torchrun.cases import on_ranks, source_of_case
-from tests.validate.mixed import FORWARD_FLOPS, as_counted, group
 
 MODEL = "llama"
 CASES: dict[str, dict[str, Any]] = {

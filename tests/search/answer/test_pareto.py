@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
+from planner.check import check
 from planner.search import Callbacks, plan
 from planner.spec import Cluster, Job, ModelProfile, Plan
-from planner.validate import check
 from tests.builders import cluster, job, link, request, with_recompute
 from tests.strategies import Instance, instances
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import planner.search.answer.relaxations as relaxing
+from planner.check import check
 from planner.cost import workload
 from planner.search import Callbacks, plan, predict
 from planner.spec import Cluster, Infeasible, Job, ModelProfile, Plan
@@ -14,9 +15,8 @@ from planner.spec.layout import PredictionLayout
 from planner.spec.plan import Relaxation
 from planner.spec.short_form import cluster_of
 from planner.spec.words import gibibytes
-from planner.validate import check
 from tests.builders import cluster, job, layer, profile, request, with_recompute
-from tests.validate.mixed import counted, group
+from tests.check.mixed import counted, group
 
 MIB = 2**20
 

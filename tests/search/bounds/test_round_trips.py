@@ -17,7 +17,7 @@ from planner.search.stage_maps.segments import choices
 from planner.spec import Cluster, Job, Layout, ModelProfile, NodeGroup
 from tests.brute_force_mixed import layouts, price_layout
 from tests.builders import Draft, job, link, profile
-from tests.validate.mixed import as_counted, group
+from tests.check.mixed import as_counted, group
 
 _BYTES_PER_SECOND = 1.0e9 + 7
 _ROOM = 10**12

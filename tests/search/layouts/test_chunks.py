@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from planner.check import check
 from planner.cost import workload
 from planner.errors import UnsupportedError
 from planner.search import plan, predict
@@ -13,7 +14,6 @@ from planner.search.layouts.chunks import CHUNKED
 from planner.search.layouts.space import layouts
 from planner.spec import Infeasible, Layout, ModelProfile, Plan, PredictionLayout
 from planner.spec.profile import LayerProfile
-from planner.validate import check
 from tests.builders import cluster, job, layer, profile, request
 from tests.strategies import also_split, with_operations
 

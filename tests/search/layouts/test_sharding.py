@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 import planner.search.layouts.sharding as module
+from planner.check import check
 from planner.cost import LayoutCosts, Workload, layout_costs, workload
 from planner.executor.support import check_plan
 from planner.search import plan
 from planner.search.layouts.space import space_of
 from planner.spec import Layout, ModelProfile, Plan
-from planner.validate import check
 from tests.builders import cluster, job, layer, link, profile, request
 
 ELEMENTS = 500_000

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from planner.check import check
 from planner.cost import TICK_SECONDS, choose, evaluate, layout_costs, rank_memory
 from planner.cost.mixed import columns_of
 from planner.cost.workload import workload
@@ -21,14 +22,13 @@ from planner.search.stage_maps.segments import uniform_modes
 from planner.spec import Cluster, Infeasible, Job, ModelProfile, Plan
 from planner.spec.layout import Layout, PredictionLayout
 from planner.spec.plan import Forecast
-from planner.validate import check
 from tests.brute_force_mixed import layouts, price_layout
 from tests.builders import job, link, request
+from tests.check.instances import Given
+from tests.check.mixed import as_counted, counted, group
+from tests.check.mixed_instances import layouts_of_alike_replicas
 from tests.search.test_mixed import node_groups
 from tests.strategies import models
-from tests.validate.instances import Given
-from tests.validate.mixed import as_counted, counted, group
-from tests.validate.mixed_instances import layouts_of_alike_replicas
 
 _TWO = Cluster(node_groups=(group(1, inter=link(1e9, 1e-6)), group(2)))
 """Two devices each, the second group's half as fast."""

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.check import check
 from planner.cost import choose, evaluate, layout_costs, stage_memory, workload
 from planner.errors import UnsupportedError
 from planner.search import plan, predict
@@ -25,7 +26,6 @@ from planner.search.stage_maps.recompute import Held, fewest_ticks
 from planner.search.stage_maps.segments import allowed_modes
 from planner.spec import Plan
 from planner.spec.layout import PredictionLayout
-from planner.validate import check
 from tests.brute_force import is_ruled
 from tests.builders import cluster, job, layer, profile, request
 from tests.search.test_brute_force import tight_instances

@@ -11,6 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.check import check
+from planner.check.price import Pricing
+from planner.check.replay import Action
+from planner.check.step import Step
 from planner.cost import (
     TICK_SECONDS,
     choose,
@@ -47,10 +51,6 @@ from planner.spec import (
     canonical_json,
 )
 from planner.spec.plan import PlanRequest
-from planner.validate import check
-from planner.validate.cells import Cells
-from planner.validate.play import Action
-from planner.validate.prediction import StepCheck
 from tests.brute_force import dealt_map, facts
 from tests.builders import cluster, four_equal_layers, job, layer, profile, request
 from tests.schedule.orders import rank_orders
@@ -93,11 +93,11 @@ def found(profile: ModelProfile, step: Job, **more: Any) -> Plan:
 
 
 def all_orders(instance: Instance, layout: Layout) -> Iterator[tuple[int, int]]:
-    """(nanoseconds, bytes of the fullest rank) of every order of a layout, by the validator's equations."""
+    """(nanoseconds, bytes of the fullest rank) of every order of a layout, by the check's equations."""
     known = facts(instance.profile, instance.cluster, instance.job, layout)
-    cells = Cells(known)
+    cells = Pricing(known)
     shape = best_shape(layout.pipeline_parallel_degree, known.micro_batches)
-    stage_map = dealt_map(cells.prices(cells.columns[0], 0), shape)
+    stage_map = dealt_map(cells.prices(cells.sites.columns[0], 0), shape)
     kinds = (
         SPLIT
         if all(mode == "none" for stage in stage_map for _, mode in stage)
@@ -112,9 +112,9 @@ def all_orders(instance: Instance, layout: Layout) -> Iterator[tuple[int, int]]:
         for each in rows
     ]
     for actions in product(*played):
-        step = StepCheck(cells, stage_map, actions)
-        with suppress(ScheduleError):  # orders that dead-lock are no orders
-            yield step.step_nanoseconds(), max(row.peak_bytes for row in step.memory())
+        step = Step(cells, stage_map, actions)
+        with suppress(ScheduleError):  # orders that deadlock are no orders
+            yield step.last.step_nanoseconds, max(row.peak_bytes for row in step.memory())
 
 
 @st.composite
@@ -314,7 +314,7 @@ def test_another_order_is_another_plan() -> None:
     late = tuple(sorted(first, key=lambda text: "W" in text))
     assert "prediction.memory[0].activations_bytes" in told(late)
     one_by_one = tuple(sorted(first, key=lambda text: (int(text[2:]), text[1])))
-    assert "dead-lock" in told(one_by_one)
+    assert "deadlock" in told(one_by_one)
     assert "stands before" in told(first[::-1])
     assert "one F and one B (or I and W) wanted" in told(
         tuple(text for text in first if text != "0W0")
