@@ -116,17 +116,32 @@ def causal_flops(flops: int, *, queries: int, keys: int) -> int:
 
 
 @register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)
-def _cpu_forward_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
+def _cpu_forward_flops(
+    query: Any,
+    key: Any,
+    value: Any,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    **_: Any,
+) -> int:
+    return _forward_flops(query, key, value, None, is_causal)
 
 
 @register_flop_formula(
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 )
 def _cpu_backward_flops(
-    gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any
+    gradient: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    output: Any,
+    logsumexp: Any,
+    dropout: float,
+    is_causal: bool,
+    **_: Any,
 ) -> int:
-    return int(sdpa_backward_flop_count(gradient, query, key, value))  # type: ignore[no-untyped-call]
+    return _backward_flops(gradient, query, key, value, is_causal)
 
 
 @register_flop_formula(torch.ops.planner.attention)

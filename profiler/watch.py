@@ -42,10 +42,9 @@ ATTENTIONS = frozenset(
 CAUSAL = {
     aten._scaled_dot_product_flash_attention: (0, 4),
     aten._scaled_dot_product_flash_attention_backward: (1, 11),
-    aten._scaled_dot_product_flash_attention_for_cpu: (0, 4),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: (1, 7),
 }
-"""Attention of torch by the places of its query, before its key, and of ``is_causal``."""
+"""Attention whose FLOPs torch counts, all scores among them, by the places of its query, before its key, and of
+``is_causal``."""
 GATHERS = frozenset(
     {aten.embedding, aten.gather, aten.index_select, aten.index, aten.nll_loss_forward}
 )
