@@ -140,7 +140,7 @@ def models(draw: st.DrawFn, layout: Layout) -> ModelProfile:
         layers,
         sizes=(layout.micro_batch_size,),
         degrees=(layout.tensor_parallel_degree,),
-        edges=[(*pair, size) for pair, size in edges],
+        edges=[(first, last, size) for (first, last), size in edges],
         shared=[
             (tuple(sorted(one)), most)
             for one in users
