@@ -162,8 +162,8 @@ class Tape:
     """Of every operation: whether selective recomputation saves its result."""
     collectives: list[Collective] = field(default_factory=list)
     steps: list[_Step] = field(default_factory=list)
-    saved: dict[int, Buffer] = field(default_factory=dict)
-    kept: dict[int, Buffer] = field(default_factory=dict)
+    saved: set[Buffer] = field(default_factory=set)
+    kept: set[Buffer] = field(default_factory=set)
     """Results of products, attention and collectives."""
     last_saved: int = 0
     """Kernels before the last tensor that the backward needs: equation (E3)."""
@@ -280,7 +280,7 @@ class Tape:
         self.attention_backward_flops += flops[1]
         self._record(operation, made, read, (*read, made, *further), kept=True)
         for one in further:
-            self.kept[id(one)] = one
+            self.kept.add(one)
         return made
 
     def exchange(
@@ -312,7 +312,7 @@ class Tape:
 
     def transfer(self, made: Buffer, source: Buffer) -> Buffer:
         """Record the result of a collective, which selective recomputation saves."""
-        self.kept[id(made)] = made
+        self.kept.add(made)
         self.steps.append(_Step(made, (source,), (), len(self.operations)))
         return made
 
@@ -333,10 +333,10 @@ class Tape:
         if any(one is made for one in saves):
             self.last_saved = len(self.operations)
         if kept:
-            self.kept[id(made)] = made
+            self.kept.add(made)
         for one in saves:
             if not one.is_outside:
-                self.saved[id(one.storage)] = one.storage
+                self.saved.add(one.storage)
         made.has_gradient = made.has_gradient and any(
             one.has_gradient or one.is_outside for one in read
         )
@@ -350,12 +350,12 @@ class Tape:
 
     def saved_bytes(self, output: Buffer) -> int:
         """Return the bytes of (E2); the layer that follows counts the output."""
-        return sum(one.bytes for one in self.saved.values() if one is not output)
+        return sum(one.bytes for one in self.saved if one is not output)
 
     def kept_bytes(self, given: Buffer, output: Buffer) -> int:
         """Return the bytes of (E4)."""
-        kept = self.kept | {id(given): given}
-        return sum(one.bytes for one in kept.values() if one is not output)
+        kept = self.kept | {given}
+        return sum(one.bytes for one in kept if one is not output)
 
     def replayed(self, mode: RecomputeMode) -> list[Operation]:
         """Return the kernels of (E3) and (E4)."""
@@ -377,44 +377,41 @@ class Tape:
             output: of the layer.
             resident_bytes: of outputs that exist until the end of the backward.
         """
-        first_use: dict[int, int] = {}
+        first_use: dict[Buffer, int] = {}
         for place, step in enumerate(self.steps):
             for one in step.saved:
-                first_use.setdefault(id(one.storage), place)
+                first_use.setdefault(one.storage, place)
         freed: dict[int, int] = {}
-        for key, place in first_use.items():
-            if key in self.saved and key not in (id(given), id(output)):
-                freed[place] = freed.get(place, 0) + self.saved[key].bytes
+        for one, place in first_use.items():
+            if one in self.saved and one is not given and one is not output:
+                freed[place] = freed.get(place, 0) + one.bytes
         resident = resident_bytes
-        if id(given) not in self.saved:
+        if given not in self.saved:
             resident += given.bytes
-        storages = {id(output): output}
+        storages = {output: output}
         peak = resident + output.bytes
         for place, step in reversed(list(enumerate(self.steps))):
-            arriving = storages.pop(id(step.made), None)
+            arriving = storages.pop(step.made, None)
             if arriving is None:
                 continue
             made, sum_bytes = self._gradients(step, arriving, storages)
-            allocated = {id(one): one.bytes for one in storages.values()}
-            allocated |= {id(one): one.bytes for one in (arriving, *made)}
-            live = resident + sum(allocated.values())
+            allocated = {arriving, *made, *storages.values()}
+            live = resident + sum(one.bytes for one in allocated)
             live += max(step.weight_bytes, self._scratch_bytes(step), sum_bytes)
             peak = max(peak, live)
             resident -= freed.get(place, 0)
         return peak
 
-    def forward_bytes(self, given: Buffer, resident: dict[int, Buffer]) -> int:
+    def forward_bytes(self, given: Buffer, resident: set[Buffer]) -> int:
         """Return the most that is allocated at once in the forward.
 
         Args:
             given: input of the layer.
             resident: tensors that stay allocated once they are made.
         """
-        return self._forward_peak(given, resident, {}, len(self.operations))
+        return self._forward_peak(given, resident, set(), len(self.operations))
 
-    def replay_bytes(
-        self, given: Buffer, output: Buffer, pending: dict[int, Buffer]
-    ) -> int:
+    def replay_bytes(self, given: Buffer, output: Buffer, pending: set[Buffer]) -> int:
         """Return the most that is allocated at once while the forward runs again.
 
         Args:
@@ -423,7 +420,7 @@ class Tape:
                 first tensor whose backward needs the replay.
             pending: results that are not computed again, allocated from the start.
         """
-        waiting = {key: one for key, one in pending.items() if one is not output}
+        waiting = pending - {output}
         peak = self._forward_peak(given, self.saved, waiting, self.last_saved)
         users = [step.made for step in self.steps if step.saved]
         arriving = users[-1].bytes if users else 0
@@ -434,30 +431,30 @@ class Tape:
     def _forward_peak(
         self,
         given: Buffer,
-        resident: dict[int, Buffer],
-        pending: dict[int, Buffer],
+        resident: set[Buffer],
+        pending: set[Buffer],
         kernels: int,
     ) -> int:
-        last_read: dict[int, int] = {}
+        last_read: dict[Buffer, int] = {}
         for place, step in enumerate(self.steps):
             for one in (step.made, *step.read):
-                last_read[id(one.storage)] = place
-        waiting = {key: one.bytes for key, one in pending.items()}
-        live: dict[int, int] = {id(given): given.bytes}
+                last_read[one.storage] = place
+        waiting = set(pending)
+        live = {given}
         peak = 0
         for place, step in enumerate(self.steps):
             if step.kernels >= kernels:
                 break
-            waiting.pop(id(step.made), None)
+            waiting.discard(step.made)
             for one in (step.made, *step.saved):
                 if not one.storage.is_outside:
-                    live[id(one.storage)] = one.storage.bytes
-            peak = max(peak, sum(live.values()) + sum(waiting.values()))
+                    live.add(one.storage)
+            peak = max(peak, sum(one.bytes for one in live | waiting))
             for one in (step.made, *step.read):
-                key = id(one.storage)
-                is_needed = key in resident or one is given
-                if last_read[key] <= place and not is_needed:
-                    live.pop(key, None)
+                whole = one.storage
+                is_needed = whole in resident or whole is given
+                if last_read[whole] <= place and not is_needed:
+                    live.discard(whole)
         return peak
 
     @staticmethod
@@ -477,7 +474,7 @@ class Tape:
 
     @staticmethod
     def _gradients(
-        step: _Step, arriving: Buffer, storages: dict[int, Buffer]
+        step: _Step, arriving: Buffer, storages: dict[Buffer, Buffer]
     ) -> tuple[list[Buffer], int]:
         """Set the gradients of a step's operands.
 
@@ -489,9 +486,9 @@ class Tape:
         for one in step.read:
             if not one.has_gradient or one.is_outside:
                 continue
-            earlier = storages.get(id(one))
+            earlier = storages.get(one)
             if step.passes and earlier is None:
-                storages[id(one)] = arriving
+                storages[one] = arriving
                 continue
             if step.is_view and earlier is not None:
                 continue
@@ -500,7 +497,7 @@ class Tape:
                 made.append(earlier)
                 sum_bytes = max(sum_bytes, one.bytes)
             made.append(gradient)
-            storages[id(one)] = gradient
+            storages[one] = gradient
         return made, sum_bytes
 
 
@@ -571,7 +568,7 @@ class EagerCounts(DecoderCounts):
             held_bytes = tape.kept_bytes(layer.given, layer.output)
         peak_bytes = layer.temporary_bytes + saved_bytes
         if mode != "none":
-            pending = tape.kept if mode == "selective" else {}
+            pending = tape.kept if mode == "selective" else set()
             again = tape.replay_bytes(layer.given, layer.output, pending)
             first = tape.forward_bytes(layer.given, pending)
             peak_bytes = max(peak_bytes, again, first)
@@ -1395,7 +1392,7 @@ class _Writer:
             self.weight(local * columns * inner),
             more_bytes=ends.bytes,
         )
-        tape.saved[id(ends)] = ends
+        tape.saved.add(ends)
         if not has_bias:
             return made
         summed = Buffer(made.bytes, base=made)
@@ -1506,7 +1503,7 @@ class _Writer:
             waves.append(tape.kernel(Buffer(angles.bytes, has_gradient=False), wave))
         for wave in waves:
             table = self.from_fp32(wave)
-            tape.saved[id(table)] = table
+            tape.saved.add(table)
 
     @property
     def has_mask_tensor(self) -> bool:
@@ -1567,7 +1564,7 @@ class _Writer:
         parameters = rows * hidden + model.hidden_norm_parameters
         temporary = tape.temporary_bytes(given, loss, logits.bytes)
         output = replace(logits)
-        tape.saved.pop(id(logits), None)
+        tape.saved.discard(logits)
         return _Layer(tape, given, output, parameters, 0, temporary)
 
     # ---------------------------------------------------------------- parameters
