@@ -238,3 +238,15 @@ def test_a_plan_for_a_runtime_is_exported_to_it(runtime: str) -> None:
     supports = runtimes.planned(runtime).supports
     export = find(supports.target_of(found.layout)).write(found)
     assert f"for runtime {runtime}" in export.text or runtime == "deepspeed"
+
+
+def test_a_plan_on_unlike_devices_is_for_the_runtime() -> None:
+    """Two kinds of nodes: the plan has only what Megatron-Core runs, and its target accepts it."""
+    model = counted_profile("gpt2", sequence_length=256, dtype="bf16")
+    machines = cluster_of("2xh100-sxm5-80gb,2xa100-sxm4-80gb")
+    job = job_of(16, 256, runtime="megatron-core")
+    found = plan(request(model, machines, job, time_limit_seconds=60), model)
+    assert isinstance(found, Plan)
+    supports = runtimes.planned("megatron-core").supports
+    assert supports.violation(found.layout, found.request.job) is None
+    assert find("megatron-lm").write(found).text

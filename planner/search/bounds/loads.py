@@ -339,7 +339,9 @@ def _find_largest(work: Workload) -> ModelProfile | None:
     if has_experts or has_frozen or not own or any(link.fits for link in links):
         return None
     largest = max(own, key=lambda layer: layer.parameters)
-    alone = {"layers": (largest,), "edges": (), "shared_parameters": ()}
+    alone: dict[str, object] = {"layers": (largest,), "edges": ()}
+    alone["shared_parameters"] = ()
+    alone["transformer"] = None  # its rows are those of the profile, not of all layers
     return work.profile.model_copy(update=alone) if largest.parameters else None
 
 
