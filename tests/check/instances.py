@@ -18,7 +18,7 @@ from planner.spec.job import Job
 from planner.spec.layout import Layout, PredictionLayout
 from planner.spec.profile import Collective, LayerProfile, Measurement, ModelProfile
 from tests.builders import Draft, cluster, job, link, profile
-from tests.check.schedules import TOLD, numbers
+from tests.check.schedules import PLANNABLE, numbers
 from tests.strategies import drafts, least, sizes
 
 GROUPS = ("tensor", "context", "expert")
@@ -39,7 +39,7 @@ class Given:
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[Layout, int]:
     """A layout that its schedule takes, and its number of micro-batches."""
-    name = draw(st.sampled_from(TOLD))
+    name = draw(st.sampled_from(PLANNABLE))
     shape = draw(
         st.sampled_from(
             [one for one in numbers(name) if one.ranks <= 4 and one.micro_batches <= 8]

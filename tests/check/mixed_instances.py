@@ -14,30 +14,32 @@ from planner.spec.layout import PredictionLayout
 from tests.builders import job, link
 from tests.check.instances import Given, models
 from tests.check.mixed import as_counted, devices_of, group, placed
-from tests.check.schedules import TOLD, numbers
+from tests.check.schedules import PLANNABLE, numbers
 
 _FAST, _SLOW = 1.0e12 + 39, 1.0e7 + 19
 """Bytes per second; primes, so that no rounding stands on its edge."""
 
 
 @st.composite
-def node_groups(draw: st.DrawFn, cell: int, *, alike: bool) -> tuple[NodeGroup, ...]:
+def node_groups(draw: st.DrawFn, cell: int, *, is_equal: bool) -> tuple[NodeGroup, ...]:
     """Up to three groups, whose devices are whole cells."""
     shapes = [one for one in _SHAPES if one[0] * one[1] % cell == 0]
     count = draw(st.integers(1, 3))
     return tuple(
-        draw(_node_group(*draw(st.sampled_from(shapes)), alike=alike))
+        draw(_node_group(*draw(st.sampled_from(shapes)), is_equal=is_equal))
         for _ in range(count)
     )
 
 
 @st.composite
-def _node_group(draw: st.DrawFn, nodes: int, devices: int, *, alike: bool) -> NodeGroup:
+def _node_group(
+    draw: st.DrawFn, nodes: int, devices: int, *, is_equal: bool
+) -> NodeGroup:
     domain, slower = (
         draw(st.sampled_from((None, 2, 8))),
         draw(st.sampled_from((1.0, 1.7, 3.1))),
     )
-    speed = 1.0 if alike else slower
+    speed = 1.0 if is_equal else slower
     return group(
         speed,
         nodes=nodes,
@@ -76,8 +78,8 @@ _SHAPES = ((1, 1), (1, 2), (2, 1), (1, 3), (1, 4), (2, 2), (3, 2), (2, 4))
 def mixed_layouts(draw: st.DrawFn) -> Given:
     """Documents and layout; every device has room for everything."""
     tensor, context = draw(st.sampled_from(((1, 1), (1, 1), (2, 1), (1, 2), (2, 2))))
-    alike = draw(st.booleans())
-    groups = draw(node_groups(tensor * context, alike=alike))
+    is_equal = draw(st.booleans())
+    groups = draw(node_groups(tensor * context, is_equal=is_equal))
     cells = sum(one.nodes * one.devices_per_node for one in groups) // (
         tensor * context
     )
@@ -103,15 +105,15 @@ def mixed_layouts(draw: st.DrawFn) -> Given:
         micro_batch_shares=shares,
         recompute=draw(st.sampled_from(("none", "selective", "full", "per-layer"))),
     )
-    return draw(_given(simple, groups, micro_batches, alike=alike))
+    return draw(_given(simple, groups, micro_batches, is_equal=is_equal))
 
 
 @st.composite
-def layouts_of_alike_replicas(draw: st.DrawFn) -> Given:
+def layouts_of_equal_replicas(draw: st.DrawFn) -> Given:
     """A whole number of stages on each of two or three node groups, under any schedule."""
     tensor, context = draw(st.sampled_from(((1, 1), (1, 1), (2, 1), (1, 2))))
-    name, alike, data = (
-        draw(st.sampled_from(TOLD)),
+    name, is_equal, data = (
+        draw(st.sampled_from(PLANNABLE)),
         draw(st.booleans()),
         draw(st.integers(1, 2)),
     )
@@ -128,7 +130,8 @@ def layouts_of_alike_replicas(draw: st.DrawFn) -> Given:
     second = draw(st.sampled_from(sorted({1, shape.ranks - first})))
     ranks = [each for each in (first, second, shape.ranks - first - second) if each]
     groups = tuple(
-        draw(_node_group(each, data * tensor * context, alike=alike)) for each in ranks
+        draw(_node_group(each, data * tensor * context, is_equal=is_equal))
+        for each in ranks
     )
     words = (
         "none",
@@ -148,7 +151,7 @@ def layouts_of_alike_replicas(draw: st.DrawFn) -> Given:
         if SCHEDULES[name].recomputes_ahead
         else draw(st.sampled_from(words)),
     )
-    return draw(_given(simple, groups, data * shape.micro_batches, alike=alike))
+    return draw(_given(simple, groups, data * shape.micro_batches, is_equal=is_equal))
 
 
 @st.composite
@@ -158,7 +161,7 @@ def _given(
     groups: tuple[NodeGroup, ...],
     micro_batches: int,
     *,
-    alike: bool,
+    is_equal: bool,
 ) -> Given:
     """With ZeRO and experts, a model and its cuts."""
     layout = draw(_sharded(simple, groups))
@@ -176,9 +179,9 @@ def _given(
         stop - start
         for start, stop in pairwise((0, *sorted(draw(cuts)), len(model.layers)))
     )
-    profile = _of(model, groups, alike=alike)
+    profile = _of(model, groups, is_equal=is_equal)
     assume(
-        alike
+        is_equal
         or any(row.forward_flops for one in profile.layers for row in one.measurements)
     )
     return Given(
@@ -245,11 +248,13 @@ def replicas_differ(layout: Layout, groups: tuple[NodeGroup, ...]) -> bool:
 
 
 def _of(
-    model: ModelProfile, groups: tuple[NodeGroup, ...], *, alike: bool
+    model: ModelProfile, groups: tuple[NodeGroup, ...], *, is_equal: bool
 ) -> ModelProfile:
     """Measured on the one device of all groups; counted, where they differ."""
     device = groups[0].device
     assert not isinstance(device, str)
     return (
-        model.model_copy(update={"device": device.id}) if alike else as_counted(model)
+        model.model_copy(update={"device": device.id})
+        if is_equal
+        else as_counted(model)
     )

@@ -1,4 +1,4 @@
-"""Schedules of the catalogue that a plan can tell, for every test that plays them."""
+"""Schedules that a plan can have, for every test that replays them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from planner.errors import LayoutError
 from planner.schedule import Schedule, build, find, names
 from planner.schedule.entry import Shape as Numbers
 
-TOLD = tuple(name for name in names(fixed_only=True) if not SCHEDULES[name].refused)
+PLANNABLE = tuple(
+    name for name in names(fixed_only=True) if not SCHEDULES[name].refused
+)
 
 
 @cache
@@ -38,7 +40,7 @@ def _takes(name: str, shape: Numbers) -> bool:
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
     """Any schedule with one copy of each stage."""
-    name = draw(st.sampled_from(TOLD))
+    name = draw(st.sampled_from(PLANNABLE))
     shape = draw(st.sampled_from(numbers(name)))
     return build(
         name,

@@ -1,4 +1,4 @@
-"""Lies about price, deadline, Pareto front, relaxed limits and sensitivity are caught and named."""
+"""Altered prices, deadlines, Pareto points, relaxed limits and sensitivities are caught."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def valid(objective: str) -> Plan:
 
 @pytest.mark.parametrize("objective", ["step_time", "cost", "devices"])
 def test_all_answers_of_a_valid_plan_hold(objective: str) -> None:
-    """What the planner tells passes, and there is something of every kind to be checked."""
+    """A valid plan passes, and it has answers of every kind."""
     found = valid(objective)
     report = check(found, model())
     assert report.problems == ()
@@ -94,7 +94,7 @@ def twice(number: float) -> float:
     return 2 * number
 
 
-LIES = {
+ALTERATIONS = {
     "a token is dearer": (
         "step_time",
         replaced("cost_per_token", twice),
@@ -149,18 +149,18 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("name", LIES)
-def test_every_lie_is_named(name: str) -> None:
+@pytest.mark.parametrize("name", ALTERATIONS)
+def test_every_alteration_is_named(name: str) -> None:
     """One changed field, and the check names it."""
-    objective, lie, where = LIES[name]
+    objective, change, where = ALTERATIONS[name]
     document = valid(objective).to_json()
-    lie(document)
+    change(document)
     problems = check(parse(Plan, document), model()).problems
     assert any(problem.startswith(where) for problem in problems)
 
 
 def test_a_point_that_another_beats_is_named() -> None:
-    """A point that is told twice, the second time slower, is none."""
+    """A point that is slower than an equal one is not on the front."""
     document = valid("step_time").to_json()
     point = document["pareto"][0]
     slower = {

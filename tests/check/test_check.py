@@ -114,8 +114,10 @@ def tensor_parallel() -> tuple[Plan, ModelProfile]:
         degrees=(1, 2),
     )
     machines = cluster(8, nodes=2, intra=link(1e9, 1e-6), inter=link(1e8, 1e-5))
-    wishes = {f"{axis}_parallel_degree": 2 for axis in ("data", "tensor", "pipeline")}
-    found = plan(request(model, machines, job(8, **wishes)), model)
+    constraints = {
+        f"{axis}_parallel_degree": 2 for axis in ("data", "tensor", "pipeline")
+    }
+    found = plan(request(model, machines, job(8, **constraints)), model)
     assert isinstance(found, Plan)
     return found, model
 
@@ -142,8 +144,8 @@ def test_plan_read_back_passes() -> None:
     ).ok
 
 
-def told(change: Alteration, *, base: str = "pipeline of four") -> CheckReport:
-    """The verdict on a plan with one lie in it."""
+def report_of(change: Alteration, *, base: str = "pipeline of four") -> CheckReport:
+    """Return the verdict on an altered plan."""
     found, model = solved(base)
     document = found.to_json()
     change(document)
@@ -154,7 +156,7 @@ def told(change: Alteration, *, base: str = "pipeline of four") -> CheckReport:
 def test_altered_plans_are_caught(name: str) -> None:
     """One changed field makes the plan fail, and a problem starts with that field."""
     change, where = ALTERATIONS[name]
-    report = told(change)
+    report = report_of(change)
     assert not report.ok
     assert [problem for problem in report.problems if problem.startswith(where)], (
         report.problems
@@ -179,7 +181,7 @@ def test_memory_is_exact_to_the_byte(part: str) -> None:
     """One byte more in one part of one rank is caught, with both numbers."""
     found, _ = solved("pipeline of four")
     true = getattr(found.prediction.memory[2], part)
-    report = told(lambda d: d["prediction"]["memory"][2].update({part: true + 1}))
+    report = report_of(lambda d: d["prediction"]["memory"][2].update({part: true + 1}))
     assert report.problems == (
         f"prediction.memory[2].{part}: the plan says {true + 1}, recomputed {true}.",
     )
@@ -199,7 +201,7 @@ PARTS = (
 @pytest.mark.parametrize("part", PARTS)
 def test_breakdown_parts_are_recomputed(part: str) -> None:
     """A microsecond more in one part is caught by the part, and by the sum."""
-    report = told(
+    report = report_of(
         lambda d: d["prediction"]["breakdown"].update(
             {part: d["prediction"]["breakdown"][part] + 1e-6}
         )
@@ -218,7 +220,7 @@ def test_breakdown_that_only_shifts_is_caught() -> None:
             parts["bubble_seconds"],
         )
 
-    assert {problem.partition(": ")[0] for problem in told(shift).problems} == {
+    assert {problem.partition(": ")[0] for problem in report_of(shift).problems} == {
         "prediction.breakdown.bubble_seconds",
         "prediction.breakdown.compute_seconds",
     }
@@ -226,7 +228,7 @@ def test_breakdown_that_only_shifts_is_caught() -> None:
 
 def test_other_stage_map_is_repriced() -> None:
     """A valid stage map that is not the priced one fails by its numbers, not by its structure."""
-    report = told(move_boundary, base="tied")
+    report = report_of(move_boundary, base="tied")
     assert report.problems
     assert all(problem.startswith("prediction.") for problem in report.problems)
 
@@ -259,8 +261,8 @@ def test_profile_of_another_model_is_refused() -> None:
 
 
 def test_carried_profile_must_be_the_named_one() -> None:
-    """The profile inside the request is held against its digest too."""
-    report = told(lambda d: d["request"]["profile"].update(model="other"))
+    """The profile inside the request is compared with its digest."""
+    report = report_of(lambda d: d["request"]["profile"].update(model="other"))
     assert [problem.partition(": ")[0] for problem in report.problems] == [
         "request.profile"
     ]
@@ -311,9 +313,9 @@ def test_recompute_word_must_agree_with_the_layers() -> None:
     """A layout that says none while a layer recomputes is named, as is a layer that the job does not let recompute."""
     found, _ = solved("recompute")
     assert found.layout.recompute == "per-layer"
-    report = told(lambda d: d["layout"].update(recompute="none"), base="recompute")
+    report = report_of(lambda d: d["layout"].update(recompute="none"), base="recompute")
     assert "recompute of 'block0': the plan says full; " in report.problems[0]
-    report = told(
+    report = report_of(
         lambda d: d["request"]["job"]["constraints"].update(recompute="none"),
         base="recompute",
     )

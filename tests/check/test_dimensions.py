@@ -281,8 +281,8 @@ def planned(name: str) -> tuple[Plan, ModelProfile]:
 def test_figures_by_hand(name: str) -> None:
     """The plan's figures are those of closed forms, worked out here from what one layer costs."""
     case, (found, _) = CASES[name], planned(name)
-    told = found.prediction.breakdown.model_dump()
-    assert {part: told[part] for part in case.seconds} == pytest.approx(
+    parts = found.prediction.breakdown.model_dump()
+    assert {part: parts[part] for part in case.seconds} == pytest.approx(
         case.seconds, rel=1e-6, abs=1e-9
     )
     row = found.prediction.memory[-1].model_dump()
@@ -343,7 +343,7 @@ def _field(problem: str) -> str:
     return problem.partition(": ")[0]
 
 
-def lie(change: Callable[[dict[str, Any]], object], name: str) -> list[str]:
+def problems_of(change: Callable[[dict[str, Any]], object], name: str) -> list[str]:
     """Fields that the check names when the plan of a case is changed."""
     found, model = planned(name)
     document = found.to_json()
@@ -430,5 +430,5 @@ def test_structure_is_checked(
     name: str, change: Callable[[dict[str, Any]], object], where: str
 ) -> None:
     """A stage, expert, schedule or degree that does not belong is named."""
-    problems = lie(change, name)
+    problems = problems_of(change, name)
     assert any(problem.startswith(where) for problem in problems), problems

@@ -90,7 +90,7 @@ fitted = st.builds(
     fitted,
     st.sampled_from([1, 2]),
 )
-def test_both_hands_agree(
+def test_both_prices_agree(
     one: Measurement, is_last: bool, casts: Fp8Casts, constants: Constants, chunks: int
 ) -> None:
     """Which products run in fp8, what is exchanged, and the seconds of every pass, of whole sequences and of chunks."""
@@ -124,13 +124,16 @@ def test_plans_in_fp8_hold() -> None:
     nodes = Cluster(
         node_groups=(NodeGroup(device="h100-sxm5-80gb", nodes=1, devices_per_node=4),)
     )
-    wishes = {
+    constraints = {
         "tensor_parallel_degree": 2,
         "pipeline_parallel_degree": 2,
         "schedule": ("1f1b", "zb-h1"),
     }
     step = Job(
-        global_batch_size=8, sequence_length=512, precision="fp8", constraints=wishes
+        global_batch_size=8,
+        sequence_length=512,
+        precision="fp8",
+        constraints=constraints,
     )
     found = plan(request(model, nodes, step, top=0), model)
     assert isinstance(found, Plan)
@@ -181,13 +184,13 @@ def linear(m: int = 1024, n: int = 1024, k: int = 1024, **fields: Any) -> Operat
         "narrow",
         "batched",
         "experts",
-        "told",
-        "told-not",
+        "stated",
+        "stated-not",
         "attention",
     ],
 )
 def test_which_products_run_in_fp8(one: Operation, is_fp8: bool) -> None:
     """(C6): linear layers whose weight's sizes divide by 16, and none of the model's last layer."""
     for is_last in (False, True):
-        told = told_fp8(row(operations=(one,)), "bf16", DYNAMIC, is_last=is_last)
-        assert told.operations[0].is_linear is (is_fp8 and not is_last)
+        stated = told_fp8(row(operations=(one,)), "bf16", DYNAMIC, is_last=is_last)
+        assert stated.operations[0].is_linear is (is_fp8 and not is_last)

@@ -116,11 +116,11 @@ def test_shares_by_speed() -> None:
     prediction = case("shares")[0].prediction
     reduction = 2 * (5e-6 + 2 * MEGA / 2 / 1e9)
     optimizer = MEGA * (2 * 12 + 2 + 2 * 2) / (1e12 / 3 * 0.85)
-    told = prediction.breakdown
-    assert told.compute_seconds == pytest.approx(9e-3)
-    assert told.data_parallel_seconds == pytest.approx(reduction, abs=2e-9)
-    assert told.optimizer_seconds == pytest.approx(optimizer, abs=1e-9)
-    assert told.bubble_seconds == pytest.approx(0, abs=1e-12)
+    parts = prediction.breakdown
+    assert parts.compute_seconds == pytest.approx(9e-3)
+    assert parts.data_parallel_seconds == pytest.approx(reduction, abs=2e-9)
+    assert parts.optimizer_seconds == pytest.approx(optimizer, abs=1e-9)
+    assert parts.bubble_seconds == pytest.approx(0, abs=1e-12)
     assert prediction.mfu == pytest.approx(
         4 * 3e11 / (prediction.step_seconds * 4e14 / 3)
     )
@@ -138,23 +138,23 @@ def test_memory_is_that_of_the_device_with_least_room() -> None:
 
 def test_pipelines_in_groups() -> None:
     """The slow replica ends last: its boundary is its own link, the tied layer's gradients go over the slowest."""
-    told = case("pipelines_in_groups")[0].prediction.breakdown
+    parts = case("pipelines_in_groups")[0].prediction.breakdown
     sharded = 2 * (1e-5 + MEGA * 2 / 2 / 5e9)
     tied = 2 * (1e-5 + MEGA / 2 * 2 / 2 / 5e9)
-    assert told.compute_seconds == pytest.approx(6e-3)
-    assert told.bubble_seconds == pytest.approx(6e-3)
-    assert told.pipeline_seconds == pytest.approx(2 * MEGA / 2e9)
-    assert told.data_parallel_seconds == pytest.approx(sharded + tied, abs=2e-9)
-    assert told.optimizer_seconds == pytest.approx(
+    assert parts.compute_seconds == pytest.approx(6e-3)
+    assert parts.bubble_seconds == pytest.approx(6e-3)
+    assert parts.pipeline_seconds == pytest.approx(2 * MEGA / 2e9)
+    assert parts.data_parallel_seconds == pytest.approx(sharded + tied, abs=2e-9)
+    assert parts.optimizer_seconds == pytest.approx(
         MEGA * 30 / (0.5e12 * 0.85) / 2, abs=1e-9
     )
 
 
 def test_a_group_of_two_nodes_shares_its_network() -> None:
     """On equal devices a boundary inside a node is fast for both replicas, and gradients go from node to node."""
-    told = case("one_group")[0].prediction.breakdown
-    assert told.pipeline_seconds == pytest.approx(2 * MEGA / 1e9)
-    assert told.data_parallel_seconds == pytest.approx(2 * MEGA / 1e10, abs=2e-9)
+    parts = case("one_group")[0].prediction.breakdown
+    assert parts.pipeline_seconds == pytest.approx(2 * MEGA / 1e9)
+    assert parts.data_parallel_seconds == pytest.approx(2 * MEGA / 1e10, abs=2e-9)
 
 
 def test_order_of_use() -> None:
@@ -230,8 +230,8 @@ def interleaved(document: Document) -> None:
         row.update(node=place[0], device=place[1])
 
 
-Lie = tuple[str, Callable[[Document], object], str]
-LIES: list[Lie] = [
+Alteration = tuple[str, Callable[[Document], object], str]
+ALTERATIONS: list[Alteration] = [
     (
         "shares",
         lambda d: d["layout"].update(micro_batch_shares=[2, 2]),
@@ -312,8 +312,8 @@ LIES: list[Lie] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "change", "where"), LIES)
-def test_lies_are_named(
+@pytest.mark.parametrize(("name", "change", "where"), ALTERATIONS)
+def test_alterations_are_named(
     name: str, change: Callable[[Document], object], where: str
 ) -> None:
     """Shares, orders, places and schedules that do not fit the node groups are named."""

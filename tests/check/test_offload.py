@@ -1,4 +1,4 @@
-"""Plans that offload, recomputed: by hand on small numbers, and every lie and every impossible wish is found."""
+"""Plans that offload, recomputed: by hand on small numbers, and altered figures and impossible layouts are found."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def hosts(
 
 
 def staged(
-    schedule: str = "gpipe", machines: NodeGroup | None = None, **wishes: Any
+    schedule: str = "gpipe", machines: NodeGroup | None = None, **fields: Any
 ) -> Plan:
     """Two stages of two layers, eight micro-batches."""
-    return planned(MODEL, [machines or hosts()], (2, 2), schedule=schedule, **wishes)
+    return planned(MODEL, [machines or hosts()], (2, 2), schedule=schedule, **fields)
 
 
 def first_rank(plan: Plan) -> RankMemory:
@@ -52,15 +52,15 @@ def test_activations_wait_on_the_host() -> None:
     """(O1) to (O4): 8 units in flight, whose layers' 40 kB each take 40 microseconds there and as many back."""
     plain, plan = staged(), staged(activation_offload=True)
     assert check(plan, MODEL).problems == ()
-    breakdown, kept = plan.prediction.breakdown, first_rank(plan)
+    breakdown, first = plan.prediction.breakdown, first_rank(plan)
     assert breakdown.offload_seconds == pytest.approx(8 * 2 * 2 * 40e-6)
     assert breakdown.total_seconds == pytest.approx(plan.prediction.step_seconds)
     # 8 + 1 units of two layers go through the pipeline one behind the other.
     later = plan.prediction.step_seconds - plain.prediction.step_seconds
     assert later == pytest.approx(9 * 2 * 2 * 40e-6)
-    assert kept.host_bytes == 8 * 2 * ACTIVATION
-    assert kept.activations_bytes == 8 * OUTPUT + 2 * OUTPUT
-    assert kept.temporary_bytes == TEMPORARY + ACTIVATION
+    assert first.host_bytes == 8 * 2 * ACTIVATION
+    assert first.activations_bytes == 8 * OUTPUT + 2 * OUTPUT
+    assert first.temporary_bytes == TEMPORARY + ACTIVATION
     assert (
         plan.prediction.memory[1].activations_bytes
         == 8 * (OUTPUT + OUTPUT) + 2 * OUTPUT
@@ -84,10 +84,10 @@ def test_states_wait_on_the_host() -> None:
     """(O5) to (O7): 12 kB per layer come and go in 24 microseconds, and only the activations' room is theirs."""
     plain, plan = staged(), staged(optimizer_offload=True)
     assert check(plan, MODEL).problems == ()
-    kept = first_rank(plan)
-    assert (kept.optimizer_bytes, kept.host_bytes) == (0, 2 * STATES)
+    first = first_rank(plan)
+    assert (first.optimizer_bytes, first.host_bytes) == (0, 2 * STATES)
     assert first_rank(plain).optimizer_bytes == 2 * STATES
-    assert kept.temporary_bytes == STATES > TEMPORARY
+    assert first.temporary_bytes == STATES > TEMPORARY
     longer = (
         plan.prediction.breakdown.optimizer_seconds
         - plain.prediction.breakdown.optimizer_seconds
@@ -100,10 +100,10 @@ def test_both_share_the_host() -> None:
     """(O8): activations and states, in a device's part of its node's memory; a layer's states replace activations."""
     plan = staged(**BOTH)
     assert check(plan, MODEL).problems == ()
-    kept = first_rank(plan)
-    assert kept.host_bytes == 8 * 2 * ACTIVATION + 2 * STATES
-    assert kept.host_capacity_bytes == 10**9 // 2
-    assert kept.temporary_bytes == max(TEMPORARY + ACTIVATION, STATES)
+    first = first_rank(plan)
+    assert first.host_bytes == 8 * 2 * ACTIVATION + 2 * STATES
+    assert first.host_capacity_bytes == 10**9 // 2
+    assert first.temporary_bytes == max(TEMPORARY + ACTIVATION, STATES)
 
 
 def test_shards_of_states_are_smaller() -> None:
@@ -117,8 +117,8 @@ def test_shared_parameters_are_offloaded_once() -> None:
     """(O7): of a rank that holds a tied parameter twice, the host holds its states once, and they are copied once."""
     tied = counted(parameters=PARAMETERS, shared=[((0, 3), 500)])
     plain, plan = (
-        planned(tied, [hosts(1)], (4,), optimizer_offload=wish)
-        for wish in (False, True)
+        planned(tied, [hosts(1)], (4,), optimizer_offload=is_offloaded)
+        for is_offloaded in (False, True)
     )
     assert check(plan, tied).problems == ()
     assert (
@@ -134,7 +134,7 @@ def test_shared_parameters_are_offloaded_once() -> None:
 
 
 def test_a_host_is_told_wherever_it_is_known() -> None:
-    """Without offloading, too: nothing lies there."""
+    """Without offloading the host has nothing."""
     assert (
         first_rank(staged()).host_bytes,
         first_rank(staged()).host_capacity_bytes,
@@ -146,7 +146,7 @@ def test_a_host_is_told_wherever_it_is_known() -> None:
 
 
 @pytest.mark.parametrize(
-    "lie",
+    "field",
     [
         "host_bytes",
         "host_capacity_bytes",
@@ -155,17 +155,17 @@ def test_a_host_is_told_wherever_it_is_known() -> None:
         "optimizer_bytes",
     ],
 )
-def test_lies_about_offloaded_bytes_are_found(lie: str) -> None:
+def test_altered_offloaded_bytes_are_found(field: str) -> None:
     """One byte less, and the field is named."""
     document = staged(**BOTH).to_json()
-    document["prediction"]["memory"][0][lie] -= 1
+    document["prediction"]["memory"][0][field] -= 1
     report = check(parse(Plan, document), MODEL)
     assert [problem.partition(":")[0] for problem in report.problems] == [
-        f"prediction.memory[0].{lie}"
+        f"prediction.memory[0].{field}"
     ]
 
 
-def test_lies_about_offload_seconds_are_found() -> None:
+def test_altered_offload_seconds_are_found() -> None:
     """What is taken from them and given to the bubble does not pass."""
     document = staged(**BOTH).to_json()
     breakdown = document["prediction"]["breakdown"]
@@ -189,7 +189,7 @@ def test_a_full_host_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wishes", "field", "reason"),
+    ("fields", "field", "reason"),
     [
         (
             {"schedule": "zb-h1", "activation_offload": True},
@@ -214,11 +214,11 @@ def test_a_full_host_is_found() -> None:
     ],
 )
 def test_what_cannot_be_offloaded_is_refused(
-    wishes: dict[str, Any], field: str, reason: str
+    fields: dict[str, Any], field: str, reason: str
 ) -> None:
     """Each by the field that stands in the way."""
-    wishes = {"data_parallel_degree": 2, **wishes}
-    plan = planned(MODEL, [hosts(4)], (2, 2), **wishes)
+    fields = {"data_parallel_degree": 2, **fields}
+    plan = planned(MODEL, [hosts(4)], (2, 2), **fields)
     problems = check(plan, MODEL).problems
     assert any(
         problem.startswith(f"{field}: ") and reason in problem for problem in problems
@@ -245,7 +245,7 @@ def test_unknown_hosts_are_refused() -> None:
 
 
 def test_on_several_node_groups_every_host_must_be_known() -> None:
-    """Each goes by its own; one that tells no memory is named."""
+    """Each goes by its own; an unknown one is named."""
     plan = planned(MODEL, [hosts(1), hosts(1)], (2, 2), optimizer_offload=True)
     assert check(plan, MODEL).problems == ()
     silent = hosts(1).model_copy(update={"host_memory_bytes": None})

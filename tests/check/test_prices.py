@@ -1,4 +1,4 @@
-"""The checker's second writing of the equations gives the same numbers as the cost model's first."""
+"""The check's own equations give the numbers of the cost model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from planner.spec.profile import Measurement, Operation
 from tests.brute_force import facts, layouts, stage_maps
 from tests.builders import device, link
 from tests.check.instances import Given, given_layouts
-from tests.check.mixed_instances import layouts_of_alike_replicas, mixed_layouts
+from tests.check.mixed_instances import layouts_of_equal_replicas, mixed_layouts
 from tests.strategies import Instance, instances
 
 amounts = st.integers(0, 10**12)
@@ -118,14 +118,14 @@ def test_rooflines_agree(
     )
     one = computation(row, accelerator, "bf16", constants)
     other = layer_seconds(row, Machine(accelerator, "bf16", constants))
-    told = (
+    seconds = (
         one.forward_seconds,
         one.backward_input_seconds,
         one.backward_weight_seconds,
         one.recompute_seconds,
         one.forward_attention_seconds,
     )
-    assert told == pytest.approx(tuple(other))
+    assert seconds == pytest.approx(tuple(other))
 
 
 @given(
@@ -211,7 +211,7 @@ def test_predictions_agree(instance: Instance, zero: int, data: st.DataObject) -
 
 
 @settings(max_examples=60)
-@given(given_layouts() | mixed_layouts() | layouts_of_alike_replicas(), steps)
+@given(given_layouts() | mixed_layouts() | layouts_of_equal_replicas(), steps)
 def test_predictions_agree_under_fitted_constants(
     instance: Given, constants: Constants
 ) -> None:

@@ -1,4 +1,4 @@
-"""The checker's own player of actions, against the scheduler's simulator and by hand."""
+"""The check's replay of actions, against the simulator and by hand."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_what_is_held() -> None:
 
 
 def test_dead_lock_names_who_waits() -> None:
-    """Two ranks that wait for each other are told, each with the action it stands at."""
+    """Two ranks that wait for each other are named, each with its action."""
     actions = parse_actions(
         [["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]
     )

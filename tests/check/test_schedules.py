@@ -1,4 +1,4 @@
-"""What the checker knows of schedules by name, against the schedules themselves."""
+"""The rules of schedules by name, against the schedules themselves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from planner.check.schedules import (
 )
 from planner.schedule import Schedule, build, find, in_flight, names
 from planner.spec.job import Range
-from tests.check.schedules import TOLD, schedules
+from tests.check.schedules import PLANNABLE, schedules
 
 
 def shape_of(schedule: Schedule) -> Shape:
@@ -59,7 +59,7 @@ def test_rules_are_the_schedules(schedule: Schedule) -> None:
         assert rules.in_flight(shape, rank) in (held, None)
 
 
-@pytest.mark.parametrize("name", TOLD)
+@pytest.mark.parametrize("name", PLANNABLE)
 def test_every_schedule_promises_something(name: str) -> None:
     """With enough micro-batches there is a closed form for every schedule with the fewest stages per rank."""
     schedule = build(

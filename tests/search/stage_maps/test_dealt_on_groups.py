@@ -26,7 +26,7 @@ from tests.brute_force_mixed import layouts, price_layout
 from tests.builders import job, link, request
 from tests.check.instances import Given
 from tests.check.mixed import as_counted, counted, group
-from tests.check.mixed_instances import layouts_of_alike_replicas
+from tests.check.mixed_instances import layouts_of_equal_replicas
 from tests.search.test_mixed import node_groups
 from tests.strategies import models
 
@@ -113,7 +113,7 @@ def test_schedules_that_node_groups_do_not_take(schedule: str) -> None:
 
 
 @settings(max_examples=60)
-@given(layouts_of_alike_replicas())
+@given(layouts_of_equal_replicas())
 def test_no_step_is_faster_than_its_bounds(instance: Given) -> None:
     """(D11), (E11), (E14) and (E15) on layers as they are dealt and as hypothesis cuts them; (E5) finds what overflows
     only where something does."""
