@@ -77,10 +77,16 @@ class DerivedRows(Mapping[Size, Rows]):
             return False
         if sequence_parallel and tensor == 1:
             return False
+        if self.runtime.runs_transformers and model.kv_heads % tensor:
+            return False
         if model.feed_forward % tensor:
             return False
         if model.experts is None:
             return expert == 1 and expert_tensor is None
+        if self.runtime.runs_transformers:
+            # Whole experts are spread over tensor- and expert-parallel ranks.
+            is_spread = sequence_parallel or tensor == 1
+            return is_spread and model.experts.experts % (tensor * expert) == 0
         inside = expert_tensor or tensor
         return (
             model.experts.experts % expert == 0
