@@ -214,7 +214,7 @@ def test_sources(citation: str, source: str) -> None:
         ({"device": "tpu-v4"}, "catalogue"),
         ({"number_format": "mxfp8"}, "number format"),
         ({"number_format": "nvfp4"}, "number format"),
-        ({"framework": "maxtext"}, "framework"),
+        ({"framework": "pipedream"}, "framework"),
         ({"attention_kind": "hybrid-mamba"}, "blocks"),
         ({"schedule_name": "v-half", "pp": 2, "dp": 4}, "schedule"),
         ({"recompute_mode": ""}, "recompute"),
