@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from planner.cost.eager import counts_of
+from planner.cost.eager import counts_of, keeps_attention_whole
 from planner.cost.fp8 import told_fp8
 from planner.cost.operations import DecoderCounts, Split, layer_kinds
 from planner.runtimes import Runtime
@@ -73,11 +73,11 @@ class DerivedRows(Mapping[Size, Rows]):
         split = context * (tensor if sequence_parallel else 1)
         if micro_batch_size < 1 or tokens % (2 * context if context > 1 else 1):
             return False
-        if tokens * micro_batch_size % split or model.heads % tensor:
+        if tokens * micro_batch_size % split:
+            return False
+        if not self._divides_heads(tensor):
             return False
         if sequence_parallel and tensor == 1:
-            return False
-        if self.runtime.runs_transformers and model.kv_heads % tensor:
             return False
         if model.feed_forward % tensor:
             return False
@@ -92,6 +92,12 @@ class DerivedRows(Mapping[Size, Rows]):
             model.experts.experts % expert == 0
             and model.experts.feed_forward % inside == 0
         )
+
+    def _divides_heads(self, tensor: int) -> bool:
+        if not self.runtime.runs_transformers:
+            return self.model.heads % tensor == 0
+        is_whole = keeps_attention_whole(self.model)
+        return is_whole or self.model.kv_heads % tensor == 0
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:

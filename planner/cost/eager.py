@@ -62,9 +62,10 @@ class Form:
     gelu_steps: bool = False
     """GELU by its tanh formula, one kernel per operation."""
     router: Router = "mixtral"
-    row_biases: bool = True
-    """Tensor parallelism: the bias of a row-wise layer is part of its product; False:
-    it is added after the reduction."""
+    derived_split: bool = False
+    """Tensor parallelism: transformers has no plan of the split, so that the executor
+    derives it. The bias of a row-wise layer is then added after the reduction instead
+    of being part of its product."""
     copies_output: bool = False
     """The block's output is copied."""
     positions_of_mask: bool = False
@@ -90,7 +91,10 @@ FORMS = {
     "gemma3": _GEMMA,
     "gemma3_text": _GEMMA,
     "gpt2": Form(
-        packed_projection=True, gelu_steps=True, row_biases=False, drops_embedding=True
+        packed_projection=True,
+        gelu_steps=True,
+        derived_split=True,
+        drops_embedding=True,
     ),
     "gpt_oss": Form(
         norm="weight then cast",
@@ -516,6 +520,16 @@ def _memory(moved: int) -> Operation:
     )
 
 
+def keeps_attention_whole(model: Transformer) -> bool:
+    """Return whether tensor parallelism splits the feed-forward layers alone.
+
+    A split is derived on two ranks first (`planner.profiler.derive_split`), which an odd
+    number of heads does not divide into.
+    """
+    form = FORMS.get(model.architecture, _LLAMA)
+    return form.derived_split and model.heads % 2 == 1
+
+
 def counts_of(
     model: Transformer,
     runtime: Runtime,
@@ -673,9 +687,8 @@ class _Writer:
 
     @property
     def attention_ranks(self) -> int:
-        """Ranks that split the heads; attention stays whole where they do not divide."""
-        ranks = self.split.tensor
-        return ranks if self.model.heads % ranks == 0 else 1
+        """Ranks that split the heads."""
+        return 1 if keeps_attention_whole(self.model) else self.split.tensor
 
     @property
     def heads(self) -> int:
@@ -849,7 +862,7 @@ class _Writer:
         is_flat: bool = False,
     ) -> Buffer:
         """Linear layer whose input is split, and the sum over its ranks."""
-        is_apart = bias and self.split.tensor > 1 and not self.form.row_biases
+        is_apart = bias and self.split.tensor > 1 and self.form.derived_split
         made = self.linear(
             given, self.tokens, columns, inner, bias=bias and not is_apart
         )

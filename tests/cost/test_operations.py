@@ -112,9 +112,6 @@ def pairs(name: str, length: int, samples: tuple[int, ...] = (1, 2)) -> Iterator
                 expert=row.expert_parallel_degree,
                 sequence_parallel=row.sequence_parallel,
             )
-            if name == "gpt2-xl" and split.tensor == 5:
-                # Its 25 heads stay whole at every degree, since 2 and 4 do not divide.
-                continue
             known.setdefault(split, counts_of(model, PLANNER, split))
             yield Pair(kind, row, known[split].row(kind, row.recompute))
 
