@@ -114,8 +114,8 @@ class Supports:
             is_field = name in CONSTRAINABLE and name not in _SEPARATE
             if not is_field or values is None:
                 continue
-            wish = constraints.get(name)
-            found[name] = tuple(value for value in values if allows(wish, value))
+            asked = constraints.get(name)
+            found[name] = tuple(value for value in values if allows(asked, value))
         return found
 
     def violation(self, layout: Layout, job: Job | None = None) -> Violation | None:
