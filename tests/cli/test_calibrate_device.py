@@ -93,8 +93,8 @@ def test_profiles_are_priced_for_the_document(
 ) -> None:
     """`analytic:` takes a file, and its curves price the rows."""
     words = ("profile", "gpt2", "--dtype", "fp32", "--sequence-length", "64")
-    words = (*words, "--micro-batch-sizes", "1", "-o", "-")
-    ended = planner(*words, "--device", f"analytic:{device_file}")
+    size = ("--micro-batch-sizes", "1", "-o", "-")
+    ended = planner(*words, *size, "--device", f"analytic:{device_file}")
     assert ended.code == 0
     rows = ended.json["layers"][1]["measurements"]
     plain = next(row for row in rows if row["recompute"] == "none")

@@ -11,7 +11,15 @@ from planner.check import check
 from planner.cost.workload import workload
 from planner.errors import MismatchError
 from planner.search import plan
-from planner.spec import Cluster, ModelProfile, NodeGroup, canonical_json, parse, read
+from planner.spec import (
+    Cluster,
+    ModelProfile,
+    NodeGroup,
+    Plan,
+    canonical_json,
+    parse,
+    read,
+)
 from planner.spec.profile import joined
 from tests import builders
 from tests.cli.support import Command
@@ -19,7 +27,7 @@ from tests.cli.support import Command
 SLOW, FAST = "slow", "fast"
 
 
-def measured(device: str, seconds: float, **costs: float) -> ModelProfile:
+def measured(device: str, seconds: float, **costs: Any) -> ModelProfile:
     """Six equal layers, measured on this device."""
     costs = {"parameters": 1000, "activation": 4000, "output": 1000, **costs}
     model = builders.profile(builders.layer(forward=seconds, **costs) * 6)
@@ -62,7 +70,9 @@ def test_the_order_of_profiles_does_not_matter() -> None:
     steps = []
     for model in (both(), joined((measured(FAST, 1e-3), measured(SLOW, 2e-3)))):
         request = builders.request(model, two_devices(), builders.job())
-        steps.append(plan(request, model).prediction.step_seconds)
+        found = plan(request, model)
+        assert isinstance(found, Plan)
+        steps.append(found.prediction.step_seconds)
     assert steps[0] == steps[1]
 
 
@@ -71,6 +81,7 @@ def test_the_fast_device_gets_more_layers_and_the_check_agrees() -> None:
     model = both()
     job = builders.job(pipeline_parallel_degree=2, schedule="1f1b")
     found = plan(builders.request(model, two_devices(), job), model)
+    assert isinstance(found, Plan)
     layers = {stage.index: len(stage.layers) for stage in found.stages}
     assert sorted(layers.values()) == [2, 4]
     assert check(found, model).ok

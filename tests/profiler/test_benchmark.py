@@ -114,7 +114,8 @@ def test_layers_are_priced_by_the_curves_of_a_file(
 def test_errors_are_relative_to_what_was_measured() -> None:
     """A phase without work, such as a backward of frozen layers, is not compared."""
     layer = Layer("a", "b", "c", 1.0, 0.0, 1.2, 0.1, 0.0)
-    assert layer.errors == (pytest.approx(0.2),)
+    (error,) = layer.errors
+    assert error == pytest.approx(0.2)
     other = Layer("a", "d", "e", 2.0, 4.0, 1.0, 5.0, 0.0)
     result = summary([layer, other])
     assert result["median_error"] == pytest.approx(0.25)
