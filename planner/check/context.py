@@ -95,6 +95,17 @@ class Context:
         return self.job.global_batch_size * (self.job.sequence_length or 1)
 
     @property
+    def peak_flops_per_second(self) -> float | None:
+        """Sum of the peaks of all devices that the plan uses; None: one is unknown."""
+        peak = 0.0
+        for group in self.groups.values():
+            peaks = group.device.peak_flops_per_second
+            if self.profile.dtype not in peaks:
+                return None
+            peak += group.devices * peaks[self.profile.dtype]
+        return peak
+
+    @property
     def is_priced(self) -> bool:
         """Whether the check can recompute seconds and bytes.
 

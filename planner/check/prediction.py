@@ -7,6 +7,7 @@ import math
 from planner import runtimes
 from planner.check.actions import parse_actions
 from planner.check.context import Context
+from planner.check.decoder import flops_per_token
 from planner.check.memory import StageMap
 from planner.check.price import Pricing
 from planner.check.report import Findings
@@ -16,8 +17,6 @@ from planner.spec.devices import catalogue, find_device
 from planner.spec.plan import Plan, Prediction, RankMemory
 
 RELATIVE = 1e-6
-OTHER_FLOPS = 0.2
-"""Most relative difference of the model FLOPs of a decoder between two runtimes."""
 PARTS = (
     "parameters_bytes",
     "gradients_bytes",
@@ -107,11 +106,10 @@ def _check_rates(stated: Prediction, step: Step, findings: Findings) -> None:
     tokens = context.tokens / seconds
     where = "prediction.tokens_per_second"
     findings.close(where, stated.tokens_per_second, tokens)
-    mfu = step.mfu(seconds)
-    if context.is_derived and None not in (mfu, stated.mfu):
-        findings.close("prediction.mfu", stated.mfu, mfu, OTHER_FLOPS)
-    elif not context.is_derived:
-        findings.close("prediction.mfu", stated.mfu, mfu)
+    if context.is_derived:
+        _check_decoder(stated, context, findings)
+    else:
+        findings.close("prediction.mfu", stated.mfu, step.mfu(seconds))
     bubble, where = stated.bubble_fraction, "prediction.bubble_fraction"
     findings.rule(where, bubble, 0 <= bubble < 1, "it is a fraction")
     for name, part in stated.breakdown.model_dump().items():
@@ -129,6 +127,24 @@ def _check_rates(stated: Prediction, step: Step, findings: Findings) -> None:
         rule = f"devices have {capacities}"
         holds = capacity in capacities
         findings.rule(f"{where}.capacity_bytes", capacity, holds, rule)
+
+
+def _check_decoder(stated: Prediction, context: Context, findings: Findings) -> None:
+    """MFU is that of a decoder of these sizes, and compute no faster than the peak."""
+    model, peak = context.profile.transformer, context.peak_flops_per_second
+    if model is None or peak is None or stated.mfu is None:
+        findings.equal("prediction.mfu", stated.mfu, None)
+        return
+    tokens_per_second = context.tokens / stated.step_seconds
+    bounds = flops_per_token(model, context.job.sequence_length)
+    least, most = (flops * tokens_per_second / peak for flops in bounds)
+    rule = f"a decoder of these sizes has {least:.4g} to {most:.4g}"
+    findings.rule("prediction.mfu", stated.mfu, least <= stated.mfu <= most, rule)
+    compute, ideal = stated.breakdown.compute_seconds, stated.mfu * stated.step_seconds
+    is_uniform = len(context.groups) == 1 and not context.layout.has_uneven_shares
+    holds = compute >= ideal or not is_uniform or context.job.precision == "fp8"
+    rule = f"the model's FLOPs take {ideal:.4g} s at the peak of the devices"
+    findings.rule("prediction.breakdown.compute_seconds", compute, holds, rule)
 
 
 def _check_fits(row: RankMemory, findings: Findings) -> None:

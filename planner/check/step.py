@@ -256,20 +256,13 @@ class Step:
         return tuple(min(rows, key=_free_bytes) for rows in zip(*columns, strict=True))
 
     def mfu(self, seconds: float) -> float | None:
-        """Return the model FLOPs utilisation, if peaks and rows are known: (H8)."""
-        context = self.pricing.context
-        peak = 0.0
-        for group in context.groups.values():
-            peaks = group.device.peak_flops_per_second
-            if context.profile.dtype not in peaks:
-                return None
-            peak += group.devices * peaks[context.profile.dtype]
+        """Return the model FLOPs utilisation, if all peaks are known: (H8)."""
+        context, peak = self.pricing.context, self.pricing.context.peak_flops_per_second
+        if peak is None:
+            return None
         flops = 0
         for layer in context.profile.layers:
-            rows = context.rows(layer)
-            if not rows:
-                return None
-            row = plain_row(rows)
+            row = plain_row(context.rows(layer))
             flops += row.forward_flops
             flops += row.backward_input_flops + row.backward_weight_flops
         layout = context.layout

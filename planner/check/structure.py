@@ -209,6 +209,10 @@ def check_stages(plan: Plan, context: Context, findings: Findings) -> None:
     ranks = defaultdict(list)
     for row in plan.placement:
         ranks[row.pipeline].append(row.rank)
+    offers: dict[str, set[str]] = {}
+    for layer in context.profile.layers:
+        listed = (row.recompute for row in layer.measurements)
+        offers[layer.name] = {*(context.rows(layer) or listed)}
     owners = _owners(plan)
     findings.equal("stages: number", len(plan.stages), len(owners))
     for index, (stage, owner) in enumerate(zip(plan.stages, owners, strict=False)):
@@ -218,7 +222,7 @@ def check_stages(plan: Plan, context: Context, findings: Findings) -> None:
             "ranks": tuple(ranks[owner]),
         }
         findings.same(f"stages[{index}]", stage.model_dump(), expected)
-        _check_recompute(stage, context, findings)
+        _check_recompute(stage, offers, context, findings)
     planned = [layer for stage in plan.stages for layer in stage.layers]
     layers = context.profile.layers
     findings.equal("stages: layers", len(planned), len(layers))
@@ -244,10 +248,18 @@ def _owners(plan: Plan) -> tuple[int, ...]:
     return stated if stated in possible else possible[0]
 
 
-def _check_recompute(stage: Stage, context: Context, findings: Findings) -> None:
-    """Modes are in the profile, and as layout, schedule and job permit."""
-    word, profiled = context.layout.recompute, context.profile.layers
-    offers = {layer.name: set(context.rows(layer)) for layer in profiled}
+def _check_recompute(
+    stage: Stage, offers: dict[str, set[str]], context: Context, findings: Findings
+) -> None:
+    """Modes are in the profile, and as layout, schedule and job permit.
+
+    Args:
+        stage: its layers.
+        offers: modes in the profile by layer.
+        context: of the plan.
+        findings: problems are added here.
+    """
+    word = context.layout.recompute
     constraint = context.job.constraints.get("recompute")
     rule = SCHEDULES.get(context.layout.schedule, ScheduleRule())
     for layer in stage.layers:

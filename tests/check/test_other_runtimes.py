@@ -1,0 +1,117 @@
+"""Plans for other runtimes: FLOPs from the sizes of the decoder, and sums of the plan."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from planner.check import check
+from planner.check.decoder import flops_per_token
+from planner.cost.operations import DecoderCounts
+from planner.profiler.counted import counted_profile
+from planner.search import plan_layout
+from planner.spec import (
+    Cluster,
+    Job,
+    ModelProfile,
+    NodeGroup,
+    Plan,
+    PredictionLayout,
+    Transformer,
+)
+from planner.spec.document import parse
+from tests.builders import request
+
+SEQUENCE = 4096
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "llama-3.2-1b": {
+        "data_parallel_degree": 8,
+        "tensor_parallel_degree": 4,
+        "pipeline_parallel_degree": 4,
+        "recompute": "full",
+    },
+    "mixtral-8x7b": {
+        "data_parallel_degree": 8,
+        "tensor_parallel_degree": 4,
+        "pipeline_parallel_degree": 4,
+        "expert_parallel_degree": 8,
+        "expert_tensor_parallel_degree": 1,
+        "sequence_parallel": True,
+        "zero_stage": 1,
+    },
+}
+
+
+@cache
+def profile_of(model: str) -> ModelProfile:
+    """Return the counted profile of a catalogue model."""
+    return counted_profile(model, sequence_length=SEQUENCE, dtype="bf16")
+
+
+def planned(model: str) -> Plan:
+    """Return a plan for Megatron-Core on 128 H100."""
+    machines = Cluster(
+        node_groups=(NodeGroup(device="h100-sxm5-80gb", nodes=16, devices_per_node=8),)
+    )
+    job = Job(global_batch_size=256, sequence_length=SEQUENCE, runtime="megatron-core")
+    profile = profile_of(model)
+    layout = PredictionLayout.model_validate(LAYOUTS[model])
+    found = plan_layout(request(profile, machines, job), profile, layout)
+    assert isinstance(found, Plan)
+    return found
+
+
+@pytest.mark.parametrize("model", LAYOUTS)
+def test_valid_plans_pass(model: str) -> None:
+    """Sizes that the profile does not list are checked by the sizes of the decoder."""
+    assert check(planned(model), profile_of(model)).problems == ()
+
+
+@pytest.mark.parametrize("model", LAYOUTS)
+@pytest.mark.parametrize("factor", [0.6, 1.6])
+def test_altered_mfu_is_caught(model: str, factor: float) -> None:
+    """An MFU of another model is not that of the decoder."""
+    document = planned(model).to_json()
+    document["prediction"]["mfu"] *= factor
+    problems = check(parse(Plan, document), profile_of(model)).problems
+    assert [one for one in problems if one.startswith("prediction.mfu: ")]
+
+
+def test_compute_faster_than_the_peak_is_caught() -> None:
+    """Compute that is moved to the bubble leaves too little for the model's FLOPs."""
+    document = planned("llama-3.2-1b").to_json()
+    parts = document["prediction"]["breakdown"]
+    parts["bubble_seconds"] += parts["compute_seconds"] * 0.9
+    parts["compute_seconds"] *= 0.1
+    (problem,) = check(parse(Plan, document), profile_of("llama-3.2-1b")).problems
+    assert problem.startswith("prediction.breakdown.compute_seconds: ")
+
+
+@pytest.mark.parametrize("model", LAYOUTS)
+def test_weight_gradients_left_out_are_caught(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A counter of operations without weight gradients has a third too few FLOPs."""
+    monkeypatch.setattr(DecoderCounts, "_weight_flops", staticmethod(lambda work: 0))
+    problems = check(planned(model), profile_of(model)).problems
+    assert [one for one in problems if one.startswith("prediction.mfu: ")]
+
+
+def test_flops_of_a_token_by_hand() -> None:
+    """One block of hidden size 4: 6 x parameters, and attention to 8 tokens."""
+    model = Transformer(
+        layers=1,
+        hidden=4,
+        heads=2,
+        kv_heads=2,
+        head_dim=2,
+        feed_forward=8,
+        vocabulary=16,
+    )
+    products = 6 * (4 * 4 * 4 + 3 * 4 * 8 + 4 * 16)
+    attention = 2 * 2 * (2 + 2) * 8
+    least, most = flops_per_token(model, 8)
+    assert least == pytest.approx(0.9 * (products + 2 * attention / 2))
+    assert most == pytest.approx(1.1 * (products + 3 * attention))
