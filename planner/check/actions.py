@@ -74,7 +74,7 @@ def check_actions(plan: Plan, context: Context, findings: Findings) -> None:
 
 
 def _check_complete(plan: Plan, actions: Actions, findings: Findings) -> None:
-    """Every stage and unit has one F, and one B or one I and one W, on its rank."""
+    """Check that every stage and unit has one F, and one B or one I and one W, on its rank."""
     owners = {stage.index: stage.pipeline_rank for stage in plan.stages}
     count = plan.micro_batches * plan.layout.sequence_chunks
     units = [(stage, unit) for stage in owners for unit in range(count)]
@@ -92,7 +92,7 @@ def _check_complete(plan: Plan, actions: Actions, findings: Findings) -> None:
 
 
 def _check_order(plan: Plan, actions: Actions, findings: Findings) -> None:
-    """Every action is after those of its own stage that it needs."""
+    """Check that every action is after those of its own stage that it needs."""
     last, chunks = len(plan.stages) - 1, plan.layout.sequence_chunks
     for rank, row in enumerate(actions):
         where = f"actions[{rank}]"

@@ -83,7 +83,7 @@ def _without_latency(link: Link) -> Link:
 def _ring(
     size_bytes: float, ranks: int, link: Link, rounds: int, copies: float = 0.0
 ) -> float:
-    """Rounds over a ring: equations (L1) and (L2)."""
+    """Return the seconds of rounds over a ring: equations (L1) and (L2)."""
     if ranks == 1:
         return 0.0
     hops = rounds * (ranks - 1)
@@ -92,7 +92,7 @@ def _ring(
 
 
 def _all_to_all_seconds(size_bytes: float, spread: Spread, links: LinkPair) -> float:
-    """Every rank sends an equal part to each other rank: equation (L5)."""
+    """Return the seconds of equal parts from every rank to every other: (L5)."""
     part = size_bytes / spread.ranks
     inside = message_seconds(part * (spread.fullest - 1), links.intra_node)
     if spread.domains == 1:

@@ -40,7 +40,7 @@ class CurveSeconds(NamedTuple):
 def curve_seconds(
     row: Measurement, curves: DeviceCurves, dtype: str
 ) -> CurveSeconds | None:
-    """Seconds of a row; None: its products are not in the curves."""
+    """Return the seconds of a row; None: its products are not in the curves."""
     if not row.operations or not _points(curves, dtype, "linear"):
         return None
     on_data = not row.backward_input_flops and row.backward_weight_flops > 0
@@ -78,7 +78,7 @@ def curve_seconds(
 
 
 def _hosted(seconds: float, kernels: int, curves: DeviceCurves) -> float:
-    """With the time of the host: in addition on a CPU, which is the host; else a smooth maximum."""
+    """Return seconds with those of the host: added on a CPU, else a smooth maximum."""
     host = curves.host_seconds * kernels
     if not curves.copies:
         return seconds + host
@@ -96,7 +96,7 @@ def _runs(one: Operation, phase: str, on_data: bool) -> bool:
 def _memory_backward(
     row: Measurement, dtype: str, on_data: bool
 ) -> tuple[float, float]:
-    """Growth of the bytes of memory-bound operations from forward to backward; bytes of accumulated gradients."""
+    """Return backward / forward bytes of memory-bound operations, and accumulated bytes."""
     size = BYTES_PER_ELEMENT[dtype]
     elements = (row.local_parameters or 0) - (row.local_frozen_parameters or 0)
     others, forward, has_convolution = 0.0, 0, False
@@ -127,7 +127,7 @@ def _memory_backward(
 def _once(
     one: Operation, curves: DeviceCurves, dtype: str, phase: str, growth: float
 ) -> float:
-    """Seconds of one run of an operation in a phase."""
+    """Return the seconds of one run of an operation in a phase."""
     if one.kind.startswith("attention"):
         seconds = _attention(one, curves, dtype, phase)
     elif one.kind == "convolution":
@@ -170,7 +170,7 @@ def _convolution(one: Operation, curves: DeviceCurves, dtype: str, phase: str) -
 
 
 def _nearby_rate(one: Operation, known: Sequence[tuple[int, int, float]]) -> float:
-    """FLOP/s of the nearest measured points: equation (V2)."""
+    """Return the FLOP/s of the nearest measured points: equation (V2)."""
     flops, moved = max(one.flops, 1), max(one.bytes, 1)
     weighed = []
     for point_flops, point_bytes, seconds in known:
@@ -190,7 +190,7 @@ def _product(
     dtype: str,
     phase: str,
 ) -> float:
-    """Seconds of a product between the measured shapes around it: equation (V1)."""
+    """Return the seconds of a product between the measured shapes around it: equation (V1)."""
     points = _points(curves, dtype, "linear")
     if sizes[3] > 1:
         points = _points(curves, dtype, "batched") or points
@@ -220,7 +220,7 @@ def _points(curves: DeviceCurves, dtype: str, kind: str) -> tuple[ProductPoint, 
 
 
 def _around(axis: Sequence[int], value: float) -> list[tuple[int, float]]:
-    """The measured sizes below and above a size, and the share of each."""
+    """Return the measured sizes below and above a size, and the share of each."""
     inside = min(max(value, axis[0]), axis[-1])
     below = max(size for size in axis if size <= inside * (1 + 1e-12))
     above = min((size for size in axis if size > below), default=below)
@@ -246,7 +246,7 @@ def _seconds_of(
 
 
 def _line(points: Sequence[TransferPoint], moved: float, curves: DeviceCurves) -> float:
-    """Seconds to move so many bytes: equation (V3)."""
+    """Return the seconds to move so many bytes: equation (V3)."""
     ordered = sorted(points, key=lambda point: point.bytes)
     last = ordered[-1]
     if moved > last.bytes:

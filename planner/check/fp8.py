@@ -48,7 +48,7 @@ def in_fp8(
 
 
 def _runs_in_fp8(one: Operation, dtype: DataType) -> bool:
-    """Whether a product is a linear layer, as stated or by the bytes that it moves."""
+    """Return whether a product is a linear layer, as stated or by its bytes."""
     if one.n % MULTIPLE or one.k % MULTIPLE:
         return False
     if one.is_linear is not None:

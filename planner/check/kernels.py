@@ -201,7 +201,7 @@ def layer_seconds(row: Measurement, machine: Machine) -> LayerSeconds:
 
 
 def _with_host(one: Pass, host_seconds: float) -> float:
-    """Equation (C5)."""
+    """Return the seconds with the host's floor: equation (C5)."""
     host = one.kernels * host_seconds
     return float((one.seconds**4 + host**4) ** 0.25)
 

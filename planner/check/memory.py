@@ -136,7 +136,7 @@ class RankPrices:
         return self._output(stage) if is_inside else 0
 
     def _activation_bytes(self, units: Mapping[int, int]) -> int:
-        """Equation (M2)."""
+        """Return activations in flight and buffers: equation (M2)."""
         chunks = self.prices.context.layout.sequence_chunks
         received = max(
             self._boundary(stage - 1) + self._boundary(stage) for stage in self.stages
@@ -147,7 +147,7 @@ class RankPrices:
         return total
 
     def _temporary_bytes(self) -> int:
-        """Equations (M3), (O3) and (O6)."""
+        """Return temporaries and workspace: equations (M3), (O3) and (O6)."""
         layout = self.prices.context.layout
         sizes = []
         for price in self.every_layer:

@@ -81,7 +81,7 @@ def check_prediction(plan: Plan, context: Context, findings: Findings) -> None:
 def _check_figures(
     stated: Prediction, recomputed: Prediction, findings: Findings
 ) -> None:
-    """Every figure is the recomputed one, bytes exactly."""
+    """Check that every figure is the recomputed one, bytes exactly."""
     for name in ("step_seconds", "tokens_per_second", "mfu", "bubble_fraction"):
         mine, found = getattr(stated, name), getattr(recomputed, name)
         findings.close(f"prediction.{name}", mine, found)
@@ -101,7 +101,7 @@ def _check_figures(
 
 
 def _check_rates(stated: Prediction, step: Step, findings: Findings) -> None:
-    """Rates follow from the step, no part of it is negative, and bytes add up."""
+    """Check rates by the step, that no part is negative, and that bytes add up."""
     context, seconds = step.pricing.context, stated.step_seconds
     tokens = context.tokens / seconds
     where = "prediction.tokens_per_second"
@@ -130,7 +130,7 @@ def _check_rates(stated: Prediction, step: Step, findings: Findings) -> None:
 
 
 def _check_decoder(stated: Prediction, context: Context, findings: Findings) -> None:
-    """MFU is that of a decoder of these sizes, and compute no faster than the peak."""
+    """Check MFU by the decoder's sizes, and that compute is no faster than the peak."""
     model, peak = context.profile.transformer, context.peak_flops_per_second
     if model is None or peak is None or stated.mfu is None:
         findings.equal("prediction.mfu", stated.mfu, None)
@@ -148,7 +148,7 @@ def _check_decoder(stated: Prediction, context: Context, findings: Findings) -> 
 
 
 def _check_fits(row: RankMemory, findings: Findings) -> None:
-    """The rank fits its device and its host."""
+    """Check that the rank fits its device and its host."""
     where = f"prediction.memory[{row.pipeline_rank}]"
     if row.peak_bytes > row.capacity_bytes:
         message = f"{row.peak_bytes} bytes of {row.capacity_bytes} do not fit."
@@ -161,7 +161,7 @@ def _check_fits(row: RankMemory, findings: Findings) -> None:
 
 
 def _check_uncertainty(plan: Plan, findings: Findings) -> None:
-    """Intervals are those of the least certain architecture of the calibration.
+    """Check intervals by the least certain architecture in the calibration.
 
     Bounds are the prediction x exp(10 % and 90 % quantile of log(measured / predicted)).
     The probability is that of a peak above the whole memory of a device.

@@ -396,7 +396,7 @@ class Prices:
         return [(count, group) for count, group in both if count]
 
     def _reduction(self, elements: Elements) -> int:
-        """Equations (T4) and (T7)."""
+        """Return the gradient reduction of a step: equations (T4) and (T7)."""
         gradient_bytes = self._recipe.gradient_bytes
         seconds = 0.0
         for count, group in self._parts(elements.trained, elements.trained_experts):
@@ -426,7 +426,7 @@ class Prices:
         return nanoseconds(gather), nanoseconds(scatter)
 
     def _update(self, row: Measurement, elements: Elements) -> int:
-        """Equation (T3)."""
+        """Return the optimizer step: equation (T3)."""
         job, count = self.context.job, elements.count
         moved = _moved_bytes(self._recipe, count)
         group = self.site.group
@@ -465,7 +465,7 @@ class Prices:
         return parameters + (gradients if self._zero >= 2 else 0)
 
     def _state(self, elements: Elements) -> StateBytes:
-        """Equations (M1) and (T8)."""
+        """Return parameters, gradients and states: equations (M1) and (T8)."""
         ogp, count = self._recipe, elements.count
         every = (elements.all, elements.experts)
         trained = (elements.trained, elements.trained_experts)

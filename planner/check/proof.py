@@ -68,7 +68,7 @@ def _check_other(
     context: Context,
     findings: Findings,
 ) -> None:
-    """Another plan has the batch and the layers of the model, and fits."""
+    """Check that another plan has the batch and the layers of the model, and fits."""
     layout, counts = other.layout, other.layers_per_stage
     count = other.micro_batches
     check_degrees(where, layout, count, devices, context, findings)
@@ -112,7 +112,7 @@ def _check_price(
     context: Context,
     findings: Findings,
 ) -> None:
-    """The price of a token lies between those of the cheapest and dearest devices.
+    """Check that the price of a token is one of the devices' prices, or in between.
 
     Args:
         where: field of the price.
@@ -134,7 +134,7 @@ def _check_price(
 
 
 def _check_pareto(plan: Plan, context: Context, findings: Findings) -> None:
-    """Points are valid plans, and none is as good as another in everything."""
+    """Check that points are valid plans, of which none is as good as another."""
     prices = [group.device_price_per_hour for group in context.cluster.node_groups]
     for position, point in enumerate(plan.pareto):
         where, devices = f"pareto[{position}]", point.devices
@@ -154,7 +154,7 @@ def _check_pareto(plan: Plan, context: Context, findings: Findings) -> None:
 
 
 def _check_relaxations(plan: Plan, context: Context, findings: Findings) -> None:
-    """Relaxed limits gain something: that of the step, unless the batch changes."""
+    """Check that relaxed limits gain what the step says, unless the batch changes."""
     for position, one in enumerate(plan.relaxations):
         where = f"relaxations[{position}].gain"
         gain = 1 - one.step_seconds / plan.prediction.step_seconds
@@ -169,7 +169,7 @@ def _check_relaxations(plan: Plan, context: Context, findings: Findings) -> None
 
 
 def _check_sensitivity(plan: Plan, findings: Findings) -> None:
-    """Changes are in order and of alternatives, and the verdict follows from them."""
+    """Check that changes are in order, of alternatives, and match the verdict."""
     for position, one in enumerate(plan.sensitivity):
         where = f"sensitivity[{position}]"
         changes = [abs(each.change) for each in one.overtakes]

@@ -87,7 +87,7 @@ def replay(
     made: dict[tuple[int, bool, int], int] = {}
 
     def arrival(action: Action) -> int | None:
-        """Time at which the input arrives; None: it is not made yet."""
+        """Return when the input arrives; None: it is not made yet."""
         is_forward = action.kind == "F"
         source = action.stage + (-1 if is_forward else 1)
         if action.kind == "W" or not 0 <= source < len(stages):

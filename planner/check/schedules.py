@@ -62,17 +62,17 @@ def _all(shape: Shape, rank: int) -> int:
 
 
 def _after(warm_up: Callable[[Shape, int], int]) -> Callable[[Shape, int], int]:
-    """One forward, one backward after so many warm-up forwards."""
+    """Return the units of 1F1B after so many warm-up forwards."""
     return lambda shape, rank: min(shape.units, warm_up(shape, rank) + 1)
 
 
 def _following(shape: Shape, rank: int) -> int:
-    """Ranks after this one."""
+    """Return the number of ranks after this one."""
     return shape.ranks - 1 - rank
 
 
 def _first_group(shape: Shape, size: int) -> int:
-    """Micro-batches of the first of equal groups."""
+    """Return the micro-batches of the first of equal groups."""
     groups = max(1, shape.micro_batches // size)
     return -(-shape.micro_batches // groups)
 
@@ -88,7 +88,7 @@ def _memory_optimised(shape: Shape, rank: int) -> int:
 
 
 def _of_chunks(shape: Shape, rank: int, group: int, per_rank: int) -> int:
-    """Sun et al. 2024, Seq1F1B: other stages, following ranks and other chunks."""
+    """Return the warm-up of chunked schedules (Sun et al. 2024, Seq1F1B)."""
     units = _first_group(shape, group) * shape.chunks
     warm_up = (shape.stages_per_rank - 1) * units + shape.chunks - 1
     return warm_up + per_rank * _following(shape, rank)

@@ -162,7 +162,7 @@ class Sites:
         return self._slowest(groups)[self._crosses(column, here, there)]
 
     def _crosses(self, column: Column, here: int, there: int) -> bool:
-        """Whether any rank of the column sends to another domain."""
+        """Return whether any rank of the column sends to another domain."""
         domains: dict[tuple[int, int, int], set[Domain]] = {}
         replicas = frozenset(column.data_ranks)
         for row in self._rows[here] + self._rows[there]:

@@ -37,7 +37,8 @@ def check_documents(plan: Plan, context: Context, findings: Findings) -> bool:
     before = len(findings.problems)
     own = digest(profile)
     findings.equal("request.profile_id", request.profile_id, own)
-    carried = own if request.profile is None else digest(request.profile)
+    is_own = request.profile is None or request.profile is profile
+    carried = own if is_own else digest(request.profile)
     findings.equal("request.profile", carried, own)
     precision = request.job.precision
     computed = COMPUTE_TYPE[precision]
@@ -123,7 +124,7 @@ def check_degrees(
 
 
 def _check_schedule(layout: Layout, context: Context, findings: Findings) -> None:
-    """The schedule has rules, and takes the layout's stages per rank and chunks."""
+    """Check that the schedule takes the layout's stages per rank and chunks."""
     name, stages = layout.schedule, layout.virtual_stages_per_rank
     rule = SCHEDULES.get(name, ScheduleRule(refused="is unknown"))
     findings.rule("layout.schedule", name, not rule.refused, f"it {rule.refused}")
@@ -145,7 +146,7 @@ def _check_schedule(layout: Layout, context: Context, findings: Findings) -> Non
 
 
 def _check_hosts(plan: Plan, context: Context, findings: Findings) -> None:
-    """Hosts that are offloaded to are known, and no offloaded backward is split."""
+    """Check that hosts are known, and that no offloaded backward is split."""
     kinds = {action.lstrip("0123456789")[:1] for row in plan.actions for action in row}
     is_split = plan.layout.activation_offload and "I" in kinds
     rule = "actions that split a backward offload nothing"
@@ -251,7 +252,7 @@ def _owners(plan: Plan) -> tuple[int, ...]:
 def _check_recompute(
     stage: Stage, offers: dict[str, set[str]], context: Context, findings: Findings
 ) -> None:
-    """Modes are in the profile, and as layout, schedule and job permit.
+    """Check that modes are in the profile, and permitted by layout, schedule and job.
 
     Args:
         stage: its layers.
