@@ -315,8 +315,8 @@ def test_another_order_is_another_plan() -> None:
     assert "prediction.memory[0].activations_bytes" in told(late)
     one_by_one = tuple(sorted(first, key=lambda text: (int(text[2:]), text[1])))
     assert "deadlock" in told(one_by_one)
-    assert "stands before" in told(first[::-1])
-    assert "one F and one B (or I and W) wanted" in told(
+    assert "which runs later" in told(first[::-1])
+    assert "it runs F and B, or F, I and W once" in told(
         tuple(text for text in first if text != "0W0")
     )
 
