@@ -1,287 +1,343 @@
-"""Fit the constants of the cost model to measured runs, partially pooled.
+"""Fit the cost model to measured runs, and measure how far it is off elsewhere.
 
-A constant of a run is the product of a global value and the factor of one owner: the
-architecture of the device, the runtime, the number format, or the source that measured
-(Gelman and Hill 2006, chapter 12, "partial pooling"). Runs of one owner move its factor
-only as far as they outweigh its prior, so that what few runs say stays near what all
-others say; an owner without runs has the factor one.
-
-    log c(run) = log global(c) + offset(c, owner(run))
-
-    minimise    sum over runs of w^2 rho(log(predicted / measured) / sigma)
-              + sum over globals of ((log value - log prior) / width)^2
-              + sum over offsets of (offset / width)^2
-
-rho is soft L1: a run that a slow node spoilt pulls little. A source weighs at most as
-much as `MOST_ROWS` runs. Predictions come from `planner.cost.predict`, linearised in
-the logarithms of the constants by finite differences, so the fit needs no formula of
-its own; every iteration predicts again.
+Constants are pooled (`planner.calibrate.pooling`). The intervals of a calibration are
+quantiles of log(measured / predicted) of runs that were held out: with their source
+(what is known of runtime and architecture then depends on the other sources), and with
+their whole architecture. Every source weighs the same.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from planner.cost.predict import PricedRun
-from planner.spec.calibration import Constants
-from planner.spec.devices import catalogue
+from planner.calibrate.linearise import (
+    FIXED,
+    MEMORY,
+    TIME,
+    Measured,
+    measured_run,
+    moved,
+    sizes,
+    times,
+)
+from planner.calibrate.pooling import Floats, Linear, Pooled, Priors, solve, unfitted
+from planner.cost.predict import RunPrediction, predict_run
+from planner.spec.calibration import (
+    MINIMUM_ROWS,
+    CalibrationTable,
+    IntervalRow,
+    Kind,
+    Residuals,
+    RowCounts,
+)
+from planner.spec.run import Run
 
-Floats = NDArray[np.float64]
-Owner = Literal["architecture", "runtime", "format", "source", "runtime x architecture"]
-
-SIGMA = 0.06
-"""Relative error of a run that counts as one unit: what repeated runs differ by."""
-MOST_ROWS = 40
-"""Runs of one source weigh at most as much as so many."""
-STEP = 0.02
-"""Of finite differences, in the logarithm of a constant."""
-REWEIGHTINGS = 12
-"""Of iteratively reweighted least squares."""
-LEAST_ROWS = 6
-"""Runs below which an owner has no factor of its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prior:
-    """What is known of a constant before any run."""
-
-    value: float
-    width: float
-    """Spread of the logarithm of the global value."""
-    owner: Owner
-    owner_width: float
-    """Spread of the logarithm of an owner's factor."""
-    least: float = 0.0
-    most: float = math.inf
+ITERATIONS = 2
+QUANTILES = tuple(place / 20 for place in range(1, 20))
+KINDS: tuple[Kind, ...] = ("runtime", "architecture", "neither")
+LEAST_RESIDUALS = 8
+"""Held-out runs below which a kind takes the residuals of the next wider one."""
+Progress = Callable[[int, int], None]
 
 
-PRIORS: dict[str, Prior] = {
-    "matmul_fraction": Prior(0.88, 0.07, "architecture", 0.1, 0.3, 1.1),
-    "matmul_edge": Prior(60.0, 0.4, "architecture", 0.3, 0.0, 400.0),
-    "unaligned_fraction": Prior(0.35, 0.1, "architecture", 0.3, 0.05, 1.0),
-    "grouped_fraction": Prior(0.8, 0.2, "architecture", 0.1, 0.3, 1.0),
-    "kernel_fraction": Prior(1.0, 0.02, "runtime x architecture", 0.12, 0.3, 2.0),
-    "fp8_fraction": Prior(0.8, 0.15, "format", 0.15, 0.3, 1.0),
-    "memory_fraction": Prior(0.8, 0.12, "architecture", 0.1, 0.3, 1.0),
-    "softmax_fraction": Prior(0.7, 0.3, "architecture", 0.1, 0.2, 1.2),
-    "attention_fraction": Prior(0.55, 0.2, "architecture", 0.2, 0.2, 1.0),
-    "attention_backward": Prior(2.7, 0.1, "architecture", 0.05, 2.0, 4.0),
-    "memory_backward": Prior(1.7, 0.1, "architecture", 0.05, 1.0, 3.0),
-    "kernel_seconds": Prior(2.5e-6, 0.2, "architecture", 0.2, 5e-7, 2e-5),
-    "host_forward_seconds": Prior(1.2e-5, 0.7, "runtime", 0.4, 1e-6, 1e-4),
-    "host_backward_seconds": Prior(8e-6, 0.7, "runtime", 0.4, 1e-6, 1e-4),
-    "collective_seconds": Prior(2e-5, 0.4, "architecture", 0.2, 1e-6, 2e-4),
-    "intra_node_fraction": Prior(0.75, 0.15, "architecture", 0.1, 0.3, 1.0),
-    "inter_node_fraction": Prior(0.65, 0.2, "source", 0.3, 0.1, 0.95),
-    "transfer_seconds": Prior(3e-4, 1.0, "runtime", 1.0, 1e-6, 2e-2),
-    "optimizer_passes": Prior(1.3, 0.3, "runtime", 0.2, 1.0, 4.0),
-    "step_seconds": Prior(1e-2, 1.0, "runtime", 0.5, 1e-4, 0.2),
-    "overlap_fraction": Prior(0.7, 0.15, "runtime", 0.15, 0.2, 1.0),
-}
-"""Of the constants of time. Bounds follow from physics: a fraction of a data sheet's
-figure is at most one, the optimizer moves its states at least once."""
-FIXED = {"ring_copies": 1.0, "rail_fraction": 0.9}
-"""Constants of time that are not fitted."""
+class Scored(Protocol):
+    """A published run, and which of its values count."""
 
+    @property
+    def run(self) -> Run:
+        """Documents and result."""
 
-@dataclass(frozen=True, slots=True)
-class Timed:
-    """A measured run as the fit sees it."""
+    @property
+    def source(self) -> str:
+        """Who measured."""
 
-    run: PricedRun
-    source: str
-    measured_seconds: float
+    @property
+    def use_time(self) -> bool:
+        """Whether the step time counts."""
 
-    def owner(self, kind: Owner) -> str:
-        """Return the owner of a constant for this run."""
-        job = self.run.run.job
-        if kind == "source":
-            return self.source
-        if kind == "runtime":
-            return self.run.runtime.calibration_owner
-        if kind == "format":
-            scaling = self.run.runtime.fp8_scaling
-            return f"fp8-{scaling}" if job.precision == "fp8" else job.precision
-        architecture = architecture_of(self.run)
-        if kind == "architecture":
-            return architecture
-        return f"{self.run.runtime.calibration_owner} x {architecture}"
+    @property
+    def use_memory(self) -> bool:
+        """Whether the memory counts."""
 
-
-def architecture_of(run: PricedRun) -> str:
-    """Return the architecture of the run's device; empty: not in the catalogue."""
-    known = catalogue().get(run.work.device.id)
-    return known.architecture if known else ""
+    @property
+    def use_fit(self) -> bool:
+        """Whether the outcome counts."""
 
 
 @dataclass(frozen=True)
-class Pooled:
-    """Global constants and the factors of owners."""
+class Fit:
+    """Fitted constants, and the linearised errors of all runs at them."""
 
-    constants: Mapping[str, float]
-    offsets: Mapping[str, Mapping[str, float]]
-    """By constant and owner, in the logarithm."""
-
-    def constants_of(self, run: Timed) -> Constants:
-        """Return the constants of a run."""
-        values = {}
-        for name, prior in PRIORS.items():
-            offset = self.offsets.get(name, {}).get(run.owner(prior.owner), 0.0)
-            value = self.constants[name] * math.exp(offset)
-            values[name] = min(max(value, prior.least), prior.most)
-        return replace(Constants(), **values, **FIXED)
+    timed: Sequence[Measured]
+    sized: Sequence[Measured]
+    times: Linear
+    sizes: Linear
 
 
-def unfitted() -> Pooled:
-    """Return the priors, without any run."""
-    return Pooled({name: prior.value for name, prior in PRIORS.items()}, {})
+def fit(runs: Iterable[Run], prior: CalibrationTable | None = None) -> CalibrationTable:
+    """Return the calibration of measured runs.
+
+    Args:
+        runs: each with the name of its source.
+        prior: a calibration from which constants start, and whose intervals are kept;
+            None: the priors of this module, with intervals from held-out runs.
+    """
+    measured = [measured_run(run, source=run.source.name) for run in runs]
+    known = [one for one in measured if one is not None]
+    times_at = sizes_at = None
+    if prior is not None:
+        times_at = _pooled_of(prior, TIME)
+        sizes_at = _pooled_of(prior, MEMORY)
+    found = _fit(known, times_at, sizes_at)
+    table = _table(found, "own runs")
+    if prior is None:
+        return table
+    return table.model_copy(update={"intervals": prior.intervals})
 
 
-@dataclass(frozen=True)
-class Linear:
-    """Predictions of runs, linear in the logarithms of the constants at a point."""
-
-    runs: Sequence[Timed]
-    at: Pooled
-    errors: Floats
-    """log(predicted / measured) of every run."""
-    slopes: Floats
-    """Shape (runs, constants): of the error by the logarithm of a constant."""
+def fit_published(
+    published: Iterable[Scored], name: str, progress: Progress | None = None
+) -> CalibrationTable:
+    """Return the calibration of published runs."""
+    return _table(_fit(_measured(published), progress=progress), name)
 
 
-def linearise(runs: Sequence[Timed], at: Pooled) -> Linear:
-    """Predict all runs, and again with every constant moved."""
-    rows = [_linearised(run, at) for run in runs]
-    errors = np.array([row[0] for row in rows])
-    return Linear(runs, at, errors, np.array([row[1:] for row in rows]))
+def hold_out(
+    published: Sequence[Scored], progress: Progress | None = None
+) -> dict[str, Callable[[Run], RunPrediction]]:
+    """Return predictors by source, each fitted to the runs of all other sources."""
+    found = _fit(_measured(published), progress=progress)
+    intervals = _intervals(found)
+    predictors: dict[str, Callable[[Run], RunPrediction]] = {}
+    for source in dict.fromkeys(one.source for one in published):
+        time_rows = _without(found.timed, source)
+        size_rows = _size_rows(found.sized, source)
+        kept = [one for one in _all(found) if one.source != source]
+        table = _document(
+            solve(found.times, time_rows),
+            solve(found.sizes, size_rows),
+            kept,
+            intervals,
+            f"without {source}",
+        )
+        predictors[source] = _predictor(table)
+    return predictors
 
 
-def _linearised(timed: Timed, at: Pooled) -> list[float]:
-    constants = at.constants_of(timed)
-    seconds = timed.run.step_seconds(constants)
-    found = [math.log(seconds / timed.measured_seconds)]
-    for name in PRIORS:
-        moved = getattr(constants, name) * math.exp(STEP)
-        other = timed.run.step_seconds(replace(constants, **{name: moved}))
-        found.append(math.log(other / seconds) / STEP)
+def unfitted_table() -> CalibrationTable:
+    """Return the priors as a calibration, without any run."""
+    wide = Residuals(low=-0.4, high=0.4)
+    row = IntervalRow(time=wide, memory=wide)
+    return _document(
+        unfitted(TIME), unfitted(MEMORY), [], dict.fromkeys(KINDS, row), "unfitted"
+    )
+
+
+def _predictor(table: CalibrationTable) -> Callable[[Run], RunPrediction]:
+    return lambda run: predict_run(run, table)
+
+
+def _measured(published: Iterable[Scored]) -> list[Measured]:
+    found: list[Measured] = []
+    for one in published:
+        run = measured_run(
+            one.run,
+            source=one.source,
+            use_time=one.use_time,
+            use_memory=one.use_memory,
+            use_fit=one.use_fit,
+        )
+        if run is not None:
+            found.append(run)
     return found
 
 
-def solve(linear: Linear, chosen: Sequence[int]) -> Pooled:
-    """Return the constants under which the chosen runs are predicted best."""
-    names = list(PRIORS)
-    runs = [linear.runs[place] for place in chosen]
-    weights = _weights(runs)
-    columns = [(name, "") for name in names]
-    for name in names:
-        columns += [(name, owner) for owner in _owners(runs, PRIORS[name].owner)]
-    slopes = linear.slopes[list(chosen)]
-    matrix = np.zeros((len(runs), len(columns)))
-    for place, (name, owner) in enumerate(columns):
-        of_constant = slopes[:, names.index(name)]
-        if owner:
-            kind = PRIORS[name].owner
-            mine = np.array([run.owner(kind) == owner for run in runs])
-            of_constant = of_constant * mine
-        matrix[:, place] = of_constant
-    start = np.array([_value(linear.at, *column) for column in columns])
-    centre = np.array(
-        [0.0 if owner else math.log(PRIORS[name].value) for name, owner in columns]
-    )
-    width = np.array(
-        [
-            PRIORS[name].owner_width if owner else PRIORS[name].width
-            for name, owner in columns
-        ]
-    )
-    errors = linear.errors[list(chosen)]
-    point = _reweighted(matrix, errors, weights, start, centre, width)
-    return _pooled(columns, point)
+def _fit(
+    runs: Sequence[Measured],
+    times_at: Pooled | None = None,
+    sizes_at: Pooled | None = None,
+    progress: Progress | None = None,
+) -> Fit:
+    timed = [run for run in runs if run.use_time]
+    sized = [run for run in runs if run.use_memory or run.use_fit]
+
+    def report(done: int) -> None:
+        if progress is not None:
+            progress(done, len(timed))
+
+    of_time = times(timed, times_at or unfitted(TIME), report)
+    of_size = sizes(sized, sizes_at or unfitted(MEMORY))
+    for _ in range(ITERATIONS):
+        point = solve(of_time, range(len(of_time.owners)))
+        of_time = moved(of_time, timed, point)
+        point = solve(of_size, range(len(of_size.owners)))
+        of_size = sizes(sized, point)
+    return Fit(timed, sized, of_time, of_size)
 
 
-def _reweighted(
-    matrix: Floats,
-    errors: Floats,
-    weights: Floats,
-    start: Floats,
-    centre: Floats,
-    width: Floats,
+def _without(runs: Sequence[Measured], source: str) -> list[int]:
+    return [place for place, run in enumerate(runs) if run.source != source]
+
+
+def _size_rows(runs: Sequence[Measured], source: str) -> list[int]:
+    """Places of the rows of `sizes` that are of other sources."""
+    found: list[int] = []
+    place = 0
+    for run in runs:
+        rows = int(run.use_memory) + int(run.use_fit)
+        if run.source != source:
+            found += range(place, place + rows)
+        place += rows
+    return found
+
+
+def _all(found: Fit) -> list[Measured]:
+    by_identity = {id(run): run for run in (*found.timed, *found.sized)}
+    return list(by_identity.values())
+
+
+def _table(found: Fit, name: str) -> CalibrationTable:
+    return _document(
+        found.times.at, found.sizes.at, _all(found), _intervals(found), name
+    )
+
+
+def _document(
+    time_point: Pooled,
+    size_point: Pooled,
+    runs: Sequence[Measured],
+    intervals: Mapping[Kind, IntervalRow],
+    name: str,
+) -> CalibrationTable:
+    priors: Priors = {**TIME, **MEMORY}
+    bounds = {
+        each: (prior.least, None if prior.most == float("inf") else prior.most)
+        for each, prior in priors.items()
+    }
+    return CalibrationTable(
+        name=name,
+        measured_runs=len(runs),
+        constants={**FIXED, **time_point.constants, **size_point.constants},
+        offsets=_plain({**time_point.offsets, **size_point.offsets}),
+        owners={each: prior.owner for each, prior in priors.items()},
+        bounds=bounds,
+        rows=_counts([run for run in runs if run.use_time]),
+        memory=_counts([run for run in runs if run.use_memory]),
+        intervals=dict(intervals),
+    )
+
+
+def _plain(offsets: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    return {name: dict(factors) for name, factors in offsets.items() if factors}
+
+
+def _counts(runs: Sequence[Measured]) -> RowCounts:
+    return RowCounts(
+        runtime=dict(Counter(run.owners["runtime"] for run in runs)),
+        architecture=dict(Counter(run.owners["architecture"] for run in runs)),
+        runtime_architecture=dict(
+            Counter(run.owners["runtime x architecture"] for run in runs)
+        ),
+    )
+
+
+def _pooled_of(table: CalibrationTable, priors: Priors) -> Pooled:
+    start = {name: prior.value for name, prior in priors.items()}
+    known = {name: table.constants[name] for name in priors if name in table.constants}
+    offsets = {name: table.offsets.get(name, {}) for name in priors}
+    return Pooled({**start, **known}, offsets)
+
+
+Residual = tuple[str, float]
+"""Source, and log(measured / predicted)."""
+
+
+def _intervals(found: Fit) -> dict[Kind, IntervalRow]:
+    """Return the distribution of held-out residuals by what is known."""
+    time = _residuals(found.times, [run.owners["source"] for run in found.timed])
+    size_sources = []
+    is_memory = []  # of the peak itself: what an allocator caches is freed in need
+    for run in found.sized:
+        if run.use_memory:
+            size_sources.append(run.source)
+            is_memory.append(run.run.result.memory_kind == "allocated")
+        if run.use_fit:
+            size_sources.append(run.source)
+            is_memory.append(False)
+    memory = _residuals(found.sizes, size_sources, is_memory)
+    rows = {}
+    for kind in KINDS:
+        rows[kind] = IntervalRow(
+            time=_quantiles(time, kind), memory=_quantiles(memory, kind)
+        )
+    return rows
+
+
+def _residuals(
+    linear: Linear, sources: Sequence[str], counted: Sequence[bool] | None = None
+) -> dict[Kind, list[Residual]]:
+    """Return the residuals of held-out runs by what is known of them."""
+    found: dict[Kind, list[Residual]] = defaultdict(list)
+    everyone = range(len(sources))
+    architectures = [owners["architecture"] for owners in linear.owners]
+    for kept_of in (sources, architectures):
+        for name in dict.fromkeys(kept_of):
+            others = [place for place in everyone if kept_of[place] != name]
+            errors = linear.errors_at(solve(linear, others))
+            counts = _known(linear, others)
+            for place in everyone:
+                is_counted = counted is None or counted[place]
+                if kept_of[place] != name or not is_counted:
+                    continue
+                kind = _kind_of(linear, place, counts)
+                found[kind].append((sources[place], -float(errors[place])))
+    return found
+
+
+def _known(linear: Linear, places: Sequence[int]) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for place in places:
+        owners = linear.owners[place]
+        counts[owners["runtime x architecture"]] += 1
+        counts[owners["architecture"]] += 1
+    return counts
+
+
+def _kind_of(linear: Linear, place: int, counts: Counter[str]) -> Kind:
+    owners = linear.owners[place]
+    if counts[owners["runtime x architecture"]] >= MINIMUM_ROWS:
+        return "runtime"
+    if counts[owners["architecture"]] >= MINIMUM_ROWS:
+        return "architecture"
+    return "neither"
+
+
+def _quantiles(residuals: Mapping[Kind, Sequence[Residual]], kind: Kind) -> Residuals:
+    """Return the distribution of a kind, every source with the same weight."""
+    chosen: list[Residual] = list(residuals.get(kind, ()))
+    for wider in KINDS[KINDS.index(kind) + 1 :]:
+        if len(chosen) >= LEAST_RESIDUALS:
+            break
+        chosen += residuals.get(wider, ())
+    if not chosen:
+        return Residuals(low=-0.4, high=0.4)
+    counts = Counter(source for source, _ in chosen)
+    values = np.array([value for _, value in chosen])
+    weights = np.array([1 / counts[source] for source, _ in chosen])
+    cuts = _weighted_quantiles(values, weights, (0.1, 0.9, *QUANTILES))
+    low, high, *quantiles = (round(float(cut), 4) for cut in cuts)
+    return Residuals(low=low, high=high, quantiles=tuple(sorted(quantiles)))
+
+
+def _weighted_quantiles(
+    values: Floats, weights: Floats, probabilities: Sequence[float]
 ) -> Floats:
-    """Minimise soft L1 of the errors and the squares of the priors."""
-    point = start
-    for _ in range(REWEIGHTINGS):
-        left = errors + matrix @ (point - start)
-        soft = weights / SIGMA / (1 + (left / SIGMA) ** 2) ** 0.25
-        scaled = matrix * soft[:, None]
-        target = soft * (matrix @ start - errors)
-        system = np.vstack([scaled, np.diag(1 / width)])
-        wanted = np.concatenate([target, centre / width])
-        point = np.linalg.lstsq(system, wanted, rcond=None)[0]
-    return np.asarray(point)
-
-
-def _weights(runs: Sequence[Timed]) -> Floats:
-    counts = Counter(run.source for run in runs)
-    return np.array(
-        [math.sqrt(min(1.0, MOST_ROWS / counts[run.source])) for run in runs]
-    )
-
-
-def _owners(runs: Sequence[Timed], kind: Owner) -> list[str]:
-    counts = Counter(run.owner(kind) for run in runs)
-    return [owner for owner, rows in counts.items() if rows >= LEAST_ROWS]
-
-
-def _value(at: Pooled, name: str, owner: str) -> float:
-    if owner:
-        return at.offsets.get(name, {}).get(owner, 0.0)
-    return math.log(at.constants[name])
-
-
-def _pooled(columns: Sequence[tuple[str, str]], point: Floats) -> Pooled:
-    constants: dict[str, float] = {}
-    offsets: dict[str, dict[str, float]] = {}
-    for (name, owner), value in zip(columns, point, strict=True):
-        if owner:
-            offsets.setdefault(name, {})[owner] = float(value)
-        else:
-            prior = PRIORS[name]
-            bounded = min(max(math.exp(float(value)), prior.least), prior.most)
-            constants[name] = bounded
-    return Pooled(constants, offsets)
-
-
-def fit(
-    runs: Sequence[Timed],
-    *,
-    iterations: int = 3,
-    progress: Callable[[int, int], None] | None = None,
-) -> tuple[Pooled, Linear]:
-    """Return the fitted constants, and the last linearisation."""
-    at = unfitted()
-    linear = linearise(runs, at)
-    for iteration in range(iterations):
-        at = solve(linear, range(len(runs)))
-        if progress:
-            progress(iteration + 1, iterations)
-        linear = linearise(runs, at)
-    return at, linear
-
-
-def hold_out(linear: Linear) -> dict[str, Pooled]:
-    """Return the constants that the runs of all other sources give, by source."""
-    sources = dict.fromkeys(run.source for run in linear.runs)
-    found = {}
-    for source in sources:
-        others = [
-            place for place, run in enumerate(linear.runs) if run.source != source
-        ]
-        found[source] = solve(linear, others)
-    return found
+    order = np.argsort(values)
+    cumulated = np.cumsum(weights[order])
+    middles = (cumulated - weights[order] / 2) / cumulated[-1]
+    return np.interp(probabilities, middles, values[order])

@@ -133,7 +133,8 @@ class OperationArrays:
 
     def per_layer(self, values: Floats) -> Floats:
         """Sum values over the operations of every layer."""
-        return np.bincount(self.layer, values, self.layers)
+        sums = np.bincount(self.layer, values, self.layers)
+        return np.asarray(sums, dtype=np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,14 +274,14 @@ def layer_seconds(operations: OperationArrays, figures: Figures) -> LayerSeconds
     of_input = np.where(ops.is_product, forward, of_input)
     of_weight = np.where(ops.is_product, forward, 0.0)
     casted = 0.0 * forward
-    of_phase = (casted, casted, casted)
+    of_phase: Sequence[Floats] = (casted, casted, casted)
     is_linear = ops.is_linear & (one.is_fp8 > 0)
     if is_linear.any():
         forward = np.where(is_linear, _fp8_seconds(ops, one, 0), forward)
         of_input = np.where(is_linear, _fp8_seconds(ops, one, 1), of_input)
         of_weight = np.where(is_linear, _fp8_seconds(ops, one, 2), of_weight)
         kernels = [one.casts[..., phase, 3] for phase in range(3)]
-        of_phase = tuple(np.where(is_linear, each, 0.0) for each in kernels)
+        of_phase = [np.where(is_linear, each, 0.0) for each in kernels]
     of_input = np.where(ops.has_input_gradient, of_input, 0.0)
     of_weight = np.where(ops.has_weight_gradient, of_weight, 0.0)
     launched = np.where(ops.has_input_gradient, 1 + of_phase[1], 0.0)
@@ -336,7 +337,8 @@ def _matmul_fractions(ops: OperationArrays, figures: Figures) -> Floats:
     fraction = figures.matmul / (1 + np.where(has_shape, edge, 0.0))
     fraction = np.where(ops.is_grouped, fraction * figures.grouped_fraction, fraction)
     is_slow = has_shape & ops.is_unaligned
-    return np.where(is_slow, fraction * figures.unaligned_fraction, fraction)
+    slow = np.where(is_slow, fraction * figures.unaligned_fraction, fraction)
+    return np.asarray(slow)
 
 
 def _fp8_seconds(ops: OperationArrays, figures: Figures, phase: int) -> Floats:

@@ -41,6 +41,8 @@ class DerivedRows(Mapping[Size, Rows]):
     whole: tuple[Measurement | None, ...] = ()
     """Row of every layer whose parameters are not split; optimizers that update whole
     matrices need the shapes that it states."""
+    profiled: Mapping[Size, Rows] = field(default_factory=dict)
+    """Rows that are taken from a profile instead."""
     known: dict[tuple[Size, int | None], Rows] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Size]:
@@ -58,6 +60,8 @@ class DerivedRows(Mapping[Size, Rows]):
         Raises:
             KeyError: the size does not divide the model.
         """
+        if expert_tensor is None and size in self.profiled:
+            return self.profiled[size]
         key = (size, expert_tensor)
         if key not in self.known:
             if not self.divides(size, expert_tensor):

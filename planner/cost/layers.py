@@ -19,10 +19,10 @@ from planner.cost.communication import (
     collective_seconds,
     transfer_seconds,
 )
+from planner.cost.derived import DerivedRows
 from planner.cost.groups import Groups
 from planner.cost.offload import Offload, is_offloading
 from planner.cost.placement import boundary_crosses_nodes
-from planner.cost.derived import DerivedRows
 from planner.cost.pricing import LayerCost, LayerPricing, known_prices
 from planner.cost.shared import SharedCost, SkipCost, shared_costs, skip_costs
 from planner.cost.ticks import check_step, ticks
@@ -342,9 +342,9 @@ def _rows(work: Workload, layout: Layout) -> Rows:
     size = (layout.micro_batch_size, *degrees, layout.sequence_parallel)
     expert_tensor = layout.expert_tensor_parallel_degree
     has_own_degree = expert_tensor not in (None, layout.tensor_parallel_degree)
-    if has_own_degree and isinstance(work.sizes, DerivedRows):
-        if work.sizes.divides(size, expert_tensor):
-            return work.sizes.at(size, expert_tensor)
+    derived = work.sizes if isinstance(work.sizes, DerivedRows) else None
+    if has_own_degree and derived and derived.divides(size, expert_tensor):
+        return derived.at(size, expert_tensor)
     found = None if has_own_degree else work.sizes.get(size)
     if found is None:
         _refuse_unknown_splits(work, layout)

@@ -303,7 +303,7 @@ class DecoderCounts:
             sequence_parallel=split.sequence_parallel,
             recompute=mode,
             forward_flops=flops,
-            backward_input_flops=flops,
+            backward_input_flops=2 * flops - self._weight_flops(work),
             backward_weight_flops=self._weight_flops(work),
             recompute_flops=sum(one.count * one.flops for one in replayed),
             recompute_operations=replayed,
@@ -312,6 +312,8 @@ class DecoderCounts:
             temporary_bytes=round(work.temporary_bytes + dropped_bytes),
             local_parameters=parameters,
             local_expert_parameters=expert_parameters,
+            local_matrix_elements=self._matrix_elements(work),
+            local_muon_flops=self._muon_flops(work),
             forward_bytes=sum(one.count * one.bytes for one in operations),
             operations=operations,
             collectives=tuple(work.collectives),
@@ -319,9 +321,30 @@ class DecoderCounts:
         )
 
     @staticmethod
+    def _weights(work: LayerWork) -> list[Operation]:
+        """Products with a weight of a hidden layer, which Muon orthogonalises."""
+        products = [one for one in work.operations if one.module != "output"]
+        return [
+            one.operation
+            for one in products
+            if one.operation.kind in PRODUCTS and one.module != "core_attn"
+        ]
+
+    def _matrix_elements(self, work: LayerWork) -> int:
+        return sum(one.count * one.n * one.k for one in self._weights(work))
+
+    def _muon_flops(self, work: LayerWork) -> int:
+        """FLOPs of five Newton-Schulz steps on every weight (Jordan et al. 2024)."""
+        flops = 0
+        for one in self._weights(work):
+            short, long = sorted((one.n, one.k))
+            flops += one.count * 5 * (4 * short * short * long + 2 * short**3)
+        return flops
+
+    @staticmethod
     def _weight_flops(work: LayerWork) -> int:
         products = [one.operation for one in work.operations]
-        return sum(one.count * one.flops for one in products if one.kind == "matmul")
+        return sum(one.count * one.flops for one in products if one.kind in PRODUCTS)
 
     def _saved(self, work: LayerWork, mode: RecomputeMode) -> tuple[float, float]:
         """Return (bytes kept until the backward, bytes that exist again in it)."""

@@ -5,8 +5,10 @@ documents -> operations that the runtime launches -> seconds and bytes -> one st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import cast
 
 from planner import runtimes
 from planner.cost.interval import Basis, with_interval
@@ -15,7 +17,14 @@ from planner.cost.layout import layout_costs
 from planner.cost.memory import StageLayers
 from planner.cost.operations import DecoderCounts, Split, decoder_profile
 from planner.cost.stage_rule import default_blocks
-from planner.cost.step import StageMap, choose, evaluate, predict_step, schedule_of
+from planner.cost.step import (
+    StageMap,
+    choose,
+    evaluate,
+    predict_step,
+    rank_memory,
+    schedule_of,
+)
 from planner.cost.ticks import TICK_SECONDS
 from planner.cost.workload import Workload, with_constants, workload
 from planner.runtimes import Runtime
@@ -30,7 +39,7 @@ from planner.spec.cluster import Link
 from planner.spec.devices import catalogue
 from planner.spec.job import COMPUTE_TYPE
 from planner.spec.plan import Prediction, RankMemory
-from planner.spec.profile import RecomputeMode
+from planner.spec.profile import DataType, RecomputeMode
 from planner.spec.run import MemoryKind, MemoryRank, Run
 
 
@@ -68,6 +77,11 @@ class PricedRun:
         step = evaluate(costs, self.schedule, stages)
         return step.total_ticks * TICK_SECONDS
 
+    def memory(self, constants: Constants) -> tuple[RankMemory, ...]:
+        """Memory of every pipeline rank under these constants."""
+        costs = self.costs(constants)
+        return rank_memory(costs, self.schedule, self.stages(costs))
+
     def prediction(self, constants: Constants) -> RunPrediction:
         """Step time and memory under these constants."""
         costs = self.costs(constants)
@@ -94,6 +108,26 @@ class RunPrediction:
     device_bytes: int
 
     @property
+    def step_seconds(self) -> float:
+        """Seconds of a whole step."""
+        return self.prediction.step_seconds
+
+    @property
+    def layers_seconds(self) -> float:
+        """Seconds of what was timed: the blocks alone, or a step."""
+        return self.timed_seconds
+
+    @property
+    def step_seconds_80(self) -> tuple[float, float] | None:
+        """Interval that contains a measured step with a probability of 80 %."""
+        return self.prediction.step_seconds_80
+
+    @property
+    def out_of_memory_probability(self) -> float | None:
+        """Probability that the peak exceeds the device's memory."""
+        return self.prediction.out_of_memory_probability
+
+    @property
     def memory_bytes(self) -> float:
         """Bytes of the kind, and on the rank, that was measured."""
         result = self.run.result
@@ -101,14 +135,7 @@ class RunPrediction:
 
     def memory_bytes_of(self, kind: MemoryKind, rank: MemoryRank) -> float:
         """Bytes as a counter of this kind shows them on a pipeline rank."""
-        rows = self.prediction.memory
-        chosen = {"first": rows[:1], "last": rows[-1:], "largest": rows}[rank]
-        if kind == "allocated":
-            return max(allocated_bytes(row) for row in chosen)
-        largest = max(row.peak_bytes for row in chosen) + self.cached_bytes
-        if kind == "device":
-            return largest
-        return largest - chosen[0].reserved_bytes
+        return counted_bytes(self.prediction.memory, kind, rank, self.cached_bytes)
 
     @property
     def fits(self) -> bool:
@@ -138,6 +165,7 @@ def predict_run(run: Run, calibration: CalibrationTable | None = None) -> RunPre
         has_intra_node=_is_effective(group.intra_node),
         has_inter_node=_is_effective(group.inter_node),
         data_format=data_format(priced),
+        source=run.source.name,
     )
     found = priced.prediction(constants)
     basis = Basis(owner, run.cluster, calibration)
@@ -157,6 +185,26 @@ def _is_effective(link: Link | None) -> bool:
     return link is not None and not link.is_nominal
 
 
+def counted_bytes(
+    rows: Sequence[RankMemory], kind: MemoryKind, rank: MemoryRank, cached_bytes: float
+) -> float:
+    """Return the bytes that a counter of this kind shows on a pipeline rank.
+
+    Args:
+        rows: memory of every pipeline rank.
+        kind: of the counter.
+        rank: on which pipeline rank.
+        cached_bytes: bytes that the allocator reserves above its peak.
+    """
+    chosen = {"first": rows[:1], "last": rows[-1:], "largest": rows}[rank]
+    if kind == "allocated":
+        return max(allocated_bytes(row) for row in chosen)
+    largest = max(row.peak_bytes for row in chosen) + cached_bytes
+    if kind == "device":
+        return largest
+    return largest - chosen[0].reserved_bytes
+
+
 def allocated_bytes(row: RankMemory) -> int:
     """Return the bytes that the framework's allocator counts."""
     return row.peak_bytes - row.reserved_bytes
@@ -174,7 +222,7 @@ def priced_run(run: Run) -> PricedRun:
         model=run.model,
         runtime=runtime,
         split=split_of(run),
-        dtype=COMPUTE_TYPE[run.job.precision],
+        dtype=cast(DataType, COMPUTE_TYPE[run.job.precision]),
         is_fp8=run.job.precision == "fp8",
         heads=heads,
     )

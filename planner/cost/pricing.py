@@ -58,7 +58,6 @@ from planner.spec.profile import (
 )
 from planner.spec.recipes import OgpRecipe, ParameterCount, recipe
 
-
 HOST_ADAM_SECONDS_PER_ELEMENT = 2.5e-10
 """Of a step of Adam on a node's host, which the node's devices share: 2.57 s for 10 G
 parameters (Ren et al. 2021, "ZeRO-Offload", table 4)."""
@@ -284,7 +283,7 @@ class LayerPricing:
                     sum([self._reduction_seconds(*part) for part in parts])
                 ),
                 update_ticks=ticks(sum([self._update_seconds(*part) for part in parts]))
-                if zero in (1, 2)
+                if zero in (1, 2) or self._gathers_once
                 else 0,
                 gathers=self._gathers(held, parts),
             )
@@ -293,15 +292,18 @@ class LayerPricing:
     def _held(self, whole: _Whole, exchanged: _Exchanged) -> _Held:
         zero, plain, held = self.layout.zero_stage, self.plain, whole.held
         trained = held.trained, held.trained_experts
+        parameters_bytes = self._sharded(
+            whole.parameters_bytes, held.elements, held.experts, zero >= 3
+        )
+        if self._gathers_once:
+            parameters_bytes += held.elements * self._computed_bytes
         return _Held(
             optimizer_ticks=self._optimizer_ticks(whole),
             reduction_ticks=exchanged.reduction_ticks,
             update_ticks=exchanged.update_ticks,
             parameters=held.elements,
             trained=held.trained,
-            parameters_bytes=self._sharded(
-                whole.parameters_bytes, held.elements, held.experts, zero >= 3
-            ),
+            parameters_bytes=parameters_bytes,
             gradients_bytes=self._sharded(whole.gradients_bytes, *trained, zero >= 2),
             optimizer_bytes=self._sharded(whole.optimizer_bytes, *trained, zero >= 1),
             gathered_bytes=self._gathered_bytes(held),
@@ -314,7 +316,8 @@ class LayerPricing:
     def _gathered_bytes(self, held: Held) -> int:
         """Of the layer, while it runs: equation (M3)."""
         zero = self.layout.zero_stage
-        parameters = held.elements * self._computed_bytes if zero >= 3 else 0
+        is_gathered = zero >= 3 and not self._gathers_once
+        parameters = held.elements * self._computed_bytes if is_gathered else 0
         is_scattered = zero >= 2 and self.work.framework.scatters_layers
         return parameters + (
             held.trained * self.work.recipe.gradient_bytes if is_scattered else 0
@@ -546,9 +549,22 @@ class LayerPricing:
             return flops / (peak * device.achievable_fraction)
         return flops * (row.forward_seconds or 0.0) / max(1, row.forward_flops)
 
+    @property
+    def _gathers_once(self) -> bool:
+        """Whether ZeRO 3 gathers and reduces once per step, not per micro-batch."""
+        framework, layout = self.work.framework, self.layout
+        retains = framework.retains_gathered(layout.pipeline_parallel_degree)
+        return retains and layout.zero_stage == 3
+
     def _reduction_seconds(self, parameters: int, group: Group) -> float:
-        """Equations (T4) and (T7); under ZeRO 3 every micro-batch gathers and scatters, under ZeRO 2 it scatters."""
+        """Return equations (T4) and (T7).
+
+        Under ZeRO 3 every micro-batch gathers and scatters, under ZeRO 2 it scatters;
+        where gathered parameters are retained, both happen once per step.
+        """
         work, ogp, zero = self.work, self.work.recipe, self.layout.zero_stage
+        if self._gathers_once:
+            zero = 1
         if zero == 0:
             return _bandwidth_seconds(
                 work, "all_reduce", parameters * ogp.gradient_bytes, group
@@ -587,7 +603,7 @@ class LayerPricing:
     def _gathers(self, held: Held, trained: _Parts) -> tuple[int, int]:
         """Ticks of ZeRO's exchanges in forward and backward, hidden or not: equations (T6) and (T8)."""
         zero, ogp = self.layout.zero_stage, self.work.recipe
-        if zero < 2:
+        if zero < 2 or self._gathers_once:
             return _NO_GATHERS
         one_rail = self.work.framework.gathers_on_one_rail
         gather = scatter = 0.0

@@ -1,13 +1,13 @@
 """The cut of a runtime that is given no other: how many blocks every stage has.
 
-    (N4)  equal numbers of blocks; by the runtime's traits instead:
-          `counts_ends`   embedding and output layer count as a block each, the first
-                          stages have one more
-          `balances_head` a stage is full once the parameters up to its last block reach
-                          its share of the whole, the output layer's among them
-          `deals_layers`  embedding, last norm and output layer count as a layer each
-          where blocks do not divide: embedding and head count as one block each, or else
-          the last stages have one more
+(N4)  equal numbers of blocks; by the runtime's traits instead:
+      `counts_ends`   embedding and output layer count as a block each, the first
+                      stages have one more
+      `balances_head` a stage is full once the parameters up to its last block reach
+                      its share of the whole, the output layer's among them
+      `deals_layers`  embedding, last norm and output layer count as a layer each
+      where blocks do not divide: embedding and head count as one block each, or else
+      the last stages have one more
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from planner.runtimes import Runtime
 from planner.spec.transformer import Transformer
 
 
-def default_blocks(model: Transformer, runtime: Runtime, stages: int) -> tuple[int, ...]:
+def default_blocks(
+    model: Transformer, runtime: Runtime, stages: int
+) -> tuple[int, ...]:
     """Return the number of blocks of every stage: equation (N4)."""
     blocks = model.layers
     if stages == 1:
@@ -48,8 +50,11 @@ def _by_parameters(model: Transformer, stages: int) -> tuple[int, ...]:
     whole = model.layers * block + model.vocabulary * model.hidden
     counts = [0] * stages
     stage = 0
-    for done in accumulate([block] * model.layers):
+    for placed, done in enumerate(accumulate([block] * model.layers), 1):
         counts[stage] += 1
-        if done >= whole * (stage + 1) / stages and stage < stages - 1:
+        is_last_chance = model.layers - placed <= stages - 1 - stage
+        if (is_last_chance and stage < stages - 1) or (
+            done >= whole * (stage + 1) / stages and stage < stages - 1
+        ):
             stage += 1
     return tuple(counts)

@@ -154,16 +154,20 @@ class Workload:
             listed=tuple(profiled),
             whole=tuple(map(_unsplit, self.profile.layers)),
         )
-        rows.listed = tuple(size for size in profiled if rows.divides(size))
+        if self.framework.name == OURS:
+            rows.profiled = profiled
+        else:
+            rows.listed = tuple(size for size in profiled if rows.divides(size))
         return rows
 
     @property
     def derives_rows(self) -> bool:
         """Whether rows follow from the sizes of the model instead of the profile.
 
-        Measured rows, and those of our own runtime, are the profile's.
+        Measured rows are the profile's; our own runtime takes the sizes that a
+        profile lists from it, since they are equal, and derives all others.
         """
-        if self.profile.transformer is None or self.framework.name == OURS:
+        if self.profile.transformer is None:
             return False
         rows = self.profile.layers[-1].measurements
         return all(row.source == "counted" for row in rows)
