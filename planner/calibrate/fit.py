@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
+from planner.calibrate.intervals import KINDS, Residual, distributions
 from planner.calibrate.linearise import (
     FIXED,
     MEMORY,
@@ -25,7 +24,7 @@ from planner.calibrate.linearise import (
     sizes,
     times,
 )
-from planner.calibrate.pooling import Floats, Linear, Pooled, Priors, solve, unfitted
+from planner.calibrate.pooling import Linear, Pooled, Priors, solve, unfitted
 from planner.cost.predict import RunPrediction, predict_run
 from planner.spec.calibration import (
     MINIMUM_ROWS,
@@ -38,10 +37,6 @@ from planner.spec.calibration import (
 from planner.spec.run import Run
 
 ITERATIONS = 2
-QUANTILES = tuple(place / 20 for place in range(1, 20))
-KINDS: tuple[Kind, ...] = ("runtime", "architecture", "neither")
-LEAST_RESIDUALS = 8
-"""Held-out runs below which a kind takes the residuals of the next wider one."""
 Progress = Callable[[int, int], None]
 
 
@@ -253,10 +248,6 @@ def _pooled_of(table: CalibrationTable, priors: Priors) -> Pooled:
     return Pooled({**start, **known}, offsets)
 
 
-Residual = tuple[str, float]
-"""Source, and log(measured / predicted)."""
-
-
 def _intervals(found: Fit) -> dict[Kind, IntervalRow]:
     """Return the distribution of held-out residuals by what is known."""
     time = _residuals(found.times, [run.owners["source"] for run in found.timed])
@@ -270,12 +261,11 @@ def _intervals(found: Fit) -> dict[Kind, IntervalRow]:
             size_sources.append(run.source)
             is_memory.append(False)
     memory = _residuals(found.sizes, size_sources, is_memory)
-    rows = {}
-    for kind in KINDS:
-        rows[kind] = IntervalRow(
-            time=_quantiles(time, kind), memory=_quantiles(memory, kind)
-        )
-    return rows
+    times_of = distributions(time)
+    sizes_of = distributions(memory)
+    return {
+        kind: IntervalRow(time=times_of[kind], memory=sizes_of[kind]) for kind in KINDS
+    }
 
 
 def _residuals(
@@ -315,29 +305,3 @@ def _kind_of(linear: Linear, place: int, counts: Counter[str]) -> Kind:
     if counts[owners["architecture"]] >= MINIMUM_ROWS:
         return "architecture"
     return "neither"
-
-
-def _quantiles(residuals: Mapping[Kind, Sequence[Residual]], kind: Kind) -> Residuals:
-    """Return the distribution of a kind, every source with the same weight."""
-    chosen: list[Residual] = list(residuals.get(kind, ()))
-    for wider in KINDS[KINDS.index(kind) + 1 :]:
-        if len(chosen) >= LEAST_RESIDUALS:
-            break
-        chosen += residuals.get(wider, ())
-    if not chosen:
-        return Residuals(low=-0.4, high=0.4)
-    counts = Counter(source for source, _ in chosen)
-    values = np.array([value for _, value in chosen])
-    weights = np.array([1 / counts[source] for source, _ in chosen])
-    cuts = _weighted_quantiles(values, weights, (0.1, 0.9, *QUANTILES))
-    low, high, *quantiles = (round(float(cut), 4) for cut in cuts)
-    return Residuals(low=low, high=high, quantiles=tuple(sorted(quantiles)))
-
-
-def _weighted_quantiles(
-    values: Floats, weights: Floats, probabilities: Sequence[float]
-) -> Floats:
-    order = np.argsort(values)
-    cumulated = np.cumsum(weights[order])
-    middles = (cumulated - weights[order] / 2) / cumulated[-1]
-    return np.interp(probabilities, middles, values[order])

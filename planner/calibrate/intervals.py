@@ -35,6 +35,11 @@ GRID = tuple(round(0.05 * place, 2) for place in range(1, 20))
 KINDS: tuple[Kind, ...] = ("runtime", "architecture", "neither")
 """From the narrowest to the widest."""
 
+UNKNOWN = Residuals(
+    low=-0.4, high=0.4, quantiles=tuple(probability - 0.5 for probability in GRID)
+)
+"""Distribution without any residual."""
+
 Residual = tuple[str, float]
 """Source, and log(measured / predicted) of a held-out run."""
 BySource = Mapping[str, Sequence[float]]
@@ -77,6 +82,8 @@ def coverage(residuals: Sequence[Residual], level: float) -> float:
 
 def _distribution(residuals: Sequence[Residual]) -> Residuals:
     """The interval at the level that covers other sources, and the quantiles."""
+    if not residuals:
+        return UNKNOWN
     by_source = _by_source(residuals)
     level = _level(residuals)
     low, high = _two_sided(by_source, level)

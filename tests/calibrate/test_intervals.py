@@ -83,3 +83,10 @@ def test_coverage_leaves_the_source_out() -> None:
         *residuals("c", 0.01, bias=2.0),
     ]
     assert coverage(found, 0.99) <= 2 / 3
+
+
+def test_without_residuals_the_interval_is_wide() -> None:
+    """A calibration of no held-out run has one wide interval for every kind."""
+    found = distributions({})
+    assert {found[kind].high for kind in KINDS} == {0.4}
+    assert len(found["runtime"].quantiles) == len(GRID)
