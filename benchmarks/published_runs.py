@@ -103,6 +103,8 @@ WORDS = {
     "routing": "routing",
 }
 """Traits of a runtime by the column that states them as a word."""
+FUSED_NORM = "RMS kernel"
+"""In the column of kernels that the source names: a fused norm."""
 OFFLOADS = {
     "optimizer": "offloads_states",
     "checkpoints": "offloads_checkpoints",
@@ -522,6 +524,8 @@ def _settings(row: Row) -> dict[str, Any]:
             found[trait] = row[column]
     if _flag(row, "compiled"):
         found["fuses_elementwise"] = True
+    if FUSED_NORM in row["attention"]:
+        found["fuses_norm"] = True
     if row["gradient_dtype"]:
         found["fp32_gradients"] = row["gradient_dtype"] == "fp32"
     if _integer(row, "vocab") == ENCODER_VOCABULARY:

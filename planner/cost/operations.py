@@ -720,7 +720,9 @@ class DecoderCounts:
             if model.gated:
                 work.memory(3 * size * elements, module=act)
                 work.save(size * elements, act)
-        work.save(size * count * tokens * width, f"{name}_fc1", True)
+        is_narrow = self.is_fp8 and self.runtime.stores_gates_in_fp8
+        saved_size = 1 if is_narrow else size
+        work.save(saved_size * count * tokens * width, f"{name}_fc1", True)
         work.save(self.input_size * elements, act)
         work.product(
             tokens,

@@ -78,19 +78,20 @@ class Workload:
 
     @cached_property
     def recipe(self) -> OgpRecipe:
-        """Bytes per parameter of this precision and optimizer, as this framework keeps them."""
+        """Bytes per parameter of this precision and optimizer under the runtime."""
+        framework = self.framework
         is_mixed = self.job.precision in ("bf16-mixed", "fp8")
-        is_bf16 = self.framework.is_pure and is_mixed
-        plain = recipe("bf16" if is_bf16 else self.job.precision, self.job.optimizer)
-        if not plain.master_bytes:
-            return plain
-        if not self.framework.fp32_master:
-            return replace(plain, parameter_bytes=4, gradient_bytes=4, master_bytes=0)
-        return (
-            replace(plain, gradient_bytes=4)
-            if self.framework.fp32_gradients and is_mixed
-            else plain
-        )
+        is_bf16 = framework.is_pure and is_mixed
+        found = recipe("bf16" if is_bf16 else self.job.precision, self.job.optimizer)
+        if framework.optimizer_state_bytes is not None:
+            found = replace(found, state_bytes=framework.optimizer_state_bytes // 2)
+        if not found.master_bytes:
+            return found
+        if not framework.fp32_master:
+            return replace(found, parameter_bytes=4, gradient_bytes=4, master_bytes=0)
+        if framework.fp32_gradients and is_mixed:
+            return replace(found, gradient_bytes=4)
+        return found
 
     @property
     def capacity_bytes(self) -> int:

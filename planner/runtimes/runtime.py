@@ -235,6 +235,9 @@ class Runtime:
     """Casts of linear layers in jobs with precision fp8."""
     fp8_scaling: Fp8Scaling = "current"
     """How scales of fp8 tensors are found in jobs with precision fp8."""
+    stores_gates_in_fp8: bool = False
+    """Precision fp8: outputs of the first feed-forward product are saved at one byte
+    per element."""
     fp8_keeps_ends_in_16_bits: bool = False
     """Precision fp8: the first and the last block compute in bf16."""
     gathers_in_fp8: bool = False
