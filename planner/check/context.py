@@ -105,21 +105,27 @@ class Context:
             peak += group.devices * peaks[self.profile.dtype]
         return peak
 
+    @cached_property
+    def has_rows(self) -> bool:
+        """Whether the profile lists every layer at the layout's sizes."""
+        return all(self.rows(layer) for layer in self.profile.layers)
+
+    @property
+    def is_derived(self) -> bool:
+        """Whether the plan's operations follow from the sizes of a decoder.
+
+        They do for other runtimes, and for sizes that the profile does not list.
+        """
+        is_listed = self.job.runtime == OURS and self.has_rows
+        return self.profile.transformer is not None and not is_listed
+
     @property
     def is_priced(self) -> bool:
         """Whether the check can recompute seconds and bytes.
 
-        It does so for the planner's own executor, whose operations are the profile's.
+        It does so for the planner's own executor, if its operations are in the profile.
         """
-        return self.job.runtime == OURS
-
-    @property
-    def is_derived(self) -> bool:
-        """Whether the plan may have sizes that the profile does not list.
-
-        The operations of another runtime follow from the sizes of a decoder.
-        """
-        return not self.is_priced and self.profile.transformer is not None
+        return self.job.runtime == OURS and not self.is_derived
 
     @cached_property
     def group_of_node(self) -> Mapping[int, int]:

@@ -14,6 +14,7 @@ from planner.check.report import Findings
 from planner.check.step import Step
 from planner.spec.calibration import interval_for, provenance, shipped
 from planner.spec.devices import catalogue, find_device
+from planner.spec.job import OURS
 from planner.spec.plan import Plan, Prediction, RankMemory
 
 RELATIVE = 1e-6
@@ -66,7 +67,7 @@ def check_prediction(plan: Plan, context: Context, findings: Findings) -> None:
             "tokens per second and MFU of the stated step, the breakdown's sum, memory's "
             "sums, and that it fits",
             f"not recomputed: the seconds and bytes of the runtime {context.job.runtime}, "
-            "whose kernels are not modelled here",
+            "whose operations are not in the profile",
         ]
         return
     findings.checked += [
@@ -138,6 +139,10 @@ def _check_decoder(stated: Prediction, context: Context, findings: Findings) -> 
     tokens_per_second = context.tokens / stated.step_seconds
     bounds = flops_per_token(model, context.job.sequence_length)
     least, most = (flops * tokens_per_second / peak for flops in bounds)
+    if (
+        context.job.runtime == OURS
+    ):  # tensor-parallel ranks repeat norms and output layer
+        most *= context.layout.tensor_parallel_degree
     rule = f"a decoder of these sizes has {least:.4g} to {most:.4g}"
     findings.rule("prediction.mfu", stated.mfu, least <= stated.mfu <= most, rule)
     compute, ideal = stated.breakdown.compute_seconds, stated.mfu * stated.step_seconds

@@ -9,7 +9,7 @@ import pytest
 
 from planner.check import check
 from planner.check.decoder import flops_per_token
-from planner.cost.operations import DecoderCounts
+from planner.cost.operations import LayerWork
 from planner.profiler.counted import counted_profile
 from planner.search import plan_layout
 from planner.spec import (
@@ -47,17 +47,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @cache
 def profile_of(model: str) -> ModelProfile:
     """Return the counted profile of a catalogue model."""
-    return counted_profile(model, sequence_length=SEQUENCE, dtype="bf16")
+    return counted_profile(
+        model, sequence_length=SEQUENCE, dtype="bf16", micro_batch_sizes=(1,)
+    )
 
 
-def planned(model: str) -> Plan:
-    """Return a plan for Megatron-Core on 128 H100."""
+def planned(model: str, runtime: str = "megatron-core", **fields: int) -> Plan:
+    """Return a plan for a runtime on 128 H100."""
     machines = Cluster(
         node_groups=(NodeGroup(device="h100-sxm5-80gb", nodes=16, devices_per_node=8),)
     )
-    job = Job(global_batch_size=256, sequence_length=SEQUENCE, runtime="megatron-core")
+    job = Job(global_batch_size=256, sequence_length=SEQUENCE, runtime=runtime)
     profile = profile_of(model)
-    layout = PredictionLayout.model_validate(LAYOUTS[model])
+    layout = PredictionLayout.model_validate({**LAYOUTS[model], **fields})
     found = plan_layout(request(profile, machines, job), profile, layout)
     assert isinstance(found, Plan)
     return found
@@ -67,6 +69,14 @@ def planned(model: str) -> Plan:
 def test_valid_plans_pass(model: str) -> None:
     """Sizes that the profile does not list are checked by the sizes of the decoder."""
     assert check(planned(model), profile_of(model)).problems == ()
+
+
+def test_sizes_that_our_profile_does_not_list() -> None:
+    """Our own executor's operations at other sizes are derived, and not recomputed."""
+    found = planned("llama-3.2-1b", runtime="planner", micro_batch_size=2)
+    report = check(found, profile_of("llama-3.2-1b"))
+    assert report.problems == ()
+    assert any("not recomputed" in line for line in report.checked)
 
 
 @pytest.mark.parametrize("model", LAYOUTS)
@@ -90,11 +100,11 @@ def test_compute_faster_than_the_peak_is_caught() -> None:
 
 
 @pytest.mark.parametrize("model", LAYOUTS)
-def test_weight_gradients_left_out_are_caught(
-    model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A counter of operations without weight gradients has a third too few FLOPs."""
-    monkeypatch.setattr(DecoderCounts, "_weight_flops", staticmethod(lambda work: 0))
+def test_flops_left_out_are_caught(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A counter of operations that leaves out half of the FLOPs is found."""
+    correct = vars(LayerWork)["flops"].fget
+    half = property(lambda work: correct(work) // 2)
+    monkeypatch.setattr(LayerWork, "flops", half)
     problems = check(planned(model), profile_of(model)).problems
     assert [one for one in problems if one.startswith("prediction.mfu: ")]
 
