@@ -26,8 +26,9 @@ from planner.spec.calibration import Kind, Residuals
 
 COVERAGE = 0.8
 """Share of measured values that an interval contains."""
-LEVELS = tuple(round(0.8 + 0.01 * step, 2) for step in range(20))
-"""Levels of two-sided quantiles that are tried, from the narrowest."""
+LEVELS = tuple(round(0.8 + 0.01 * step, 2) for step in range(11))
+"""Levels of two-sided quantiles that are tried, from the narrowest; beyond 90 % a few
+outliers decide."""
 MINIMUM_SOURCES = 3
 """Fewest sources of a kind; with fewer the residuals of all kinds are used."""
 GRID = tuple(round(0.05 * place, 2) for place in range(1, 20))
@@ -87,12 +88,8 @@ def _distribution(residuals: Sequence[Residual]) -> Residuals:
     by_source = _by_source(residuals)
     level = _level(residuals)
     low, high = _two_sided(by_source, level)
-    stretch = level / COVERAGE
-    quantiles = []
-    for probability in GRID:
-        moved = 0.5 + (probability - 0.5) * stretch
-        quantiles.append(_quantile(by_source, min(max(moved, 0.0), 1.0)))
-    return Residuals(low=low, high=high, quantiles=tuple(quantiles))
+    quantiles = tuple(_quantile(by_source, probability) for probability in GRID)
+    return Residuals(low=low, high=high, quantiles=quantiles)
 
 
 def _level(residuals: Sequence[Residual]) -> float:
