@@ -260,7 +260,7 @@ def _intervals(found: Fit) -> dict[Kind, IntervalRow]:
         if run.use_fit:
             size_sources.append(run.source)
             is_memory.append(False)
-    memory = _residuals(found.sizes, size_sources, is_memory)
+    memory = _residuals(found.sizes, size_sources, is_memory, halves=True)
     times_of = distributions(time)
     sizes_of = distributions(memory)
     return {
@@ -269,20 +269,35 @@ def _intervals(found: Fit) -> dict[Kind, IntervalRow]:
 
 
 def _residuals(
-    linear: Linear, sources: Sequence[str], counted: Sequence[bool] | None = None
+    linear: Linear,
+    sources: Sequence[str],
+    counted: Sequence[bool] | None = None,
+    *,
+    halves: bool = False,
 ) -> dict[Kind, list[Residual]]:
-    """Return the residuals of held-out runs by what is known of them."""
+    """Return the residuals of held-out runs by what is known of them.
+
+    Args:
+        linear: all runs.
+        sources: of every run.
+        counted: whether a run counts; None: all do.
+        halves: hold out the halves of sources too, for runtimes that only one source
+            measured.
+    """
     found: dict[Kind, list[Residual]] = defaultdict(list)
     everyone = range(len(sources))
     architectures = [owners["architecture"] for owners in linear.owners]
-    for kept_of in (sources, architectures):
-        for name in dict.fromkeys(kept_of):
-            others = [place for place in everyone if kept_of[place] != name]
+    partitions: list[Sequence[str]] = [sources, architectures]
+    if halves:
+        partitions.append([f"{sources[place]} {place % 2}" for place in everyone])
+    for parts in partitions:
+        for name in dict.fromkeys(parts):
+            others = [place for place in everyone if parts[place] != name]
             errors = linear.errors_at(solve(linear, others))
             counts = _known(linear, others)
             for place in everyone:
                 is_counted = counted is None or counted[place]
-                if kept_of[place] != name or not is_counted:
+                if parts[place] != name or not is_counted:
                     continue
                 kind = _kind_of(linear, place, counts)
                 found[kind].append((sources[place], -float(errors[place])))
