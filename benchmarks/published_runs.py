@@ -524,7 +524,7 @@ def _settings(row: Row) -> dict[str, Any]:
             found[trait] = row[column]
     if _flag(row, "compiled"):
         found["fuses_elementwise"] = True
-    if FUSED_NORM in row["attention"]:
+    if FUSED_NORM in row.get("attention", ""):
         found["fuses_norm"] = True
     if row["gradient_dtype"]:
         found["fp32_gradients"] = row["gradient_dtype"] == "fp32"

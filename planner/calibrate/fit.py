@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from planner.calibrate.intervals import KINDS, Residual, distributions
@@ -79,20 +79,42 @@ def fit(runs: Iterable[Run], prior: CalibrationTable | None = None) -> Calibrati
 
     Args:
         runs: each with the name of its source.
-        prior: a calibration from which constants start, and whose intervals are kept;
-            None: the priors of this module, with intervals from held-out runs.
+        prior: a calibration whose constants the runs refine, and whose intervals are
+            kept; None: the priors of this module, with intervals from held-out runs.
     """
     measured = [measured_run(run, source=run.source.name) for run in runs]
     known = [one for one in measured if one is not None]
-    times_at = sizes_at = None
-    if prior is not None:
-        times_at = _pooled_of(prior, TIME)
-        sizes_at = _pooled_of(prior, MEMORY)
-    found = _fit(known, times_at, sizes_at)
-    table = _table(found, "own runs")
     if prior is None:
-        return table
-    return table.model_copy(update={"intervals": prior.intervals})
+        return _table(_fit(known), "own runs")
+    found = _fit(known, _pooled_of(prior, TIME), _pooled_of(prior, MEMORY))
+    name = f"{prior.name}, own runs"
+    table = _document(found.times.at, found.sizes.at, known, prior.intervals, name)
+    return table.model_copy(
+        update={
+            "measured_runs": prior.measured_runs + table.measured_runs,
+            "offsets": _with_known(table.offsets, prior.offsets),
+            "rows": _sum(prior.rows, table.rows),
+            "memory": _sum(prior.memory, table.memory),
+        }
+    )
+
+
+def _with_known(
+    offsets: Mapping[str, Mapping[str, float]], known: Mapping[str, Mapping[str, float]]
+) -> dict[str, dict[str, float]]:
+    """Return all factors; an owner without new runs keeps its known one."""
+    names = [*known, *offsets]
+    return {name: {**known.get(name, {}), **offsets.get(name, {})} for name in names}
+
+
+def _sum(left: RowCounts, right: RowCounts) -> RowCounts:
+    return RowCounts(
+        runtime=dict(Counter(left.runtime) + Counter(right.runtime)),
+        architecture=dict(Counter(left.architecture) + Counter(right.architecture)),
+        runtime_architecture=dict(
+            Counter(left.runtime_architecture) + Counter(right.runtime_architecture)
+        ),
+    )
 
 
 def fit_published(
@@ -166,12 +188,13 @@ def _fit(
             progress(done, len(timed))
 
     of_time = times(timed, times_at or unfitted(TIME), report)
-    of_size = sizes(sized, sizes_at or unfitted(MEMORY))
+    of_time = replace(of_time, centre=times_at)
+    of_size = replace(sizes(sized, sizes_at or unfitted(MEMORY)), centre=sizes_at)
     for _ in range(ITERATIONS):
         point = solve(of_time, range(len(of_time.owners)))
         of_time = moved(of_time, timed, point)
         point = solve(of_size, range(len(of_size.owners)))
-        of_size = sizes(sized, point)
+        of_size = replace(sizes(sized, point), centre=sizes_at)
     return Fit(timed, sized, of_time, of_size)
 
 

@@ -106,6 +106,8 @@ class Linear:
     """Shape (runs, constants): of the error by the logarithm of a constant."""
     weights: Floats
     """Of every run, for what it measures."""
+    centre: Pooled | None = None
+    """Constants that runs refine; None: those of the priors."""
 
     def errors_at(self, point: Pooled) -> Floats:
         """Return the errors of all runs at another point."""
@@ -151,7 +153,8 @@ class _Start:
 
 def _start(linear: Linear, columns: Sequence[tuple[str, str]]) -> _Start:
     priors = linear.priors
-    centre = [0.0 if owner else math.log(priors[name].value) for name, owner in columns]
+    known = linear.centre or unfitted(priors)
+    centre = [known.logarithm(*column) for column in columns]
     width = [
         priors[name].owner_width if owner else priors[name].width
         for name, owner in columns
