@@ -72,11 +72,11 @@ def _call(module: nn.Module, inputs: Sequence[Tensor], keywords: Sequence[str]) 
         module(*inputs)
 
 
-class _Lengths(TorchDispatchMode):
+class _Lengths(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the tokens that every softmax of an attention, and every recurrent layer, goes over."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[int] = []
 
     def __torch_dispatch__(

@@ -241,7 +241,9 @@ def _place(layout: Layout, cluster: Cluster) -> tuple[RankPlacement, ...]:
     return placed(layout, devices_of(cluster.node_groups))
 
 
-def _facts(profile: ModelProfile, cluster: Cluster, job: Job, layout: Layout) -> Context:
+def _facts(
+    profile: ModelProfile, cluster: Cluster, job: Job, layout: Layout
+) -> Context:
     count = layout.micro_batches(job.global_batch_size)
     return Context(profile, cluster, job, layout, _place(layout, cluster), count)
 

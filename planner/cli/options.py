@@ -93,7 +93,8 @@ class Verb(click.Command):
                 name, _, _ = word.partition("=")
                 option = name if name in several else ""
             elif option and result[-1] != option:
-                if "=" in word or not has_arguments:
+                is_value = "=" in word or not has_arguments
+                if is_value:
                     result.append(option)
             result.append(word)
         return result

@@ -119,7 +119,9 @@ def make_request(
         profile_id=_profile_id(profile),
         profile=None if model else profile,
         cluster=cluster,
-        job=with_headroom(job, cluster, runtime=runtimes.planned(job.runtime).calibration_owner),
+        job=with_headroom(
+            job, cluster, runtime=runtimes.planned(job.runtime).calibration_owner
+        ),
         options=options or Options(),
         planner_version=__version__,
     )

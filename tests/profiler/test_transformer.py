@@ -54,9 +54,9 @@ def counted(
     framework: str = "megatron-lm",
 ) -> ModelProfile:
     """The profile under Megatron-LM's traits: fused kernels, dropout, half precision."""
-    return TransformerCounter(
-        shape, get(framework), shard, attention, "fp16"
-    ).profile("model", MODES)
+    return TransformerCounter(shape, get(framework), shard, attention, "fp16").profile(
+        "model", MODES
+    )
 
 
 def kept(profile: ModelProfile) -> list[int]:

@@ -223,7 +223,10 @@ def test_lists_that_cannot_be_are_refused(
     [
         ((4, 4), "the plan says (2, 6), recomputed (4, 4)"),
         ("even", "the plan says [2, 6]; the job's layers_per_stage is even."),
-        ("even-layers", "the plan says [2, 6]; the job's layers_per_stage is even-layers."),
+        (
+            "even-layers",
+            "the plan says [2, 6]; the job's layers_per_stage is even-layers.",
+        ),
     ],
 )
 def test_checks_find_stages_that_do_not_obey(other: Constraint, wrong: str) -> None:
@@ -258,4 +261,3 @@ def test_a_stage_that_begins_between_numbered_layers_is_uneven() -> None:
     assert not is_even(T5, "even", (3, 6))
     assert not is_even(GPT2, "even", (4, 3, 1))
     assert not is_even(["a", "b.0", "b.1", "c", "b.2", "b.3"], "even", (3, 3))
-

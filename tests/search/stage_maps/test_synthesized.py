@@ -114,7 +114,10 @@ def all_orders(instance: Instance, layout: Layout) -> Iterator[tuple[int, int]]:
     for actions in product(*played):
         step = Step(cells, stage_map, actions)
         with suppress(ScheduleError):  # orders that deadlock are no orders
-            yield step.last.step_nanoseconds, max(row.peak_bytes for row in step.memory())
+            yield (
+                step.last.step_nanoseconds,
+                max(row.peak_bytes for row in step.memory()),
+            )
 
 
 @st.composite
