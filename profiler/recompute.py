@@ -7,6 +7,10 @@
                 Recomputation in Large Transformer Models", section 5, by operation as torchtitan does; torch's
                 create_selective_checkpoint_contexts)
 
+What a product makes for a collective alone, partial sums of a row-wise linear layer, is not kept: the collective's own
+output is, so nothing else reads them. Else, under sequence parallelism, selective would keep the partial sums of all
+tokens, which no backward needs, and more in all than running nothing again (`_Readers`).
+
 What is kept is copied before an operation changes it in place, as an activation after a convolution does: torch would
 refuse the backward, or, told to allow it, apply the change twice.
 
@@ -18,10 +22,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -62,12 +70,28 @@ SAVED_OPERATIONS = frozenset(
         "planner::all_to_all",
     }
 )
+_EXCHANGES = frozenset(
+    {"planner::all_gather", "planner::reduce_scatter", "planner::all_to_all"}
+)
+"""Collectives by shapes alone (`planner.profiler.collectives`)."""
+_PRODUCTS = frozenset(
+    {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm"}
+)
+"""Their backward reads no output of theirs."""
+_COPIES = frozenset({"aten::cat", "aten::clone"})
+"""Their backward reads neither input nor output."""
 
 
 def is_saved(operation: Any) -> bool:
     """Does `selective` keep the outputs of this operation (`torch._ops.OpOverload`)?"""
     name: str = operation._schema.name
     return name in SAVED_OPERATIONS or name.partition("::")[0] in SAVED_NAMESPACES
+
+
+def is_collective(operation: Any) -> bool:
+    """Does this operation (`torch._ops.OpOverload`) exchange tensors with other ranks?"""
+    name: str = operation._schema.name
+    return name in _EXCHANGES or name.partition("::")[0] in SAVED_NAMESPACES
 
 
 def recompute(
@@ -178,8 +202,126 @@ def _policy(
     )
 
 
+@dataclass(eq=False, slots=True)
+class _Partial:
+    """The output of a product, or a copy of it, and what has become of it."""
+
+    products: tuple[_Partial, ...] = ()
+    """That it is a copy of; empty: it is one."""
+    is_read: bool = False
+    """By something that runs again."""
+    is_exchanged: bool = False
+    """By a collective whose output is kept."""
+
+
+class _Readers:
+    """Finds out which products' outputs nothing but kept collectives read.
+
+    Views are no readers, and copies are read when something reads the copy. Storages are told apart by their address:
+    one that is freed has its address forgotten when another operation makes a tensor there.
+    """
+
+    def __init__(self) -> None:
+        self._partials: dict[int, _Partial] = {}
+
+    def see(self, operation: Any, given: Any, made: Any) -> None:
+        """Take note of an operation that has run.
+
+        Args:
+            operation: `torch._ops.OpOverload`.
+            given: its arguments.
+            made: its outputs.
+        """
+        sources, outputs = _storages(given), _storages(made)
+        read = [self._partials[each] for each in sources if each in self._partials]
+        is_mutable = operation._schema.is_mutable
+        if outputs and outputs <= sources and not is_mutable:
+            return
+        name: str = operation._schema.name
+        products: tuple[_Partial, ...] = ()
+        if is_collective(operation) and not is_mutable:
+            for each in read:
+                self._mark(each, is_exchange=True)
+        elif name in _COPIES:
+            products = tuple(
+                product for each in read for product in each.products or (each,)
+            )
+        else:
+            for each in read:
+                self._mark(each, is_exchange=False)
+        for address in outputs - sources:
+            self._partials.pop(address, None)
+            if products or name in _PRODUCTS:
+                self._partials[address] = _Partial(products)
+
+    def only_exchanged(self) -> set[int]:
+        """Return the addresses of products' outputs that only kept collectives have read."""
+        return {
+            address
+            for address, one in self._partials.items()
+            if not one.products and one.is_exchanged and not one.is_read
+        }
+
+    @staticmethod
+    def _mark(one: _Partial, *, is_exchange: bool) -> None:
+        for product in one.products or (one,):
+            if is_exchange:
+                product.is_exchanged = True
+            else:
+                product.is_read = True
+
+
+class _Unread:
+    """In place of a kept output whose values nothing reads: another tensor of its form."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        local = _local(tensor)
+        self._shape, self._stride = tuple(local.shape), local.stride()
+        self._dtype, self._device = local.dtype, local.device
+        self._spec = tensor._spec if isinstance(tensor, DTensor) else None
+
+    def get_val(self, allow_cache_entry_mutation: bool) -> Tensor:
+        """Return a tensor with any values, as torch's own entries return theirs."""
+        empty = torch.empty_strided(
+            self._shape, self._stride, dtype=self._dtype, device=self._device
+        )
+        if self._spec is None:
+            return empty
+        return DTensor(empty, self._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The tensor that has the memory: of a DTensor this rank's part, of one that a collective fills the buffer."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
+    return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def _storages(values: Any) -> set[int]:
+    """Addresses of the storages of all tensors among some values."""
+    return {
+        _local(each).untyped_storage()._cdata
+        for each in tree_leaves(values)
+        if isinstance(each, Tensor)
+    }
+
+
 class _Keeping(_CachingTorchDispatchMode):
-    """Keeps outputs as torch's own does, and copies those that an operation is about to change in place."""
+    """Keeps outputs as torch's own does, but not those that only kept collectives read; and copies those that an
+    operation is about to change in place."""
+
+    def __init__(self, policy: Any, storage: Any) -> None:
+        super().__init__(policy, storage)  # type: ignore[no-untyped-call]
+        self._readers = _Readers()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        unread = self._readers.only_exchanged()
+        for entries in self.storage.values():
+            for index, entry in entries.items():
+                value = getattr(entry, "val", None)
+                if isinstance(value, Tensor) and _storages(value) & unread:
+                    entries[index] = _Unread(value)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -192,7 +334,9 @@ class _Keeping(_CachingTorchDispatchMode):
                 and not args[place].is_meta
             ):
                 self._copy(args[place])
-        return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        made = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        self._readers.see(func, (args, kwargs), made)
+        return made
 
     def _copy(self, changed: Tensor) -> None:
         """Give kept tensors that share memory with this one memory of their own."""

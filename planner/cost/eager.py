@@ -10,7 +10,8 @@ Our own executor runs transformers' modules as they are written, without a compi
     (E3)  full       the block's input is saved; the kernels run again up to the last
                      tensor that the backward needs (torch's early stop)
     (E4)  selective  the input and the outputs of products, attention and collectives are
-                     saved; all other kernels of (E3) run again
+                     saved, but not products that only a collective reads, whose own
+                     output is; all other kernels of (E3) run again
     (E5)  temporary  the most that is allocated at once in the backward, less what is
                      saved: gradients, a weight's new gradient, the layer's input
 
@@ -169,6 +170,12 @@ class Tape:
     saved: set[Buffer] = field(default_factory=set)
     kept: set[Buffer] = field(default_factory=set)
     """Results of products, attention and collectives."""
+    dropped: set[Buffer] = field(default_factory=set)
+    """Results of products that only a collective reads."""
+    entered: Buffer | None = None
+    """What the tensor-parallel region that is being written reads; None: outside."""
+    held_until: dict[Buffer, int] = field(default_factory=dict)
+    """Steps up to which the forward refers to a tensor."""
     last_saved: int = 0
     """Kernels before the last tensor that the backward needs: equation (E3)."""
     attention_backward_flops: int = 0
@@ -314,6 +321,24 @@ class Tape:
             )
         return part
 
+    def drop(self, partial: Buffer) -> None:
+        """Record that only a collective reads the result of a product.
+
+        Selective recomputation frees it at the end of the layer's forward.
+        """
+        self.kept.discard(partial)
+        self.dropped.add(partial)
+
+    def hold(self, factor: Buffer) -> None:
+        """Record that the code of a region refers to two tensors until it leaves it.
+
+        They are the input of the region and that of its last product.
+        """
+        for one in (factor, self.entered):
+            if one is not None:
+                self.held_until[one.storage] = len(self.steps) - 1
+        self.entered = None
+
     def transfer(self, made: Buffer, source: Buffer) -> Buffer:
         """Record the result of a collective, which selective recomputation saves."""
         self.kept.add(made)
@@ -443,6 +468,8 @@ class Tape:
         for place, step in enumerate(self.steps):
             for one in (step.made, *step.read):
                 last_read[one.storage] = place
+        for one, place in self.held_until.items():
+            last_read[one] = max(place, last_read.get(one, place))
         waiting = set(pending)
         live = {given}
         peak = 0
@@ -454,10 +481,9 @@ class Tape:
                 if not one.storage.is_outside:
                     live.add(one.storage)
             peak = max(peak, sum(one.bytes for one in live | waiting))
-            for one in (step.made, *step.read):
-                whole = one.storage
+            for whole in tuple(live):
                 is_needed = whole in resident or whole is given
-                if last_read[whole] <= place and not is_needed:
+                if last_read.get(whole, place) <= place and not is_needed:
                     live.discard(whole)
         return peak
 
@@ -584,7 +610,8 @@ class EagerCounts(DecoderCounts):
         if mode != "none":
             pending = tape.kept if mode == "selective" else set()
             again = tape.replay_bytes(layer.given, layer.output, pending)
-            first = tape.forward_bytes(layer.given, pending)
+            resident = tape.kept | tape.dropped if mode == "selective" else pending
+            first = tape.forward_bytes(layer.given, resident)
             peak_bytes = max(peak_bytes, again, first)
         replayed = tape.replayed(mode)
         flops = sum(one.flops for one in tape.operations)
@@ -837,7 +864,8 @@ class _Writer:
         tape.exchange("forward", "all_gather", whole)
         tape.exchange("backward", "reduce_scatter", whole)
         gathered = tape.transfer(Buffer(whole), given)
-        return gathered if is_flat else tape.kernel(Buffer(whole), gathered)
+        tape.entered = gathered if is_flat else tape.kernel(Buffer(whole), gathered)
+        return tape.entered
 
     def leave(self, given: Buffer, *, is_flat: bool = False) -> Buffer:
         """Leave a tensor-parallel region: sum the partial results."""
@@ -850,6 +878,7 @@ class _Writer:
         tape.exchange("forward", "reduce_scatter", given.bytes)
         tape.exchange("backward", "all_gather", given.bytes)
         ordered = given if is_flat else tape.kernel(Buffer(given.bytes), given)
+        tape.drop(given)
         return tape.transfer(Buffer(given.bytes // split.tensor), ordered)
 
     def row_linear(
@@ -867,6 +896,7 @@ class _Writer:
             given, self.tokens, columns, inner, bias=bias and not is_apart
         )
         made = self.leave(made, is_flat=is_flat)
+        self.tape.hold(given)
         if not is_apart:
             return made
         if self.split.sequence_parallel:
