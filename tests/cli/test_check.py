@@ -59,7 +59,7 @@ def test_a_plan_that_carries_no_profile(
     plan_path.write_text(json.dumps(plan))
     alone = planner("check", plan_path)
     assert alone.code == 2
-    assert "--profile" in alone.err
+    assert "request.profile" in alone.err
     assert planner("check", plan_path, "--profile", profile).code == 0
 
 

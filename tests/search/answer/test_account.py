@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from planner.errors import LayoutError
@@ -49,6 +49,7 @@ def total(rank: RankAccount, ending: str, whole: str) -> float:
 )
 def test_parts_add_up(stages: int, data: int, schedule: str, framework: str) -> None:
     """Seconds of every rank add up to the forecast's step, bytes to the peak; the last rank waits for nobody."""
+    assume(framework != "megatron-core" or schedule == "1f1b")
     forecast, found = explained(
         framework,
         pipeline_parallel_degree=stages,
