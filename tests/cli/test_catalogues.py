@@ -43,7 +43,7 @@ def test_efficiency_of_matrix_products(planner: Command) -> None:
     """The curve is the cost model's; the source says whether runs of the architecture are behind it."""
     products = planner("devices", "h100-sxm5-80gb", "--json").json["matrix_products"]
     hopper = constants_for("planner", "Hopper")
-    best = 0.803 * hopper.matmul_fraction
+    best = 0.803 * hopper.matmul_fraction * hopper.kernel_fraction
     assert {int(size): each for size, each in products["fractions"].items()} == {
         size: pytest.approx(best / (1 + 3 * hopper.matmul_edge / size))
         for size in map(int, products["fractions"])
