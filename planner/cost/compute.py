@@ -19,6 +19,7 @@ Products in fp8: equations (C6) to (C9) of `planner.cost.fp8`. Constants (K1) an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
@@ -55,7 +56,7 @@ the first version's (Dao 2023, abstract); the third is "1.5-2.0x" as fast on Hop
 the second."""
 PRODUCTS = ("matmul", "grouped-matmul", "convolution")
 """Kinds of operations with two gradients."""
-NEVER = 1e30
+NEVER = math.inf
 """Rate of what a device has no figure for, so that it takes no time."""
 
 

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from planner.cost.compute import (
-    backward_seconds,
+    Figures,
+    OperationArrays,
     computation,
-    forward_seconds,
-    operation_seconds,
+    layer_seconds,
     price,
 )
 from planner.errors import MismatchError
-from planner.spec.calibration import DEFAULT
-from planner.spec.profile import LayerProfile, Measurement, ModelProfile, Operation
+from planner.spec.calibration import DEFAULT, Constants
+from planner.spec.cluster import DeviceSpec
+from planner.spec.profile import (
+    DataType,
+    LayerProfile,
+    Measurement,
+    ModelProfile,
+    Operation,
+)
 from tests.builders import device, four_equal_layers
 
 DEVICE = device()
@@ -27,6 +35,36 @@ MEMORY = 0.85 * 1e12
 def operation(kind: str, *, flops: int = 0, size: int = 0, count: int = 1) -> Operation:
     """A kernel."""
     return Operation(kind=kind, count=count, flops=flops, bytes=size)
+
+
+def forward_seconds(
+    operations: Sequence[Operation],
+    machine: DeviceSpec,
+    dtype: DataType,
+    constants: Constants = DEFAULT,
+) -> float:
+    """Forward of one layer."""
+    figures = Figures.of(machine, dtype, constants)
+    return float(layer_seconds(OperationArrays.of([operations]), figures).forward[0])
+
+
+def backward_seconds(
+    operations: Sequence[Operation], machine: DeviceSpec, dtype: DataType
+) -> tuple[float, float]:
+    """Gradients of input and weight of one layer."""
+    figures = Figures.of(machine, dtype, DEFAULT)
+    found = layer_seconds(OperationArrays.of([operations]), figures)
+    return float(found.backward_input[0]), float(found.backward_weight[0])
+
+
+def operation_seconds(
+    one: Operation,
+    machine: DeviceSpec,
+    dtype: DataType,
+    constants: Constants = DEFAULT,
+) -> float:
+    """One run of an operation."""
+    return forward_seconds((one,), machine, dtype, constants)
 
 
 def row(**fields: Any) -> Measurement:
@@ -86,12 +124,32 @@ def test_odd_rows_are_slow(n: int, k: int) -> None:
 
 
 def test_versions_of_fused_attention() -> None:
-    """(C1): the first FlashAttention takes twice the second's time, the third 4/7 of it."""
-    first, second, third = (
-        operation_seconds(operation(kind, flops=6 * 10**10), DEVICE, "bf16")
-        for kind in ("attention-1", "attention", "attention-3")
-    )
-    assert (first, third) == (pytest.approx(2 * second), pytest.approx(second / 1.75))
+    """(C1): the first FlashAttention takes twice the second's time, the third 4/7 of it where there are fp8 products."""
+    hopper = device(peak_flops_per_second={"bf16": 1e14, "fp8": 2e14})
+
+    def on(machine: DeviceSpec, kind: str) -> float:
+        return operation_seconds(operation(kind, flops=6 * 10**10), machine, "bf16")
+
+    second = on(DEVICE, "attention")
+    assert on(DEVICE, "attention-1") == pytest.approx(2 * second)
+    assert on(DEVICE, "attention-3") == pytest.approx(second)
+    assert on(hopper, "attention-3") == pytest.approx(second / 1.75)
+
+
+def test_layers_are_priced_together() -> None:
+    """Several layers in one call have the seconds of each alone, also on figures of their own."""
+    layers = [
+        (operation("matmul", flops=10**11), operation("memory", size=10**9)),
+        (operation("attention", flops=10**11),),
+    ]
+    machines = [DEVICE, device(achievable_fraction=0.5)]
+    figures = Figures.stack([Figures.of(each, "bf16", DEFAULT) for each in machines])
+    found = layer_seconds(OperationArrays.of(layers), figures).forward
+    alone = [
+        forward_seconds(layer, machine, "bf16")
+        for layer, machine in zip(layers, machines, strict=True)
+    ]
+    assert list(found) == pytest.approx(alone)
 
 
 def test_attention_is_less_efficient() -> None:

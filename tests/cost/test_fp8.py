@@ -97,15 +97,20 @@ def test_blocks_are_faster_and_the_head_is_as_before() -> None:
 def test_tensor_parallel_ranks_share_maxima() -> None:
     """(C9): one all-reduce per product in each pass where scales are dynamic, none where they are delayed."""
     layout = Layout(data_parallel_degree=4, tensor_parallel_degree=2)
-    half = layout_costs(on("h100-sxm5-80gb", "bf16-mixed"), layout).layers[1]["none"]
-    for framework, is_more in (("planner", True), ("megatron-core", False)):
-        half = layout_costs(
-            on("h100-sxm5-80gb", "bf16-mixed", framework=framework), layout
-        ).layers[1]["none"]
-        low = layout_costs(
-            on("h100-sxm5-80gb", "fp8", framework=framework), layout
-        ).layers[1]["none"]
-        assert (low.communication_ticks > half.communication_ticks) is is_more
+    half, low = (
+        layout_costs(on("h100-sxm5-80gb", precision), layout).layers[1]["none"]
+        for precision in ("bf16-mixed", "fp8")
+    )
+    assert low.communication_ticks > half.communication_ticks
+    block = next(
+        each
+        for each in LLAMA.layers[1].measurements
+        if each.tensor_parallel_degree == 2
+    )
+    delayed = told_fp8(block, "bf16", DELAYED, is_last=False)
+    assert delayed.collectives == block.collectives
+    dynamic = told_fp8(block, "bf16", DYNAMIC, is_last=False)
+    assert len(dynamic.collectives) == len(block.collectives) + 2
 
 
 def test_a_device_without_fp8_is_refused() -> None:
