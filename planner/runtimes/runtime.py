@@ -75,8 +75,6 @@ class Runtime:
     """Bias, activation, dropout and residual addition are fused, by a compiler or by
     hand."""
     fuses_norm: bool = True
-    fp32_rotary: bool = False
-    """Rotary embedding is applied through fp32 complex numbers."""
     dropout: Dropout = "none"
     """Default dropout: always, never, or only in models with learned positions, since
     models with rotary positions have none."""
@@ -128,7 +126,8 @@ class Runtime:
     parameters are not, since their loss is scaled."""
     caches_weight_gradients: bool = False
     """One unused gradient per distinct weight shape stays allocated
-    (TransformerEngine >= 2.3 with fused accumulation)."""
+    (TransformerEngine >= 2.3 with fused accumulation). Recorded only: the
+    memory of a prediction does not include it yet."""
     optimizer_state_bytes: int | None = None
     """Bytes per parameter of Adam's moments together; None: those of the job's
     optimizer."""
@@ -185,7 +184,8 @@ class Runtime:
     """Recomputation that a run uses by default."""
     shards_states: bool = False
     """bf16 training shards optimizer states over data-parallel ranks, also without
-    ZeRO."""
+    ZeRO. Recorded only:
+    describe such a run with ZeRO 1."""
     frees_outputs: bool = False
     """A stage frees the outputs that it has sent, since its backward does not need
     them."""
@@ -238,8 +238,6 @@ class Runtime:
     stores_gates_in_fp8: bool = False
     """Precision fp8: outputs of the first feed-forward product are saved at one byte
     per element."""
-    fp8_keeps_ends_in_16_bits: bool = False
-    """Precision fp8: the first and the last block compute in bf16."""
     gathers_in_fp8: bool = False
     """Precision fp8: parameters are gathered at one byte each."""
 
