@@ -590,9 +590,10 @@ class DecoderCounts:
             span = min(span, float(model.sliding_window))
         batch = max(1, round(split.micro_batch_size * model.heads / split.tensor))
         scores = batch * local * span
-        kernel = FUSED_ATTENTION.get(self.runtime.attention)
-        if kernel == "attention" and self.runtime.cudnn_attention:
-            kernel = "attention-3"
+        attention = self.runtime.attention
+        if attention == "flash":
+            attention = self.runtime.flash_kernel
+        kernel = FUSED_ATTENTION.get(attention)
         is_halved = self.runtime.causal and not windowed
         output = split.tokens * model.heads / split.tensor * model.value_dim
         if kernel is not None:

@@ -23,6 +23,8 @@ flash-3: its first version (Dao et al. 2022) and the third, for Hopper and later
 et al. 2024); fused-softmax: scores in memory, with scale, mask and softmax in one
 kernel (Megatron-LM); unfused: one kernel for each.
 """
+FlashKernel = Literal["flash", "flash-1", "flash-3"]
+"""Kernels of attention that save no scores."""
 Selective = Literal["attention", "operators", "alternate"]
 """What selective recomputation recomputes.
 
@@ -66,9 +68,9 @@ class Runtime:
     operation is a kernel (`planner.cost.eager`)."""
     attention: AttentionKernel = "flash"
     """Kernel that a run uses by default."""
-    cudnn_attention: bool = False
-    """The fused kernel is cuDNN's, which on Hopper and later is as fast as the third
-    FlashAttention (TransformerEngine's default backend there)."""
+    flash_kernel: FlashKernel = "flash"
+    """Kernel of runs with ``attention`` "flash". cuDNN's, TransformerEngine's default on
+    Hopper and later, is as fast as "flash-3" there."""
     causal: bool = True
     """Attention does not compute the masked half of causal scores."""
     fuses_elementwise: bool = False
