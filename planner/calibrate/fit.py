@@ -36,7 +36,7 @@ from planner.spec.calibration import (
 )
 from planner.spec.run import Run
 
-ITERATIONS = 2
+ITERATIONS = 3
 Progress = Callable[[int, int], None]
 
 

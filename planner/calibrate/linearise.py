@@ -26,6 +26,8 @@ from planner.spec.run import Run
 
 STEP = 0.02
 """Of finite differences, in the logarithm of a constant."""
+SIZE_SIGMA = 0.04
+"""Relative error of a memory that counts as one unit."""
 FITS_WEIGHT = 1.0
 """Of a decision to fit, relative to a measured memory."""
 
@@ -56,9 +58,9 @@ TIME: dict[str, Prior] = {
 at most one (but for errors of the sheet), the optimizer moves its states at least
 once."""
 MEMORY: dict[str, Prior] = {
-    "allocated_factor": Prior(1.02, 0.03, "runtime", 0.1, 0.8, 1.5),
-    "workspace_bytes": Prior(6e7, 0.7, "architecture", 0.5, 1e6, 2e9),
-    "cached_bytes": Prior(2e9, 0.7, "runtime", 0.8, 1e7, 2e10),
+    "allocated_factor": Prior(1.01, 0.01, "runtime", 0.14, 0.8, 1.5),
+    "workspace_bytes": Prior(8e7, 0.3, "architecture", 0.3, 1e6, 2e9),
+    "cached_fraction": Prior(0.15, 0.5, "runtime", 0.3, 1e-3, 1.0),
 }
 """Constants of memory."""
 FIXED = {"ring_copies": 1.0, "rail_fraction": 0.9}
@@ -183,7 +185,15 @@ def sizes(runs: Sequence[Measured], at: Pooled) -> Linear:
             owners.append(run.owners)
             weights.append(FITS_WEIGHT)
     table = np.array(rows).reshape(len(rows), 1 + len(MEMORY))
-    return Linear(MEMORY, owners, at, table[:, 0], table[:, 1:], np.array(weights))
+    return Linear(
+        priors=MEMORY,
+        owners=owners,
+        at=at,
+        errors=table[:, 0],
+        slopes=table[:, 1:],
+        weights=np.array(weights),
+        sigma=SIZE_SIGMA,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +226,7 @@ def _sizes_under(run: Measured, constants: Constants) -> tuple[float, float]:
     result = run.run.result
     rows = run.priced.memory(constants)
     counted = counted_bytes(
-        rows, result.memory_kind, result.memory_rank, constants.cached_bytes
+        rows, result.memory_kind, result.memory_rank, constants.cached_fraction
     )
     return counted, float(max(row.peak_bytes for row in rows))
 

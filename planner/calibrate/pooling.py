@@ -32,7 +32,8 @@ from planner.spec.calibration import OwnerKind
 Floats = NDArray[np.float64]
 
 SIGMA = 0.06
-"""Relative error of a run that counts as one unit: what repeated runs differ by."""
+"""Relative error of a step time that counts as one unit: what repeated runs differ
+by."""
 MOST_ROWS = 40
 """Runs of one source weigh at most as much as so many."""
 LEAST_ROWS = 6
@@ -108,6 +109,8 @@ class Linear:
     """Of every run, for what it measures."""
     centre: Pooled | None = None
     """Constants that runs refine; None: those of the priors."""
+    sigma: float = SIGMA
+    """Relative error that counts as one unit."""
 
     def errors_at(self, point: Pooled) -> Floats:
         """Return the errors of all runs at another point."""
@@ -139,7 +142,11 @@ def solve(linear: Linear, chosen: Sequence[int]) -> Pooled:
         matrix[:, place] = of_constant
     weights = _source_weights(owners) * linear.weights[list(chosen)]
     point = _reweighted(
-        matrix, linear.errors[list(chosen)], weights, _start(linear, columns)
+        matrix,
+        linear.errors[list(chosen)],
+        weights / linear.sigma,
+        _start(linear, columns),
+        linear.sigma,
     )
     return _pooled(linear.priors, columns, point)
 
@@ -164,13 +171,13 @@ def _start(linear: Linear, columns: Sequence[tuple[str, str]]) -> _Start:
 
 
 def _reweighted(
-    matrix: Floats, errors: Floats, weights: Floats, start: _Start
+    matrix: Floats, errors: Floats, weights: Floats, start: _Start, sigma: float
 ) -> Floats:
     """Minimise soft L1 of the errors and the squares of the priors."""
     point = start.point
     for _ in range(REWEIGHTINGS):
         left = errors + matrix @ (point - start.point)
-        soft = weights / SIGMA / (1 + (left / SIGMA) ** 2) ** 0.25
+        soft = weights / (1 + (left / sigma) ** 2) ** 0.25
         target = soft * (matrix @ start.point - errors)
         system = np.vstack([matrix * soft[:, None], np.diag(1 / start.width)])
         wanted = np.concatenate([target, start.centre / start.width])

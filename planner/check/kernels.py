@@ -33,10 +33,10 @@ from planner.spec.profile import (
     Operation,
 )
 
-ATTENTION = {"attention-1": 0.5, "attention": 1.0, "attention-3": 1.75}
-"""Speed of each version of FlashAttention relative to the second.
-
-The third is faster on devices with fp8 products only."""
+ATTENTION = {"attention-1": 0.5, "attention": 1.0, "attention-3": 1.0}
+"""Speed of each version of FlashAttention relative to the second, on older devices."""
+HOPPER_ATTENTION = {"attention-1": 0.425, "attention": 0.85, "attention-3": 1.75}
+"""The same on devices with fp8 products, where the second uses less of the peak."""
 PRODUCTS = ("matmul", "grouped-matmul", "convolution")
 
 
@@ -99,7 +99,9 @@ class Machine:
         fraction *= self.device.achievable_fraction
         if one.kind in ATTENTION:
             has_fp8 = "fp8" in self.device.peak_flops_per_second
-            speed = min(ATTENTION[one.kind], inf if has_fp8 else 1.0)
+            speed = ATTENTION[one.kind]
+            if has_fp8:
+                speed = HOPPER_ATTENTION[one.kind]
             return fraction * constants.attention_fraction * speed
         if one.kind == "grouped-matmul":
             fraction *= constants.grouped_fraction

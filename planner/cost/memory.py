@@ -164,9 +164,13 @@ def _rank_memory(
         -(-buffer_bytes(costs, stages, index) // chunks) for index in mine
     )
     activations += sum(cost.attention.bytes for cost in layers) if chunks > 1 else 0
-    temporary = costs.gathered_bytes + max(
+    temporary = max(
         cost.temporary_bytes for index in mine for _, cost in running[index]
     )
+    if costs.work.framework.frees_gradients and costs.micro_batches == chunks == 1:
+        peak = _peak_of_backward(activations, gradients, layers)
+        activations, temporary, gradients = peak
+    temporary += costs.gathered_bytes
     temporary += (
         int(costs.work.constants.workspace_bytes) + costs.work.framework.workspace_bytes
     )
@@ -190,6 +194,23 @@ def _rank_memory(
         host_bytes=host_bytes,
         host_capacity_bytes=costs.work.host_capacity_bytes,
     )
+
+
+def _peak_of_backward(
+    activations: int, gradients: int, layers: Sequence[LayerCost]
+) -> tuple[int, int, int]:
+    """Return activations, temporaries and gradients at the peak of the only backward.
+
+    From the last layer to the first, gradients appear while activations are freed.
+    """
+    peak = (activations, 0, 0)
+    appeared = 0
+    for layer in reversed(layers):
+        appeared = min(gradients, appeared + layer.gradients_bytes)
+        now = (activations, layer.temporary_bytes, appeared)
+        peak = max(peak, now, key=sum)
+        activations -= layer.activation_bytes
+    return peak
 
 
 def _host_bytes(

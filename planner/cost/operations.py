@@ -522,6 +522,9 @@ class DecoderCounts:
         self._second(work, tokens, model.hidden, heads * head, kept=False)
         if model.positions == "rotary":
             self._rotary(work, query + keys / 2)
+        if self.runtime.expands_keys and heads > kv_heads:
+            keys = 2 * query
+            work.memory(2 * size * keys, module="qkv")
         work.save(size * (query + keys), "qkv", True)
         if self.runtime.packs_projections:
             work.save(size * (query + keys / 2), "qkv", True)

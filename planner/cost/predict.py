@@ -90,7 +90,7 @@ class PricedRun:
             run=self.run,
             timed_seconds=self.step_seconds(constants),
             prediction=prediction,
-            cached_bytes=constants.cached_bytes,
+            cached_fraction=constants.cached_fraction,
             device_bytes=self.work.device.memory_bytes,
         )
 
@@ -103,8 +103,8 @@ class RunPrediction:
     timed_seconds: float
     """Of what was timed: a step, or the blocks alone."""
     prediction: Prediction
-    cached_bytes: float
-    """Bytes that the allocator reserves above its peak."""
+    cached_fraction: float
+    """Bytes that the allocator caches / its peak."""
     device_bytes: int
 
     @property
@@ -135,7 +135,7 @@ class RunPrediction:
 
     def memory_bytes_of(self, kind: MemoryKind, rank: MemoryRank) -> float:
         """Bytes as a counter of this kind shows them on a pipeline rank."""
-        return counted_bytes(self.prediction.memory, kind, rank, self.cached_bytes)
+        return counted_bytes(self.prediction.memory, kind, rank, self.cached_fraction)
 
     @property
     def fits(self) -> bool:
@@ -186,7 +186,10 @@ def _is_effective(link: Link | None) -> bool:
 
 
 def counted_bytes(
-    rows: Sequence[RankMemory], kind: MemoryKind, rank: MemoryRank, cached_bytes: float
+    rows: Sequence[RankMemory],
+    kind: MemoryKind,
+    rank: MemoryRank,
+    cached_fraction: float,
 ) -> float:
     """Return the bytes that a counter of this kind shows on a pipeline rank.
 
@@ -194,15 +197,16 @@ def counted_bytes(
         rows: memory of every pipeline rank.
         kind: of the counter.
         rank: on which pipeline rank.
-        cached_bytes: bytes that the allocator reserves above its peak.
+        cached_fraction: bytes that the allocator caches / its peak.
     """
     chosen = {"first": rows[:1], "last": rows[-1:], "largest": rows}[rank]
+    allocated = max(allocated_bytes(row) for row in chosen)
     if kind == "allocated":
-        return max(allocated_bytes(row) for row in chosen)
-    largest = max(row.peak_bytes for row in chosen) + cached_bytes
+        return allocated
+    reserved = allocated * (1 + cached_fraction)
     if kind == "device":
-        return largest
-    return largest - chosen[0].reserved_bytes
+        return reserved + chosen[0].reserved_bytes
+    return reserved
 
 
 def allocated_bytes(row: RankMemory) -> int:

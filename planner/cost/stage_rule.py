@@ -3,8 +3,9 @@
 (N4)  equal numbers of blocks; by the runtime's traits instead:
       `counts_ends`   embedding and output layer count as a block each, the first
                       stages have one more
-      `balances_head` a stage is full once the parameters up to its last block reach
-                      its share of the whole, the output layer's among them
+      `balances_head` a stage is full once the parameters up to its last block exceed
+                      its share of the whole, the output layer's among them; the last
+                      stage may have the output layer alone
       `deals_layers`  embedding, last norm and output layer count as a layer each
       where blocks do not divide: embedding and head count as one block each, or else
       the last stages have one more
@@ -50,11 +51,11 @@ def _by_parameters(model: Transformer, stages: int) -> tuple[int, ...]:
     whole = model.layers * block + model.vocabulary * model.hidden
     counts = [0] * stages
     stage = 0
+    last = stages - 1
     for placed, done in enumerate(accumulate([block] * model.layers), 1):
         counts[stage] += 1
-        is_last_chance = model.layers - placed <= stages - 1 - stage
-        if (is_last_chance and stage < stages - 1) or (
-            done >= whole * (stage + 1) / stages and stage < stages - 1
-        ):
+        needs_rest = model.layers - placed < last - stage
+        is_full = done > whole * (stage + 1) / stages
+        if stage < last and (needs_rest or is_full):
             stage += 1
     return tuple(counts)

@@ -94,6 +94,9 @@ class Runtime:
     copies_attention: bool = False
     """Fused attention has the samples first and its neighbours the tokens: with several
     samples per micro-batch its output is copied and saved twice."""
+    expands_keys: bool = False
+    """Keys and values are copied for every query head before attention, which saves the
+    copies."""
     packs_projections: bool = False
     """Queries, keys and values are views of one packed tensor, which stays allocated
     after queries and keys are rotated."""
@@ -172,6 +175,9 @@ class Runtime:
     copied_gradient_bytes: int = 0
     """Bytes per parameter of half-precision copies of gradients for the reduction,
     whole at any ZeRO stage."""
+    frees_gradients: bool = False
+    """Gradients are freed after every step, and no buffer holds their memory: with one
+    micro-batch per step they and the activations do not peak together."""
     steps_in_backward: bool = False
     """The optimizer updates a layer as soon as its gradients exist, and frees them."""
     cpu_offload: CpuOffload = "none"

@@ -102,9 +102,9 @@ class Constants:
     workspace_bytes: float = 0.0
     """Bytes that libraries allocate through torch and keep: workspaces of matrix
     products, communication buffers."""
-    cached_bytes: float = 0.0
-    """Bytes that the allocator caches above its peak: visible as reserved memory, and
-    freed before memory runs out."""
+    cached_fraction: float = 0.0
+    """Bytes that the allocator caches / its peak: visible as reserved memory, and freed
+    before memory runs out."""
 
 
 DEFAULT = Constants()
