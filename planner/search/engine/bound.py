@@ -1,0 +1,389 @@
+"""A lower bound on the step of a row: no cut and no recomputation is faster.
+
+With P pipeline ranks, V stages per rank, M micro-batches, w(r) the work of rank r for
+one micro-batch in the chosen modes, W the sum of all w(r), c the shortest transfer:
+
+Work and fill
+    (W1) any schedule: rank r starts after the forward of all stages before its lowest
+         one, D(r), works M w(r), and where it ends with the backward of that stage the
+         last gradient still goes through the stages before, U(r):
+             T >= D(r) + M w(r) + U(r)
+         The stages before have at least r layers. Several stages per rank: the mean
+         over r. One: D + U >= q (w(0) + ... + w(r - 1)), whose best cut gives
+             T >= q W / (1 - (1 - q / M)^P)
+    (W2) 1f1b, one stage per rank, M > P: rank r waits for its first gradient while at
+         most P - r forwards run, and for its last one after its last forward:
+             T >= W + w(r + 1) + ... + w(P - 1) + (M - P + r) w(r)
+         Equal w(r) meet all P inequalities with equality, and the dual weights are not
+         negative, so no cut is faster than T = W + (M - 1) W / P.
+    (W3) 1f1b, M <= P: for ranks with P - r >= M only T >= W + (M - 1) b(r), b the longer
+         of forward and backward.
+    (W4) gpipe: T >= W + (M - 1) max w(r).
+
+Capacity
+    (C1) a rank that holds h micro-batches at its peak has room for h times the saved
+         bytes of its layers beside their states; every byte less of a micro-batch costs
+         at least the lowest recompute rate of a kind.
+    (C2) so at a step of T a rank takes only so much of the model, and T is impossible
+         if all ranks together take less than the whole model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost import LayoutCosts
+from planner.schedule import find
+from planner.schedule.entry import Shape
+from planner.schedule.in_flight import most_held
+from planner.schedule.rows import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, Row
+from planner.search.engine.prices import Floats, Prices
+
+IMPOSSIBLE = 2**62
+"""Nanoseconds of a row that fits under no cut."""
+_ROUNDING = 1 - 1e-9
+_ROUNDS = 2
+_MOST_UNITS = 1 << 19
+_BISECTIONS = 8
+_ANY_WORK = 1e30
+
+
+class Bound(NamedTuple):
+    """A lower bound on a step."""
+
+    nanoseconds: int
+    part: str
+    """What binds: ``work``, ``fill`` or ``capacity``."""
+
+
+class Order(NamedTuple):
+    """A schedule and the numbers that it is built from."""
+
+    schedule: str
+    ranks: int
+    micro_batches: int
+    virtual_stages: int
+    chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a schedule has in common for all cuts."""
+
+    held: Floats
+    """Per rank: whole micro-batches of all its layers that it holds at its peak."""
+    ends_low: bool
+    """Every rank ends with the full backward of its lowest stage."""
+    is_split: bool
+    """Some backwards are split."""
+
+
+@lru_cache(maxsize=1 << 14)
+def traits_of(order: Order) -> Traits:
+    """Return traits of a schedule, from one with few micro-batches.
+
+    No rank holds fewer micro-batches when there are more of them.
+    """
+    short = min(order.micro_batches, _ROUNDS * order.ranks)
+    shape = Shape(order.ranks, short, order.virtual_stages, order.chunks)
+    if shape.units > _MOST_UNITS:
+        return Traits(np.ones(order.ranks), ends_low=False, is_split=_is_split(order))
+    entry = find(order.schedule)
+    held = np.ones(order.ranks)
+    ends_low = True
+    is_split = False
+    for rank in range(order.ranks):
+        actions = Row.read(entry.rank_actions(shape, rank))
+        units = most_held(entry.rank_actions(shape, rank))
+        least = min(units.values()) if len(units) == order.virtual_stages else 0
+        held[rank] = max(1.0, least / order.chunks)
+        is_last = actions.stages[-1] == actions.stages.min()
+        ends_low &= bool(actions.kinds[-1] == BACKWARD and is_last)
+        is_split |= bool(
+            np.isin(actions.kinds, (BACKWARD_INPUT, BACKWARD_WEIGHT)).any()
+        )
+    if order.schedule == "gpipe":
+        held[:] = order.micro_batches
+    return Traits(held, ends_low=ends_low, is_split=is_split)
+
+
+@lru_cache(maxsize=256)
+def _is_split(order: Order) -> bool:
+    """Return whether a schedule splits backwards, from one with few ranks."""
+    stages = min(2, order.virtual_stages)
+    small = order._replace(ranks=2, micro_batches=4, virtual_stages=stages)
+    return traits_of(small).is_split
+
+
+class Timing(NamedTuple):
+    """Nanoseconds between stages."""
+
+    waiting: float
+    """Of every action, beside its layers."""
+    transfer: float
+    """Least between two neighbouring stages."""
+
+
+def timing_of(costs: LayoutCosts) -> Timing:
+    """Return the least nanoseconds between stages of a layout."""
+    layout = costs.layout
+    boundaries = layout.pipeline_parallel_degree - 1
+    if not boundaries:
+        return Timing(0.0, 0.0)
+    if layout.virtual_stages_per_rank > 1:
+        boundaries = 1
+    least = min(min(costs.transfers_behind(s)) for s in range(boundaries))
+    return Timing(float(costs.waiting_ticks), float(least))
+
+
+def lower_bound(
+    prices: Prices, order: Order, timing: Timing, limit: int = IMPOSSIBLE
+) -> Bound:
+    """Return a bound on the step of every cut and recomputation of a row.
+
+    Args:
+        prices: of the row's layers with their option.
+        order: of the row.
+        timing: of the layout.
+        limit: nanoseconds of a known step; a bound above it need not be exact.
+    """
+    model = _Model(prices, order, timing, traits_of(order))
+    fill = model.fill()
+    if fill >= limit:
+        return Bound(int(fill * _ROUNDING), "fill")
+    capacity = model.capacity(fill, limit)
+    if capacity <= fill:
+        return Bound(int(fill * _ROUNDING), "fill")
+    return Bound(min(IMPOSSIBLE, int(capacity * _ROUNDING)), "capacity")
+
+
+class _Model:
+    """Inequalities of one row."""
+
+    def __init__(
+        self, prices: Prices, order: Order, timing: Timing, traits: Traits
+    ) -> None:
+        self.prices = prices
+        self.order = order
+        self.timing = timing
+        self.traits = traits
+        layout = prices.costs.layout
+        is_plain = order.virtual_stages == order.chunks == 1
+        self.is_plain = is_plain and order.schedule in ("1f1b", "gpipe")
+        staggers = prices.costs.work.framework.staggers_steps
+        self.starts_late = not staggers or layout.pipeline_parallel_degree == 1
+        self.fixed = prices.fixed_tail
+
+    def fill(self) -> float:
+        """Return nanoseconds by work and fill, with memory for everything."""
+        prices, order = self.prices, self.order
+        ranks, count = order.ranks, order.micro_batches
+        least = self._mean_with_tails()
+        if self.is_plain:
+            work = self._stage_work(prices.total_work)
+            least = max(
+                least, work * self._growth() + self._ends() + self._first_tail()
+            )
+        elif order.virtual_stages == 1 and (self.starts_late or self.traits.ends_low):
+            share = prices.first_share(with_backward=self.traits.ends_low)
+            share = max(1e-12, share)
+            shrink = 1 - (1 - share / count) ** ranks
+            busy = share * prices.total_work / shrink
+            least = max(least, busy + self._waiting() + self._last_tail())
+        else:
+            mean = count * prices.total_work + float(self._ways().sum())
+            least = max(least, mean / ranks + self._waiting() + self._last_tail())
+        return least
+
+    def capacity(self, least: float, limit: int) -> float:
+        """Return the least nanoseconds at which all ranks take the whole model."""
+        if not self._takes_all(float(limit)):
+            return float(limit)
+        if self._takes_all(least):
+            return least
+        low, high = least, float(limit)
+        if limit == IMPOSSIBLE:
+            high = 2 * least + 1
+            while not self._takes_all(high) and high < IMPOSSIBLE:
+                low, high = high, 4 * high
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            if self._takes_all(middle):
+                high = middle
+            else:
+                low = middle
+        return low
+
+    def _stage_work(self, work: float) -> float:
+        """Return the work of all stages with the waiting of their actions."""
+        return work + 2 * self.order.ranks * self.timing.waiting
+
+    def _waiting(self) -> float:
+        """Return the waiting of all actions of a rank."""
+        order = self.order
+        actions = 2 * order.micro_batches * order.virtual_stages * order.chunks
+        return actions * self.timing.waiting
+
+    def _ends(self) -> float:
+        """Return the transfers of one micro-batch down and up, and the fixed tail."""
+        return 2 * (self.order.ranks - 1) * self.timing.transfer + self.fixed
+
+    def _growth(self) -> float:
+        """Return the least step / work of one micro-batch: (W2) to (W4)."""
+        ranks, count = self.order.ranks, self.order.micro_batches
+        if self.order.schedule == "gpipe" or count > ranks:
+            return 1 + (count - 1) / ranks
+        if count == 1:
+            return 1.0
+        slow = (ranks - count + 1) / ((count - 1) * self.prices.backward_share)
+        return 1 + 1 / (1 + slow)
+
+    def _first_tail(self) -> float:
+        """Return the least tail of the first rank's layers, under equal work."""
+        ranks, count = self.order.ranks, self.order.micro_batches
+        rate = self.prices.tail_rate
+        is_even = self.order.schedule == "gpipe" or count > ranks
+        if not is_even or rate * (ranks - 1) > count - 1:
+            return 0.0
+        return rate * self.prices.total_work / ranks
+
+    def _last_tail(self) -> float:
+        return self.fixed
+
+    def _mean_with_tails(self) -> float:
+        """Return the mean over ranks of start, work and own tail."""
+        prices, order = self.prices, self.order
+        starts = float(self._starts().sum()) if self.starts_late else 0.0
+        work = order.micro_batches * prices.total_work
+        tails = float(prices.counts @ prices.tails)
+        return (work + starts + tails) / order.ranks + self._waiting() + self.fixed
+
+    def _starts(self) -> Floats:
+        """Return the nanoseconds before every rank's first action: D of (W1)."""
+        ranks = np.arange(self.order.ranks)
+        hops = ranks * (self.timing.waiting + self.timing.transfer)
+        return self.prices.first_forward[: self.order.ranks] + hops
+
+    def _ways(self) -> Floats:
+        """Return D + U of (W1) of every rank."""
+        if not self.traits.ends_low:
+            return self._starts() if self.starts_late else np.zeros(self.order.ranks)
+        ranks = np.arange(self.order.ranks)
+        hops = ranks * (self.timing.waiting + self.timing.transfer)
+        back = self.prices.first_backward[: self.order.ranks] + hops
+        return self._starts() + back
+
+    def _limits(self, step: float) -> tuple[Floats, float]:
+        """Return the work of one micro-batch that every rank, and all, have time for."""
+        prices, order = self.prices, self.order
+        ranks, count = order.ranks, order.micro_batches
+        if not self.is_plain:
+            each = step - self._last_tail() - self._waiting() - self._ways()
+            limits = np.maximum(0.0, each / count)
+            return limits, float(limits.sum())
+        left = step - self._ends()
+        waiting = 2 * self.timing.waiting
+        total = max(0.0, left / self._growth() - ranks * waiting)
+        spare = max(0.0, left - self._stage_work(prices.total_work))
+        return np.maximum(0.0, spare / self._repeats() - waiting), total
+
+    def _repeats(self) -> Floats:
+        """Return how often a rank's work adds to the step beside all work once."""
+        ranks, count = self.order.ranks, self.order.micro_batches
+        if self.order.schedule == "gpipe":
+            return np.full(ranks, max(1e-9, count - 1.0))
+        repeats = np.arange(count - ranks, count, dtype=np.float64)
+        low = (count - 1) * self.prices.backward_share
+        return np.maximum(1e-9, np.where(repeats <= 0, low, repeats))
+
+    def _takes_all(self, step: float) -> bool:
+        """Return whether ranks may take the whole model at a step: (C1), (C2)."""
+        limits, total = self._limits(step)
+        prices = self.prices
+        groups = self._groups()
+        return all(self._takes(group, limits, total) for group in groups) and (
+            total >= prices.total_work * (1 - 1e-12)
+        )
+
+    def _groups(self) -> list[NDArray[np.bool_]]:
+        """Return kinds whose memory is looked at together: the main one, and all."""
+        prices = self.prices
+        whole = prices.counts * prices.work
+        main = np.zeros(len(whole), dtype=np.bool_)
+        main[int(whole.argmax())] = True
+        has_work = prices.work > 0
+        return [main & has_work, has_work] if has_work.any() else []
+
+    def _takes(self, group: NDArray[np.bool_], limits: Floats, total: float) -> bool:
+        """Return whether all ranks together may take all layers of some kinds."""
+        prices, held = self.prices, self.traits.held
+        if not group.any():
+            return True
+        work = prices.work[group]
+        whole = float(prices.counts[group] @ work)
+        others = prices.total_work - whole
+        room = prices.free_bytes - float(prices.least_temporary[group].min())
+        if room < 0:
+            return False
+        states = prices.states[group]
+        fast = np.outer(held, prices.fast_activations[group]) + states
+        least = np.outer(held, prices.least_activations[group]) + states
+        densest = (fast / work).min(axis=1)
+        most = _quotient(room, (least / work).min(axis=1))
+        knee = np.minimum(most, _quotient(room, densest))
+        rate = float(prices.recompute_rate[group].min())
+        slowdown = 1 + rate * densest / held if np.isfinite(rate) else np.inf
+        slowdown = np.broadcast_to(slowdown, held.shape)
+        placed = _placed(limits, total - others, knee, most, slowdown)
+        if placed.total < whole * (1 - 1e-12):
+            return False
+        if int(group.sum()) > 1:
+            return True
+        layers = np.floor(placed.alone / work[0] * (1 + 1e-12) + 1e-9)
+        return bool(layers.sum() >= prices.counts[group][0])
+
+
+def _quotient(room: float, rates: Floats) -> Floats:
+    """Return the room / bytes per nanosecond; a number above any work if none."""
+    found: Floats = np.where(rates > 0, room / np.maximum(1e-300, rates), _ANY_WORK)
+    return np.minimum(_ANY_WORK, found)
+
+
+class _Placed(NamedTuple):
+    alone: Floats
+    """Work in fastest modes that every rank takes if it has all the time it may."""
+    total: float
+    """Work in fastest modes that all ranks take within the total time."""
+
+
+def _placed(
+    limits: Floats, total: float, knee: Floats, most: Floats, slowdown: Floats
+) -> _Placed:
+    """Return the most work in fastest modes that ranks take.
+
+    Args:
+        limits: nanoseconds of work with recomputation, per rank.
+        total: the same of all ranks together.
+        knee: work of layers that fits without recomputation, per rank.
+        most: work of layers that fits with it.
+        slowdown: nanoseconds per nanosecond of work above the knee.
+    """
+    plain = np.minimum(limits, knee)
+    beyond = np.where(np.isfinite(slowdown), most - knee, 0.0)
+    finite = np.where(np.isfinite(slowdown), slowdown, 1.0)
+    extra = np.minimum((limits - plain) / finite, beyond)
+    extra = np.where(limits > knee, np.maximum(0.0, extra), 0.0)
+    alone = plain + extra
+    left = total - float(plain.sum())
+    if left <= 0:
+        return _Placed(alone, max(0.0, total))
+    order = np.argsort(finite, kind="stable")
+    costs = np.cumsum((extra * finite)[order])
+    taken = np.clip(left - (costs - (extra * finite)[order]), 0.0, None)
+    gained = np.minimum(extra[order], taken / finite[order])
+    return _Placed(alone, float(plain.sum() + gained.sum()))

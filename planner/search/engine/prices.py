@@ -1,0 +1,255 @@
+"""Prices of a layout's layers, as arrays by kind: the only place that asks for them.
+
+Identical layers are one kind with a count. All times are whole nanoseconds and all
+sizes whole bytes, exactly those of `planner.cost`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost import LayerCost, LayoutCosts, Workload, layout_costs, reserved_bytes
+from planner.search.engine.constraints import recompute_modes
+from planner.search.engine.options import Option, Options, Row
+from planner.spec.layout import Layout
+
+Floats = NDArray[np.float64]
+Modes = tuple[LayerCost, ...]
+"""Costs of one layer in every recompute mode that it may have."""
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Layers of one layout by kind; arrays have one value per kind."""
+
+    costs: LayoutCosts
+    modes: tuple[Modes, ...]
+    """Per kind, from least to most recomputation."""
+    kind_of: tuple[int, ...]
+    """Per layer: its kind."""
+    counts: Floats
+
+    @classmethod
+    def of(cls, costs: LayoutCosts, wanted: Sequence[str]) -> Prices:
+        """Return the prices of a layout.
+
+        Args:
+            costs: of the layout.
+            wanted: recompute modes; a layer that has none of them may have any.
+        """
+        firsts = [first for first, _ in costs.kinds]
+        place = {first: kind for kind, first in enumerate(firsts)}
+        return cls(
+            costs=costs,
+            modes=tuple(_modes(costs, first, wanted) for first in firsts),
+            kind_of=tuple(place[first] for first in costs.alike),
+            counts=np.array([count for _, count in costs.kinds], dtype=np.float64),
+        )
+
+    def _by_kind(self, value: Callable[[Modes], float]) -> Floats:
+        return np.array([value(modes) for modes in self.modes], dtype=np.float64)
+
+    @cached_property
+    def fastest(self) -> Modes:
+        """Per kind: the mode whose backward is shortest, with the fewest bytes."""
+        return tuple(
+            min(modes, key=lambda one: (one.backward_ticks, one.activation_bytes))
+            for modes in self.modes
+        )
+
+    @cached_property
+    def work(self) -> Floats:
+        """Nanoseconds of forward and backward of one micro-batch, fastest mode."""
+        return np.array(
+            [float(one.forward_ticks + one.backward_ticks) for one in self.fastest]
+        )
+
+    @cached_property
+    def total_work(self) -> float:
+        """Nanoseconds of all layers for one micro-batch, fastest modes."""
+        return float(self.counts @ self.work)
+
+    @cached_property
+    def backward_share(self) -> float:
+        """Smallest share of forward or backward, whichever is larger, of any kind."""
+        shares = [
+            one.backward_ticks / (one.forward_ticks + one.backward_ticks)
+            for one in self.fastest
+            if one.forward_ticks + one.backward_ticks
+        ]
+        return max(0.5, min(shares, default=0.5))
+
+    @cached_property
+    def tails(self) -> Floats:
+        """Least nanoseconds that a layer adds to the end of its rank's step."""
+        return self._by_kind(lambda modes: self.costs.least_tail_ticks(modes[0]))
+
+    @cached_property
+    def fixed_tail(self) -> float:
+        """Least nanoseconds at the end of a rank's step, whatever its layers."""
+        shared = self.costs.shared
+        spared = sum((len(one.layers) - 1) * one.tail_ticks for one in shared)
+        return float(self.costs.fixed_tail_ticks - spared)
+
+    @cached_property
+    def tail_rate(self) -> float:
+        """Least tail of a layer / its work."""
+        has_work = self.work > 0
+        rates = np.maximum(0.0, self.tails[has_work]) / self.work[has_work]
+        return float(rates.min(initial=np.inf)) if has_work.any() else 0.0
+
+    @cached_property
+    def states(self) -> Floats:
+        """Bytes of parameters, gradients and states that a rank has of a layer."""
+        traits = self.costs.work.framework
+
+        def states(modes: Modes) -> float:
+            cost = modes[0]
+            gradients = 0 if traits.steps_in_backward else cost.gradients_bytes
+            optimizer = 0 if traits.offloads_states else cost.optimizer_bytes
+            return cost.parameters_bytes + gradients + optimizer
+
+        return self._by_kind(states)
+
+    @cached_property
+    def fast_activations(self) -> Floats:
+        """Saved bytes of one micro-batch in the fastest mode."""
+        return np.array([float(one.activation_bytes) for one in self.fastest])
+
+    @cached_property
+    def least_activations(self) -> Floats:
+        """Saved bytes of one micro-batch in the mode that saves least."""
+        return self._by_kind(lambda modes: min(each.activation_bytes for each in modes))
+
+    @cached_property
+    def least_temporary(self) -> Floats:
+        """Temporary bytes in the mode that needs least."""
+        return self._by_kind(lambda modes: min(each.temporary_bytes for each in modes))
+
+    @cached_property
+    def recompute_rate(self) -> Floats:
+        """Least nanoseconds of recomputation per byte that is not saved; inf: none."""
+        rates = []
+        for modes, fast in zip(self.modes, self.fastest, strict=True):
+            each = [
+                (one.backward_ticks - fast.backward_ticks)
+                / (fast.activation_bytes - one.activation_bytes)
+                for one in modes
+                if one.activation_bytes < fast.activation_bytes
+            ]
+            rates.append(min(each, default=np.inf))
+        return np.array(rates, dtype=np.float64)
+
+    @cached_property
+    def first_forward(self) -> Floats:
+        """Nanoseconds of the first chunk's forward through the first n layers."""
+        chunks = self.costs.layout.sequence_chunks
+        each = self._by_kind(lambda modes: _first_forward(modes[0], chunks))
+        return self._cumulative(each)
+
+    @cached_property
+    def first_backward(self) -> Floats:
+        """Nanoseconds of the first chunk's backward through the first n layers."""
+        chunks = self.costs.layout.sequence_chunks
+        each = self._by_kind(
+            lambda modes: min(_first_backward(one, chunks) for one in modes)
+        )
+        return self._cumulative(each)
+
+    def _cumulative(self, each: Floats) -> Floats:
+        kinds = np.array(self.kind_of)
+        return np.concatenate([[0.0], np.cumsum(each[kinds])])
+
+    def first_share(self, *, with_backward: bool) -> float:
+        """Return the smallest part of a layer's work that its first chunk is."""
+        first = np.diff(self.first_forward)
+        if with_backward:
+            first = first + np.diff(self.first_backward)
+        work = self.work[np.array(self.kind_of)]
+        has_work = work > 0
+        return float((first[has_work] / work[has_work]).min(initial=1.0))
+
+    @cached_property
+    def free_bytes(self) -> float:
+        """Bytes of a device for states, activations and temporaries of layers."""
+        costs, work = self.costs, self.costs.work
+        taken = reserved_bytes(work) + costs.gathered_bytes
+        taken += int(work.constants.workspace_bytes) + work.framework.workspace_bytes
+        spared = sum((len(one.layers) - 1) * one.ogp_bytes for one in costs.shared)
+        return float(work.capacity_bytes - taken + spared)
+
+
+@dataclass
+class Pricing:
+    """Prices of rows and options, each asked for once."""
+
+    work: Workload
+    options: Options
+
+    def __post_init__(self) -> None:
+        """Start without any known price."""
+        self._known: dict[tuple[object, ...], LayoutCosts] = {}
+        self._prices: dict[tuple[object, ...], Prices] = {}
+        constraint = self.options.constraints.get("recompute")
+        supported = self.work.framework.supports.allowed("recompute")
+        self.wanted = recompute_modes(constraint, supported)
+
+    def costs(self, row: Row, option: Option) -> LayoutCosts:
+        """Return the costs of a row's layout."""
+        layout = self.options.layout(row, option)
+        return self._base(row, option, layout).under(layout)
+
+    def prices(self, row: Row, option: Option, *, is_split: bool) -> Prices:
+        """Return the prices of a row; those of its schedule and stages apart.
+
+        Args:
+            row: of the table.
+            option: for the row.
+            is_split: backwards are split, so that no layer recomputes.
+        """
+        key = (row.degrees, option, is_split)
+        found = self._prices.get(key)
+        if found is None:
+            layout = self.options.layout(row, option)
+            costs = self._base(row, option, layout)
+            found = Prices.of(costs, ("none",) if is_split else self.wanted)
+            if is_split:
+                found = _without_recompute(found)
+            self._prices[key] = found
+        return found
+
+    def _base(self, row: Row, option: Option, layout: Layout) -> LayoutCosts:
+        key = (row.degrees, option)
+        if key not in self._known:
+            self._known[key] = layout_costs(self.work, layout)
+        return self._known[key]
+
+
+def _modes(costs: LayoutCosts, layer: int, wanted: Sequence[str]) -> Modes:
+    options = costs.layers[layer]
+    found = tuple(cost for mode, cost in options.items() if mode in wanted)
+    return found or tuple(options.values())
+
+
+def _without_recompute(prices: Prices) -> Prices:
+    """Return the prices with only the mode that recomputes least."""
+    modes = tuple(each[:1] for each in prices.modes)
+    return Prices(prices.costs, modes, prices.kind_of, prices.counts)
+
+
+def _first_forward(cost: LayerCost, chunks: int) -> int:
+    attention = cost.attention.forward_ticks if chunks > 1 else 0
+    rest = cost.forward_ticks - attention
+    return rest // chunks + attention // (chunks * chunks)
+
+
+def _first_backward(cost: LayerCost, chunks: int) -> int:
+    attention = cost.attention.backward_ticks if chunks > 1 else 0
+    weight = cost.backward_weight_ticks
+    rest = cost.backward_ticks - weight - attention
+    return rest // chunks + weight // chunks + attention // (chunks * chunks)

@@ -1,0 +1,326 @@
+"""Dimensions of the search: values that layouts may have, and values that are left out.
+
+A space lists values per dimension. `planner.search.engine.table` combines them into
+rows; a combination that does not divide the model, batch or devices is no layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+from planner.cost import Workload
+from planner.cost.derived import DerivedRows
+from planner.schedule import find, names
+from planner.search.engine.constraints import schedule_names
+from planner.spec.job import WHOLE_PARAMETERS, Constraint, allows
+from planner.spec.profile import Measurement, RecomputeMode
+
+MOST_VIRTUAL_STAGES = 16
+"""Most stages per pipeline rank that are searched."""
+LEAST_TOKENS = 2048
+"""Fewest tokens of a sequence that one rank or one chunk has, unless the job asks for
+fewer. No measured run supports the price of smaller pieces."""
+CHUNK_COUNTS = (2, 4, 8, 16)
+"""Sequence chunks per micro-batch that are searched, in addition to whole sequences."""
+
+Rows = tuple[dict[RecomputeMode, Measurement], ...]
+"""Per layer: its measurements by recompute mode."""
+
+
+class Split(NamedTuple):
+    """What the measurements of a layer depend on; a key of `Workload.sizes`."""
+
+    micro_batch_size: int
+    tensor: int
+    context: int
+    expert: int
+    sequence_parallel: bool
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Ranks that each have one piece of every sequence."""
+        return self.context * (self.tensor if self.sequence_parallel else 1)
+
+
+class Limits(NamedTuple):
+    """Limits of a search that are not the workload's."""
+
+    most_virtual_stages: int
+    """On one pipeline rank."""
+    least_tokens: int
+    """Of a sequence, on every rank and in every chunk."""
+
+
+class LeftOut(NamedTuple):
+    """Values of one dimension that the search does not cover."""
+
+    dimension: str
+    """Field of the layout."""
+    values: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Values of every dimension that the search covers."""
+
+    splits: tuple[Split, ...]
+    schedules: tuple[str, ...]
+    virtual_stages: tuple[int, ...]
+    chunks: tuple[tuple[int, ...], ...]
+    """Per split: sequence chunks per micro-batch, 1 first."""
+    left_out: tuple[LeftOut, ...]
+
+
+def whole_space(work: Workload, *, least_tokens: int = LEAST_TOKENS) -> Space:
+    """Return every value that divides the workload and that its runtime runs.
+
+    Args:
+        work: what is planned.
+        least_tokens: of a sequence, on every rank and in every chunk.
+    """
+    left_out: list[LeftOut] = []
+    constraints = runtime_constraints(work)
+    sizes = _derived_sizes(work) if isinstance(work.sizes, DerivedRows) else None
+    if sizes is None:
+        reason = "the profile has no measurements of other sizes"
+        left_out.append(LeftOut("micro_batch_size", "sizes without rows", reason))
+        sizes = [Split(*size) for size in work.sizes]
+    limits = Limits(MOST_VIRTUAL_STAGES, least_tokens)
+    splits = _permitted_splits(work, sizes, constraints, limits, left_out)
+    return _space(work, splits, constraints, limits, left_out)
+
+
+def listed_space(work: Workload, *, most_virtual_stages: int = 8) -> Space:
+    """Return the sizes and degrees that the profile lists.
+
+    Args:
+        work: what is planned.
+        most_virtual_stages: on one pipeline rank.
+    """
+    left_out = [LeftOut("micro_batch_size", "unlisted", "only listed sizes are asked")]
+    constraints = runtime_constraints(work)
+    splits = tuple(
+        Split(*size) for size in work.sizes if _has_pieces(work, Split(*size))
+    )
+    splits = tuple(split for split in splits if _keeps_parameters_whole(work, split))
+    limits = Limits(most_virtual_stages, least_tokens=1)
+    return _space(work, splits, constraints, limits, left_out)
+
+
+def runtime_constraints(work: Workload) -> dict[str, Constraint]:
+    """Return the job's constraints, limited to values that its runtime runs."""
+    constraints = dict(work.job.constraints)
+    return work.framework.supports.constrained(constraints)
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """Return all divisors of a positive number, in ascending order."""
+    return tuple(d for d in range(1, number + 1) if number % d == 0)
+
+
+def _space(
+    work: Workload,
+    splits: tuple[Split, ...],
+    constraints: Mapping[str, Constraint],
+    limits: Limits,
+    left_out: list[LeftOut],
+) -> Space:
+    schedules = _schedules(work, constraints.get("schedule"), left_out)
+    _report_fixed(work, left_out)
+    most = limits.most_virtual_stages
+    virtual = tuple(
+        count
+        for count in range(1, most + 1)
+        if allows(constraints.get("virtual_stages_per_rank"), count)
+    )
+    above = f"above {most}"
+    left_out.append(
+        LeftOut("virtual_stages_per_rank", above, "the limit of this search")
+    )
+    can_chunk = _chunks_have_prices(work, schedules, limits, left_out)
+    counts = CHUNK_COUNTS if can_chunk else ()
+    chunks = tuple(
+        _chunk_counts(work, split, counts, constraints, limits) for split in splits
+    )
+    return Space(splits, schedules, virtual, chunks, tuple(left_out))
+
+
+def _derived_sizes(work: Workload) -> Iterator[Split]:
+    """Yield every size that may divide a model whose rows are derived."""
+    batch = divisors(work.job.global_batch_size)
+    degrees = divisors(work.devices)
+    model = work.profile.transformer
+    experts = model.experts.experts if model and model.experts else 1
+    expert_degrees = divisors(experts)
+    for tensor, context in product(degrees, degrees):
+        if work.devices % (tensor * context):
+            continue
+        for micro_batch_size, expert in product(batch, expert_degrees):
+            yield Split(micro_batch_size, tensor, context, expert, False)
+            if tensor > 1:
+                yield Split(micro_batch_size, tensor, context, expert, True)
+
+
+def _permitted_splits(
+    work: Workload,
+    sizes: Iterable[Split],
+    constraints: Mapping[str, Constraint],
+    limits: Limits,
+    left_out: list[LeftOut],
+) -> tuple[Split, ...]:
+    """Return the sizes that divide the model and have enough tokens per rank."""
+    known = work.sizes
+    asks_context = "context_parallel_degree" in constraints
+    found = []
+    short: set[int] = set()
+    for split in sizes:
+        if not _permits(split, constraints) or not _has_pieces(work, split):
+            continue
+        if not _keeps_parameters_whole(work, split):
+            continue
+        if isinstance(known, DerivedRows) and not known.divides(split):
+            continue
+        length = work.job.sequence_length
+        is_short = split.context > 1 and length < limits.least_tokens * split.context
+        if is_short and not asks_context:
+            short.add(split.context)
+            continue
+        found.append(split)
+    if short:
+        values = ", ".join(map(str, sorted(short)))
+        reason = (
+            f"a rank would have fewer than {limits.least_tokens} tokens of a sequence"
+        )
+        left_out.append(LeftOut("context_parallel_degree", values, reason))
+    return tuple(found)
+
+
+def _permits(split: Split, constraints: Mapping[str, Constraint]) -> bool:
+    values = (
+        ("micro_batch_size", split.micro_batch_size),
+        ("tensor_parallel_degree", split.tensor),
+        ("context_parallel_degree", split.context),
+        ("expert_parallel_degree", split.expert),
+        ("sequence_parallel", split.sequence_parallel),
+    )
+    return all(allows(constraints.get(field), value) for field, value in values)
+
+
+def _has_pieces(work: Workload, split: Split) -> bool:
+    """Return whether every rank gets an equal piece of a sequence."""
+    return work.job.sequence_length % split.sequence_ranks == 0
+
+
+def _keeps_parameters_whole(work: Workload, split: Split) -> bool:
+    """Return whether the optimizer can update parameters that are split so."""
+    is_whole = work.job.optimizer in WHOLE_PARAMETERS
+    return not is_whole or split.tensor * split.expert == 1
+
+
+def _schedules(
+    work: Workload, constraint: Constraint | None, left_out: list[LeftOut]
+) -> tuple[str, ...]:
+    """Return the schedules that the runtime runs and the job permits, whole first."""
+    allowed = work.framework.supports.allowed("schedule")
+    asked = schedule_names(constraint)
+    found: list[str] = []
+    paired: list[str] = []
+    for name in names(runnable_only=True, fixed_only=True):
+        entry = find(name)
+        if allowed is not None and name not in allowed:
+            continue
+        if asked is not None and name not in asked:
+            continue
+        if entry.has_pairs or entry.recompute_modes or entry.is_asynchronous:
+            paired.append(name)
+            continue
+        found.append(name)
+    if paired:
+        reason = "their order has a price only in `planner predict`"
+        left_out.append(LeftOut("schedule", ", ".join(paired), reason))
+    return tuple(found)
+
+
+def _report_fixed(work: Workload, left_out: list[LeftOut]) -> None:
+    """Report dimensions that this search does not vary."""
+    left_out.append(
+        LeftOut("micro_batch_shares", "unequal", "all replicas have equal shares")
+    )
+    left_out.append(
+        LeftOut("expert_tensor_parallel_degree", "own degrees", "not searched")
+    )
+    left_out.append(LeftOut("optimizer_offload", "true", "not searched by this engine"))
+    left_out.append(
+        LeftOut("activation_offload", "true", "not searched by this engine")
+    )
+
+
+def _chunks_have_prices(
+    work: Workload,
+    schedules: tuple[str, ...],
+    limits: Limits,
+    left_out: list[LeftOut],
+) -> bool:
+    """Return whether sequence chunks have a price; report the reason if not."""
+    reason = _why_no_chunks(work, schedules)
+    if reason:
+        left_out.append(LeftOut("sequence_chunks", "above 1", reason))
+        return False
+    reason = f"a chunk would have fewer than {limits.least_tokens} tokens"
+    left_out.append(LeftOut("sequence_chunks", "many", reason))
+    return True
+
+
+def _why_no_chunks(work: Workload, schedules: tuple[str, ...]) -> str:
+    if not work.job.sequence_length:
+        return "the job has no sequence"
+    if work.profile.whole_sequences:
+        return "the model needs whole sequences"
+    if not any(find(name).takes_sequence_chunks for name in schedules):
+        return "the runtime or the job has no schedule for them"
+    types = {work.profile.dtype} | ({"fp8"} if work.casts is not None else set())
+    if not types <= work.device.peak_flops_per_second.keys():
+        return "the device has no peak for the data type"
+    if not any(_has_attention(rows) for rows in _some_rows(work)):
+        return "the profile has no operation that is attention"
+    return ""
+
+
+def _some_rows(work: Workload) -> Iterator[Rows]:
+    for size in work.sizes:
+        yield work.sizes[size]
+
+
+def _has_attention(rows: Rows) -> bool:
+    """Return whether the rows have all that the price of a chunk needs."""
+    distinct = {id(options): options for options in rows}.values()
+    every = [row for options in distinct for row in options.values()]
+    has_kernels = all(row.operations or not row.forward_flops for row in every)
+    attends = any(
+        operation.kind == "attention" for row in every for operation in row.operations
+    )
+    return has_kernels and attends
+
+
+def _chunk_counts(
+    work: Workload,
+    split: Split,
+    counts: tuple[int, ...],
+    constraints: Mapping[str, Constraint],
+    limits: Limits,
+) -> tuple[int, ...]:
+    asked = constraints.get("sequence_chunks")
+    length = work.job.sequence_length
+    found = [1] if allows(asked, 1) else []
+    for count in counts:
+        is_short = length < limits.least_tokens * count * split.context
+        if is_short and asked is None:
+            continue
+        if length % (count * split.sequence_ranks) or not allows(asked, count):
+            continue
+        found.append(count)
+    return tuple(found)

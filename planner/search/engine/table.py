@@ -1,0 +1,179 @@
+"""The table of layouts: one row for every combination of degrees, sizes and schedule.
+
+A row leaves open how states are sharded, the order of ranks, the cut and which layers
+recompute: `planner.search.engine.options` and `planner.search.engine.solve` choose them.
+All columns are integers, and every comparison is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost import Workload
+from planner.errors import LayoutError
+from planner.schedule import find
+from planner.schedule.entry import Shape
+from planner.search.engine.constraints import permitted
+from planner.search.engine.space import Space, divisors, runtime_constraints
+from planner.search.stage_maps.division import divides
+from planner.spec.job import Constraint
+
+Column = NDArray[np.int64]
+Order = tuple[int, int]
+"""Index of a schedule, and virtual stages per rank."""
+SIMPLE = ("gpipe", "1f1b")
+"""Schedules that one pipeline rank can take; all others need several."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Integer columns of equal length; row i is one layout without its options."""
+
+    data: Column
+    tensor: Column
+    pipeline: Column
+    context: Column
+    expert: Column
+    micro_batch_size: Column
+    micro_batches: Column
+    """Per step of one data-parallel rank."""
+    sequence_parallel: Column
+    """0 or 1."""
+    sequence_chunks: Column
+    schedule: Column
+    """Index into `Space.schedules`."""
+    virtual_stages: Column
+    split: Column
+    """Index into `Space.splits`."""
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def take(self, rows: NDArray[np.intp] | NDArray[np.bool_]) -> Table:
+        """Return a table of some rows."""
+        columns = (getattr(self, field.name)[rows] for field in fields(self))
+        return Table(*columns)
+
+    @property
+    def replicas(self) -> Column:
+        """Data- and context-parallel ranks."""
+        return self.data * self.context
+
+    @property
+    def stages(self) -> Column:
+        """Stages of all pipeline ranks."""
+        return self.pipeline * self.virtual_stages
+
+
+def enumerate_table(work: Workload, space: Space) -> Table:
+    """Return all layouts of a space that divide the devices, batch and layers."""
+    degrees = _degrees(work, space)
+    table = _with_orders(work, space, degrees)
+    constraints = runtime_constraints(work)
+    return table.take(permitted(table, constraints))
+
+
+def _degrees(work: Workload, space: Space) -> dict[str, Column]:
+    """Return split, chunks and degrees of every combination that divides."""
+    pairs = [
+        (index, count) for index, counts in enumerate(space.chunks) for count in counts
+    ]
+    pipelines = np.array(
+        [p for p in divisors(work.devices) if p <= len(work.profile.layers)],
+        dtype=np.int64,
+    )
+    index, chunks = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    sizes = np.array(space.splits, dtype=np.int64).reshape(-1, 5)[index]
+    micro_batch_size, tensor, context, expert, sequence_parallel = (
+        column[:, None] for column in sizes.T
+    )
+    others = tensor * context * pipelines
+    data = work.devices // others
+    batch = work.job.global_batch_size
+    divides_devices = data * others == work.devices
+    divides_experts = (data * context) % expert == 0
+    per_round = np.maximum(1, data * micro_batch_size)
+    divides_batch = (batch % per_round == 0) & (data >= 1)
+    rows, columns = np.nonzero(divides_devices & divides_experts & divides_batch)
+    return {
+        "data": data[rows, columns],
+        "tensor": tensor[rows, 0],
+        "pipeline": pipelines[columns],
+        "context": context[rows, 0],
+        "expert": expert[rows, 0],
+        "micro_batch_size": micro_batch_size[rows, 0],
+        "micro_batches": batch // per_round[rows, columns],
+        "sequence_parallel": sequence_parallel[rows, 0],
+        "sequence_chunks": chunks[rows],
+        "split": index[rows],
+    }
+
+
+def _with_orders(work: Workload, space: Space, degrees: Mapping[str, Column]) -> Table:
+    """Return one row for every schedule and number of stages that the degrees take."""
+    shapes = np.stack(
+        [degrees["pipeline"], degrees["micro_batches"], degrees["sequence_chunks"]],
+        axis=1,
+    )
+    distinct, inverse = np.unique(shapes, axis=0, return_inverse=True)
+    constraints = runtime_constraints(work)
+    orders = [
+        _orders(work, space, tuple(shape), constraints) for shape in distinct.tolist()
+    ]
+    counts = np.array([len(found) for found in orders], dtype=np.int64)
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    every = [order for found in orders for order in found]
+    listed = np.array(every, dtype=np.int64).reshape(-1, 2)
+    inverse = inverse.reshape(-1)
+    repeats = counts[inverse]
+    rows = np.repeat(np.arange(len(inverse)), repeats)
+    first = np.cumsum(repeats) - repeats
+    place = np.arange(len(rows)) - np.repeat(first, repeats)
+    chosen = listed[starts[inverse[rows]] + place]
+    columns = {name: column[rows] for name, column in degrees.items()}
+    return Table(schedule=chosen[:, 0], virtual_stages=chosen[:, 1], **columns)
+
+
+def _orders(
+    work: Workload,
+    space: Space,
+    shape: tuple[int, ...],
+    constraints: Mapping[str, Constraint],
+) -> list[Order]:
+    """Return the schedules and virtual stages that a number of ranks can take."""
+    pipeline, micro_batches, chunks = shape
+    layers = len(work.profile.layers)
+    found = []
+    for index, name in enumerate(space.schedules):
+        is_chunked = find(name).takes_sequence_chunks
+        if is_chunked != (chunks > 1) or (pipeline == 1 and name not in SIMPLE):
+            continue
+        for virtual in space.virtual_stages:
+            stages = pipeline * virtual
+            if stages > layers:
+                break
+            if not takes(name, pipeline, micro_batches, virtual, chunks):
+                continue
+            if divides(work.profile, constraints, work.framework, stages):
+                found.append((index, virtual))
+    return found
+
+
+@lru_cache(maxsize=1 << 18)
+def takes(
+    name: str, ranks: int, micro_batches: int, virtual_stages: int, chunks: int
+) -> bool:
+    """Return whether a schedule exists for these numbers."""
+    entry = find(name)
+    if not entry.takes_virtual_stages(virtual_stages):
+        return False
+    try:
+        entry.check(Shape(ranks, micro_batches, virtual_stages, chunks))
+    except LayoutError:
+        return False
+    return True

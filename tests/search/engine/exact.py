@@ -1,0 +1,120 @@
+"""Exact steps of many cuts of a row, by the cost model alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise, product
+
+from planner.cost import (
+    LayoutCosts,
+    StageMap,
+    Workload,
+    choose,
+    evaluate,
+    rank_memory,
+    schedule_of,
+)
+from planner.search.engine.bound import Order, lower_bound, timing_of, traits_of
+from planner.search.engine.options import Option, Options, Row
+from planner.search.engine.prices import Prices, Pricing
+from planner.search.engine.space import Space
+from planner.search.engine.table import enumerate_table
+
+
+@dataclass
+class Layouts:
+    """Rows and options of a workload."""
+
+    work: Workload
+    space: Space
+
+    def __post_init__(self) -> None:
+        """Enumerate the table."""
+        self.options = Options(self.work, self.space)
+        self.pricing = Pricing(self.work, self.options)
+        self.table = enumerate_table(self.work, self.space)
+
+    def row(self, index: int) -> Row:
+        """One row."""
+        return Row.of(self.table, index)
+
+    def order(self, row: Row) -> Order:
+        """The schedule and its numbers."""
+        name = self.space.schedules[row.schedule]
+        return Order(
+            name,
+            row.pipeline,
+            row.micro_batches,
+            row.virtual_stages,
+            row.sequence_chunks,
+        )
+
+    def prices(self, row: Row, option: Option) -> Prices:
+        """The prices of a row's layers."""
+        is_split = traits_of(self.order(row)).is_split
+        return self.pricing.prices(row, option, is_split=is_split)
+
+    def bound(self, row: Row, option: Option) -> int:
+        """The bound of a row, without any known step."""
+        timing = timing_of(self.pricing.costs(row, option))
+        return lower_bound(
+            self.prices(row, option), self.order(row), timing
+        ).nanoseconds
+
+
+def step_of(costs: LayoutCosts, stage_map: StageMap) -> int | None:
+    """Nanoseconds of a stage map; None: it does not fit."""
+    stages = choose(costs, stage_map)
+    schedule = schedule_of(costs)
+    if not all(row.fits for row in rank_memory(costs, schedule, stages)):
+        return None
+    return evaluate(costs, schedule, stages).total_ticks
+
+
+def all_cuts(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
+    """Every division of the layers into stages of at least one layer."""
+    for ends in combinations(range(1, layers), stages - 1):
+        edges = (0, *ends, layers)
+        yield tuple(b - a for a, b in pairwise(edges))
+
+
+def all_maps(prices: Prices, sizes: Sequence[int]) -> Iterator[StageMap]:
+    """Every choice of recompute modes for a cut."""
+    modes = [[one.mode for one in prices.modes[kind]] for kind in prices.kind_of]
+    for chosen in product(*modes):
+        yield stages_of(list(enumerate(chosen)), sizes)
+
+
+def stages_of(layers: Sequence[tuple[int, str]], sizes: Sequence[int]) -> StageMap:
+    """Stages of so many layers."""
+    found = []
+    first = 0
+    for size in sizes:
+        found.append(tuple(layers[first : first + size]))
+        first += size
+    return tuple(found)  # type: ignore[arg-type]
+
+
+def random_map(prices: Prices, stages: int, seed: random.Random) -> StageMap:
+    """A cut and modes at random, mostly near an even cut with one mode."""
+    layers = len(prices.kind_of)
+    if seed.random() < 0.2:
+        ends = sorted(seed.sample(range(1, layers), stages - 1))
+    else:
+        ends = [round(layers * (s + 1) / stages) for s in range(stages - 1)]
+        for _ in range(seed.randrange(2 * stages + 1)):
+            place = seed.randrange(max(1, len(ends)))
+            if ends:
+                ends[place] += seed.choice((-1, 1))
+    edges = [0, *sorted(ends), layers]
+    sizes = [b - a for a, b in pairwise(edges)]
+    if min(sizes) < 1:
+        sizes = [layers // stages + (s < layers % stages) for s in range(stages)]
+    modes = []
+    wanted = seed.choice(("none", "selective", "full", "any"))
+    for kind in prices.kind_of:
+        offered = [one.mode for one in prices.modes[kind]]
+        modes.append(wanted if wanted in offered else seed.choice(offered))
+    return stages_of(list(enumerate(modes)), sizes)
