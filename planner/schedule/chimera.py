@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from planner.errors import LayoutError
 from planner.schedule.actions import Action, ActionKind
+from planner.schedule.closed_forms import Mask, Shapes
 from planner.schedule.entry import ScheduleEntry, Shape, needs_even, opposite_ranks
 
 
@@ -29,6 +30,11 @@ def check(shape: Shape) -> None:
             field="micro_batches",
             hint=f"use a multiple of {shape.ranks}.",
         )
+
+
+def accepts(shapes: Shapes) -> Mask:
+    """Return which shapes make whole units."""
+    return (shapes.ranks % 2 == 0) & (shapes.micro_batches % shapes.ranks == 0)
 
 
 def rank_actions(shape: Shape, rank: int) -> tuple[Action, ...]:
@@ -63,6 +69,7 @@ CHIMERA = ScheduleEntry(
     name="chimera",
     summary="two pipelines in opposite directions: a smaller bubble for two copies of the weights",
     rank_actions=rank_actions,
+    accepts=accepts,
     check=check,
     replica_ranks=opposite_ranks,
 )

@@ -13,6 +13,7 @@ P ranks and M micro-batches, both even, M >= 2 P, uniform F, I, W, pairs that sa
 from __future__ import annotations
 
 from planner.schedule.actions import Action
+from planner.schedule.closed_forms import Mask, Shapes
 from planner.schedule.dual import Way, Written, eight_phases
 from planner.schedule.entry import (
     ScheduleEntry,
@@ -28,6 +29,15 @@ def check(shape: Shape) -> None:
     needs_even("dualpipe", "ranks", shape.ranks)
     needs_even("dualpipe", "micro_batches", shape.micro_batches)
     needs_micro_batches("dualpipe", shape, 2 * shape.ranks, "2 * pipeline ranks")
+
+
+def accepts(shapes: Shapes) -> Mask:
+    """Return which shapes have even numbers and enough micro-batches."""
+    return (
+        (shapes.ranks % 2 == 0)
+        & (shapes.micro_batches % 2 == 0)
+        & (shapes.micro_batches >= 2 * shapes.ranks)
+    )
 
 
 def rank_actions(shape: Shape, rank: int) -> tuple[Action, ...]:
@@ -51,6 +61,7 @@ DUALPIPE = ScheduleEntry(
     name="dualpipe",
     summary="two opposite pipelines whose forwards and backwards run side by side; two copies of the weights",
     rank_actions=rank_actions,
+    accepts=accepts,
     check=check,
     replica_ranks=opposite_ranks,
     paired=paired,

@@ -13,6 +13,7 @@ P ranks, M >= 2 P micro-batches, stages with equal f, i, w (half a rank's), pair
 from __future__ import annotations
 
 from planner.schedule.actions import Action
+from planner.schedule.closed_forms import DUALPIPEV_FORMS, Mask, Shapes
 from planner.schedule.dual import Way, Written, eight_phases
 from planner.schedule.entry import (
     ScheduleEntry,
@@ -25,6 +26,11 @@ from planner.schedule.entry import (
 def check(shape: Shape) -> None:
     """Raise `LayoutError` for fewer micro-batches than twice the ranks."""
     needs_micro_batches("dualpipev", shape, 2 * shape.ranks, "2 * pipeline ranks")
+
+
+def accepts(shapes: Shapes) -> Mask:
+    """Return which shapes have enough micro-batches."""
+    return shapes.micro_batches >= 2 * shapes.ranks
 
 
 def rank_actions(shape: Shape, rank: int) -> tuple[Action, ...]:
@@ -46,6 +52,8 @@ DUALPIPEV = ScheduleEntry(
     name="dualpipev",
     summary="a V whose forwards and backwards run side by side, hiding communication; little bubble",
     rank_actions=rank_actions,
+    accepts=accepts,
+    forms=DUALPIPEV_FORMS,
     aliases=("zerobubblev", "cutinhalf"),
     stage_ranks=v_placement,
     check=check,

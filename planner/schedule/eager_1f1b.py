@@ -12,6 +12,7 @@ P ranks, M micro-batches, uniform F and B:
 
 from __future__ import annotations
 
+from planner.schedule.closed_forms import family_1f1b, warm_up_per_rank
 from planner.schedule.entry import ScheduleEntry, Shape
 from planner.schedule.rows import Row
 from planner.schedule.warm_up import micro_batches_in_order, one_forward_one_backward
@@ -27,6 +28,7 @@ EAGER_1F1B = ScheduleEntry(
     name="eager-1f1b",
     summary="1f1b with twice the warm-up: hides transfers, holds about twice the micro-batches",
     rank_actions=rank_actions,
+    forms=family_1f1b(warm_up_per_rank(2)),
     aliases=("1f1boverlapfriendly",),
     runnable=True,
 )

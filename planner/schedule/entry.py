@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from planner.errors import LayoutError
 from planner.schedule.actions import Action, Schedule
+from planner.schedule.closed_forms import ClosedForms, Mask, Place, Shapes
+from planner.schedule.fill import StageTimes, Times, least_makespan
+from planner.schedule.rows import Numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +80,11 @@ def any_shape(shape: Shape) -> None:
     """The check of schedules that take any numbers."""
 
 
+def accept_all(shapes: Shapes) -> Mask:
+    """Every shape is accepted."""
+    return shapes.ranks > 0
+
+
 def needs_even(name: str, field: str, value: int) -> None:
     """Raise `LayoutError` for an odd number."""
     if value % 2 == 0:
@@ -96,6 +107,10 @@ def needs_micro_batches(name: str, shape: Shape, least: int, because: str) -> No
     )
 
 
+def _dimensions(*values: ArrayLike) -> int:
+    return max(np.ndim(value) for value in values)
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduleEntry:
     """A schedule by name: who may use it, and how it is built."""
@@ -109,6 +124,10 @@ class ScheduleEntry:
     stage_ranks: Callable[[Shape], tuple[int, ...]] = loop_placement
     check: Callable[[Shape], None] = any_shape
     """Raises `LayoutError` for numbers that the schedule cannot take."""
+    accepts: Callable[[Shapes], Mask] = accept_all
+    """Which shapes `check` does not refuse."""
+    forms: ClosedForms | None = None
+    """Units by local stage without building the schedule; None: build it."""
     least_virtual_stages: int = 1
     most_virtual_stages: int | None = 1
     """None: any number."""
@@ -139,6 +158,78 @@ class ScheduleEntry:
         """May every rank have so many stages?"""
         most = self.most_virtual_stages
         return given >= self.least_virtual_stages and (most is None or given <= most)
+
+    def valid(self, p: ArrayLike, m: ArrayLike, v: ArrayLike, q: ArrayLike) -> Mask:
+        """Return which shapes `build` accepts.
+
+        Args:
+            p: pipeline ranks, 1 or more.
+            m: micro-batches, 1 or more.
+            v: stages per rank, 1 or more.
+            q: sequence chunks, 1 or more.
+        """
+        shapes = Shapes.of(p, m, v, q)
+        stages, chunks = shapes.virtual_stages, shapes.sequence_chunks
+        takes_stages = stages >= self.least_virtual_stages
+        if self.most_virtual_stages is not None:
+            takes_stages = takes_stages & (stages <= self.most_virtual_stages)
+        takes_chunks = (chunks == 1) | self.takes_sequence_chunks
+        takes_order = self.accepts(shapes) & (not self.needs_durations)
+        return takes_stages & takes_chunks & takes_order
+
+    def held_by_stage(
+        self,
+        p: ArrayLike,
+        m: ArrayLike,
+        v: ArrayLike,
+        q: ArrayLike,
+        r: ArrayLike,
+        k: ArrayLike,
+    ) -> Numbers | None:
+        """Return the resident units of local stage `k` of rank `r` at the rank's first peak; None: build instead.
+
+        The rank really has these numbers resident at one moment, so the sum of units x bytes over its local stages is
+        a lower bound on its peak whatever the bytes of its stages, and the peak itself where all stages have the same.
+        Zero for `k` >= `v`. Only meaningful for `valid` shapes.
+        """
+        if self.forms is None:
+            return None
+        rank, stage = np.asarray(r, dtype=np.int64), np.asarray(k, dtype=np.int64)
+        place = Place(Shapes.of(p, m, v, q), rank, stage)
+        return np.where(stage < place.shapes.virtual_stages, self.forms.held(place), 0)
+
+    def held(
+        self, p: ArrayLike, m: ArrayLike, v: ArrayLike, q: ArrayLike, r: ArrayLike
+    ) -> Numbers | None:
+        """Return the resident units of rank `r` at its peak, as `in_flight` of the built schedule; None: build."""
+        if self.forms is None:
+            return None
+        stages = np.arange(np.max(v, initial=1)).reshape(
+            -1, *(1,) * _dimensions(p, m, v, q, r)
+        )
+        by_stage = self.held_by_stage(p, m, v, q, r, stages)
+        assert by_stage is not None
+        return by_stage.sum(axis=0)
+
+    def least_makespan(
+        self, p: int, m: ArrayLike, v: int, q: int, times: StageTimes
+    ) -> Times | None:
+        """Return a lower bound on the makespan of each row, [row]; None: no closed form.
+
+        Admissible for any durations and transfers: see `planner.schedule.fill`.
+
+        Args:
+            p: pipeline ranks.
+            m: micro-batches, one number or one per row.
+            v: stages per rank.
+            q: sequence chunks.
+            times: of the stages, one row per stage map.
+        """
+        if self.forms is None:
+            return None
+        return least_makespan(
+            self.forms, self.stage_ranks(Shape(p, 1, v, q)), q, np.asarray(m), times
+        )
 
     def build(self, shape: Shape) -> Schedule:
         """The schedule of these numbers.

@@ -12,6 +12,7 @@ P ranks, M micro-batches, uniform F and B, no transfer time:
 
 from __future__ import annotations
 
+from planner.schedule.closed_forms import every_unit, family_1f1b
 from planner.schedule.entry import ScheduleEntry, Shape
 from planner.schedule.rows import Row
 from planner.schedule.warm_up import micro_batches_in_order, one_forward_one_backward
@@ -27,6 +28,7 @@ GPIPE = ScheduleEntry(
     name="gpipe",
     summary="all forwards, then all backwards; holds every micro-batch",
     rank_actions=rank_actions,
+    forms=family_1f1b(every_unit),
     aliases=("fthenb", "afab"),
     runnable=True,
 )

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from planner.schedule.closed_forms import HANAYO_FORMS, Mask, Shapes
 from planner.schedule.entry import ScheduleEntry, Shape, needs_even, wave_placement
 from planner.schedule.rows import BACKWARD, FORWARD, Row
 
@@ -24,6 +25,11 @@ from planner.schedule.rows import BACKWARD, FORWARD, Row
 def check(shape: Shape) -> None:
     """Raise `LayoutError` unless every wave has its two stages on each rank."""
     needs_even("hanayo", "virtual_stages", shape.virtual_stages)
+
+
+def accepts(shapes: Shapes) -> Mask:
+    """Return which shapes have an even number of stages per rank."""
+    return shapes.virtual_stages % 2 == 0
 
 
 def rank_actions(shape: Shape, rank: int) -> Row:
@@ -43,6 +49,8 @@ HANAYO = ScheduleEntry(
     name="hanayo",
     summary="stages on waves, down and up in turn: a smaller bubble with every wave, without copies",
     rank_actions=rank_actions,
+    accepts=accepts,
+    forms=HANAYO_FORMS,
     aliases=("wave", "hanayowave"),
     stage_ranks=wave_placement,
     check=check,

@@ -15,6 +15,14 @@ M a multiple of P:
 from __future__ import annotations
 
 from planner.errors import LayoutError
+from planner.schedule.closed_forms import (
+    Mask,
+    Shapes,
+    family_1f1b,
+    has_equal_groups,
+    rounds_of_ranks,
+    warm_up_over_stages,
+)
 from planner.schedule.entry import ScheduleEntry, Shape
 from planner.schedule.rows import Row
 from planner.schedule.warm_up import grouped_units, one_forward_one_backward
@@ -44,6 +52,11 @@ def group_size(shape: Shape) -> int:
     return shape.micro_batches // _rounds(shape)
 
 
+def accepts(shapes: Shapes) -> Mask:
+    """Return which shapes make equal groups."""
+    return has_equal_groups(shapes)
+
+
 def rank_actions(shape: Shape, rank: int) -> Row:
     """All but the last chunk of a group ahead, and two units more per rank behind: one each way hides transfers."""
     group = group_size(shape)
@@ -60,6 +73,8 @@ INTERLEAVED_1F1B = ScheduleEntry(
     name="interleaved-1f1b",
     summary="1f1b over several stages per rank: a smaller bubble, more transfers",
     rank_actions=rank_actions,
+    accepts=accepts,
+    forms=family_1f1b(warm_up_over_stages(2, rounds_of_ranks), rounds_of_ranks),
     aliases=("interleaved", "vpp"),
     check=check,
     least_virtual_stages=2,

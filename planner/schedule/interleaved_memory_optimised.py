@@ -12,6 +12,13 @@ P ranks, V stages per rank, M >= P micro-batches, uniform F and B of one rank, n
 
 from __future__ import annotations
 
+from planner.schedule.closed_forms import (
+    Mask,
+    Shapes,
+    family_1f1b,
+    longer_first_group,
+    warm_up_over_stages,
+)
 from planner.schedule.entry import ScheduleEntry, Shape, needs_micro_batches
 from planner.schedule.rows import Row
 from planner.schedule.warm_up import grouped_units, one_forward_one_backward
@@ -22,6 +29,11 @@ NAME = "interleaved-memory-optimised"
 def check(shape: Shape) -> None:
     """Raise `LayoutError` for fewer micro-batches than ranks."""
     needs_micro_batches(NAME, shape, shape.ranks, "pipeline ranks")
+
+
+def accepts(shapes: Shapes) -> Mask:
+    """Return which shapes have as many micro-batches as ranks."""
+    return shapes.micro_batches >= shapes.ranks
 
 
 def rank_actions(shape: Shape, rank: int) -> Row:
@@ -37,6 +49,8 @@ INTERLEAVED_MEMORY_OPTIMISED = ScheduleEntry(
     name=NAME,
     summary="interleaved-1f1b with the shorter warm-up: less memory, exposed transfers",
     rank_actions=rank_actions,
+    accepts=accepts,
+    forms=family_1f1b(warm_up_over_stages(1, longer_first_group), longer_first_group),
     aliases=("interleavedmemoryoptimized", "interleavedmemopt"),
     check=check,
     least_virtual_stages=2,

@@ -11,6 +11,7 @@ P ranks, V stages per rank, M >= P micro-batches, uniform F and B of one rank, n
 
 from __future__ import annotations
 
+from planner.schedule.closed_forms import FORWARDS_FIRST
 from planner.schedule.entry import ScheduleEntry, Shape
 from planner.schedule.rows import Row
 from planner.schedule.warm_up import grouped_units, one_forward_one_backward
@@ -28,6 +29,7 @@ LOOPED_BFS = ScheduleEntry(
     name="looped-bfs",
     summary="all micro-batches through one stage of a rank before its next: gathers sharded parameters least often",
     rank_actions=rank_actions,
+    forms=FORWARDS_FIRST,
     aliases=("loopedbfs", "breadthfirst", "bfs"),
     most_virtual_stages=None,
     runnable=True,

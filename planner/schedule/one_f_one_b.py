@@ -13,6 +13,7 @@ P ranks, M micro-batches (any number), uniform F and B, no transfer time:
 
 from __future__ import annotations
 
+from planner.schedule.closed_forms import family_1f1b, warm_up_per_rank
 from planner.schedule.entry import ScheduleEntry, Shape
 from planner.schedule.rows import Row
 from planner.schedule.warm_up import micro_batches_in_order, one_forward_one_backward
@@ -28,6 +29,7 @@ ONE_F_ONE_B = ScheduleEntry(
     name="1f1b",
     summary="one forward and one backward in turn; holds no more micro-batches than ranks",
     rank_actions=rank_actions,
+    forms=family_1f1b(warm_up_per_rank(1)),
     aliases=("pipedreamflush", "dapple", "onefoneb"),
     runnable=True,
 )

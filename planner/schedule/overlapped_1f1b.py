@@ -16,6 +16,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from planner.schedule.actions import Action, ActionKind
+from planner.schedule.closed_forms import family_1f1b, warm_up_per_rank
 from planner.schedule.entry import ScheduleEntry, Shape
 from planner.schedule.one_f_one_b import rank_actions
 
@@ -34,6 +35,7 @@ OVERLAPPED_1F1B = ScheduleEntry(
     name="1f1b-overlap",
     summary="1f1b whose steady backward and forward run side by side, hiding tensor-parallel communication",
     rank_actions=rank_actions,
+    forms=family_1f1b(warm_up_per_rank(1)),
     aliases=("1f1bbackwardforwardoverlap", "overlapped1f1b"),
     paired=paired,
     runnable=True,

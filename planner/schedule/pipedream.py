@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from planner.schedule.actions import Schedule
+from planner.schedule.closed_forms import family_1f1b, warm_up_per_rank
 from planner.schedule.durations import Durations
 from planner.schedule.entry import ScheduleEntry, Shape
 from planner.schedule.one_f_one_b import rank_actions
@@ -106,6 +107,7 @@ PIPEDREAM = ScheduleEntry(
     name="pipedream",
     summary="1f1b without a flush between steps, with stashed weights: not synchronous; for simulation only",
     rank_actions=rank_actions,
+    forms=family_1f1b(warm_up_per_rank(1)),
     aliases=("pipedreamasync", "async1f1b"),
     is_asynchronous=True,
 )

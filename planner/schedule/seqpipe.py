@@ -13,8 +13,16 @@ transfer time:
 
 from __future__ import annotations
 
+import numpy as np
+
+from planner.schedule.closed_forms import (
+    Place,
+    family_1f1b,
+    groups_of_ranks,
+    warm_up_over_stages,
+)
 from planner.schedule.entry import ScheduleEntry, Shape
-from planner.schedule.rows import Row
+from planner.schedule.rows import Numbers, Row
 from planner.schedule.sequence import equal_groups, sequence_actions
 
 
@@ -26,10 +34,20 @@ def rank_actions(shape: Shape, rank: int) -> Row:
     )
 
 
+_short = warm_up_over_stages(1, groups_of_ranks, all_chunks=True)
+_long = warm_up_over_stages(2, groups_of_ranks, all_chunks=True)
+
+
+def _warm_up(place: Place) -> Numbers:
+    """The warm-up of 1F1B with one stage per rank, else that of interleaved 1F1B."""
+    return np.where(place.shapes.virtual_stages == 1, _short(place), _long(place))
+
+
 SEQPIPE = ScheduleEntry(
     name="seqpipe",
     summary="1f1b over sequence chunks: bubble and memory smaller by their number",
     rank_actions=rank_actions,
+    forms=family_1f1b(_warm_up, groups_of_ranks),
     aliases=("seq1f1b", "sequencepipe"),
     most_virtual_stages=None,
     takes_sequence_chunks=True,

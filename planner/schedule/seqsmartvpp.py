@@ -9,6 +9,14 @@ As SeqVPP, but
 
 from __future__ import annotations
 
+from planner.schedule.closed_forms import (
+    Mask,
+    Shapes,
+    family_1f1b,
+    fills_ranks,
+    small_groups,
+    warm_up_over_stages,
+)
 from planner.schedule.entry import ScheduleEntry, Shape, needs_even
 from planner.schedule.rows import Row
 from planner.schedule.sequence import equal_groups, sequence_actions
@@ -21,6 +29,11 @@ def check(shape: Shape) -> None:
     check_chunks("seqsmartvpp", shape)
 
 
+def accepts(shapes: Shapes) -> Mask:
+    """Return which shapes `check` does not refuse."""
+    return fills_ranks(shapes) & (shapes.ranks % 2 == 0)
+
+
 def rank_actions(shape: Shape, rank: int) -> Row:
     """SeqVPP's units, half as many ahead per rank behind."""
     groups = equal_groups(shape.micro_batches, shape.ranks // shape.sequence_chunks)
@@ -31,6 +44,10 @@ SEQSMARTVPP = ScheduleEntry(
     name="seqsmartvpp",
     summary="seqvpp with the shorter warm-up: the least memory, exposed transfers",
     rank_actions=rank_actions,
+    accepts=accepts,
+    forms=family_1f1b(
+        warm_up_over_stages(1, small_groups, all_chunks=True), small_groups
+    ),
     check=check,
     least_virtual_stages=2,
     most_virtual_stages=None,

@@ -13,6 +13,15 @@ uniform F and B of one rank, no transfer time:
 from __future__ import annotations
 
 from planner.errors import LayoutError
+from planner.schedule.closed_forms import (
+    Mask,
+    Shapes,
+    comes_round,
+    family_1f1b,
+    fills_ranks,
+    small_groups,
+    warm_up_over_stages,
+)
 from planner.schedule.entry import ScheduleEntry, Shape
 from planner.schedule.rows import Row
 from planner.schedule.sequence import equal_groups, sequence_actions
@@ -54,6 +63,11 @@ def check(shape: Shape) -> None:
         )
 
 
+def accepts(shapes: Shapes) -> Mask:
+    """Return which shapes `check` does not refuse."""
+    return fills_ranks(shapes) & comes_round(shapes)
+
+
 def rank_actions(shape: Shape, rank: int) -> Row:
     """Micro-batches in groups whose chunks are as many as the ranks."""
     groups = equal_groups(shape.micro_batches, shape.ranks // shape.sequence_chunks)
@@ -64,6 +78,10 @@ SEQVPP = ScheduleEntry(
     name="seqvpp",
     summary="seqpipe over several stages per rank, in small groups: less memory than seqpipe there",
     rank_actions=rank_actions,
+    accepts=accepts,
+    forms=family_1f1b(
+        warm_up_over_stages(2, small_groups, all_chunks=True), small_groups
+    ),
     check=check,
     least_virtual_stages=2,
     most_virtual_stages=None,

@@ -14,6 +14,7 @@ P ranks, M micro-batches, uniform F, B without recomputation, and R <= B, no tra
 
 from __future__ import annotations
 
+from planner.schedule.closed_forms import FORWARDS_FIRST
 from planner.schedule.entry import ScheduleEntry, Shape
 from planner.schedule.rows import Row
 from planner.schedule.warm_up import micro_batches_in_order, one_forward_one_backward
@@ -42,6 +43,7 @@ TORCHGPIPE = ScheduleEntry(
     name="torchgpipe",
     summary="gpipe with backwards in reverse and recomputation while waiting; keeps one micro-batch's activations",
     rank_actions=rank_actions,
+    forms=FORWARDS_FIRST,
     recompute_modes=MODES,
     recompute_stop=recompute_stop,
     runnable=True,

@@ -13,6 +13,14 @@ V stages per rank: the warm-up is (V - 1) G longer, with G micro-batches in a gr
 
 from __future__ import annotations
 
+from planner.schedule.closed_forms import (
+    Mask,
+    Shapes,
+    family_1f1b,
+    has_equal_groups,
+    rounds_of_ranks_or_one,
+    warm_up_over_stages,
+)
 from planner.schedule.entry import ScheduleEntry, Shape, needs_micro_batches
 from planner.schedule.interleaved_1f1b import check_groups, group_size
 from planner.schedule.rows import Row
@@ -28,6 +36,13 @@ def check(shape: Shape) -> None:
     needs_micro_batches("zb-h1", shape, shape.ranks, "pipeline ranks")
     if shape.virtual_stages > 1:
         check_groups("zb-h1", shape)
+
+
+def accepts(shapes: Shapes) -> Mask:
+    """Return which shapes `check` does not refuse."""
+    return (shapes.micro_batches >= shapes.ranks) & (
+        (shapes.virtual_stages == 1) | has_equal_groups(shapes)
+    )
 
 
 def rank_actions(shape: Shape, rank: int) -> Row:
@@ -46,6 +61,12 @@ ZB_H1 = ScheduleEntry(
     name="zb-h1",
     summary="1f1b with split backwards: a third of the bubble for the memory of its first rank",
     rank_actions=rank_actions,
+    accepts=accepts,
+    forms=family_1f1b(
+        warm_up_over_stages(1, rounds_of_ranks_or_one),
+        rounds_of_ranks_or_one,
+        delay=lambda place: place.rank,
+    ),
     aliases=("zb1p", "zerobubbleh1", "interleavedzerobubble"),
     check=check,
     most_virtual_stages=None,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from planner.schedule.closed_forms import Mask, Shapes, family_1f1b, warm_up_per_rank
 from planner.schedule.entry import ScheduleEntry, Shape, needs_micro_batches
 from planner.schedule.rows import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, Row
 from planner.schedule.warm_up import micro_batches_in_order, one_forward_one_backward
@@ -23,6 +24,11 @@ NAME = "zb-h1-fused"
 def check(shape: Shape) -> None:
     """Raise `LayoutError` for fewer micro-batches than ranks."""
     needs_micro_batches(NAME, shape, shape.ranks, "pipeline ranks")
+
+
+def accepts(shapes: Shapes) -> Mask:
+    """Return which shapes have as many micro-batches as ranks."""
+    return shapes.micro_batches >= shapes.ranks
 
 
 def rank_actions(shape: Shape, rank: int) -> Row:
@@ -44,6 +50,8 @@ ZB_H1_FUSED = ScheduleEntry(
     name=NAME,
     summary="Paddle's zb-h1, which splits few backwards: a larger bubble for the same memory",
     rank_actions=rank_actions,
+    accepts=accepts,
+    forms=family_1f1b(warm_up_per_rank(1), delay=lambda place: place.rank),
     aliases=("zbh1paddle", "paddlezbh1"),
     check=check,
     runnable=True,

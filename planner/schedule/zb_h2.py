@@ -12,6 +12,7 @@ P ranks, M >= 2 P - 1 micro-batches, uniform F, I, W, no transfer time:
 
 from __future__ import annotations
 
+from planner.schedule.closed_forms import Mask, Shapes, family_1f1b, warm_up_per_rank
 from planner.schedule.entry import ScheduleEntry, Shape, needs_micro_batches
 from planner.schedule.rows import Row
 from planner.schedule.warm_up import (
@@ -24,6 +25,11 @@ from planner.schedule.warm_up import (
 def check(shape: Shape) -> None:
     """Raise `LayoutError` for fewer micro-batches than twice the ranks, less one."""
     needs_micro_batches("zb-h2", shape, 2 * shape.ranks - 1, "2 * pipeline ranks - 1")
+
+
+def accepts(shapes: Shapes) -> Mask:
+    """Return which shapes have enough micro-batches."""
+    return shapes.micro_batches >= 2 * shapes.ranks - 1
 
 
 def rank_actions(shape: Shape, rank: int) -> Row:
@@ -39,6 +45,8 @@ ZB_H2 = ScheduleEntry(
     name="zb-h2",
     summary="eager-1f1b with split backwards: no bubble between steps without a barrier, twice the memory",
     rank_actions=rank_actions,
+    accepts=accepts,
+    forms=family_1f1b(warm_up_per_rank(2), delay=lambda place: 2 * place.rank),
     aliases=("zb2p", "zerobubbleh2"),
     check=check,
     runnable=True,

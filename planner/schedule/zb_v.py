@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from planner.schedule.closed_forms import ZB_V_FORMS
 from planner.schedule.entry import ScheduleEntry, Shape, v_placement
 from planner.schedule.rows import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Row
 
@@ -52,6 +53,7 @@ ZB_V = ScheduleEntry(
     name="zb-v",
     summary="two stages per rank in a V with split backwards: the memory of 1f1b's first rank, hardly any bubble",
     rank_actions=rank_actions,
+    forms=ZB_V_FORMS,
     aliases=("zbvzerobubble",),
     stage_ranks=v_placement,
     least_virtual_stages=2,
