@@ -259,6 +259,7 @@ def plan(
     time_limit: float = Options().time_limit_seconds,
     explain: str = Options().explain,
     pareto: bool = False,
+    calibration: Document | CalibrationTable | None = None,
 ) -> Plan:
     """Find the fastest plan that fits in memory.
 
@@ -279,6 +280,8 @@ def plan(
         time_limit: seconds; the search returns its best plan and the gap by then.
         explain: ``full`` also searches with every limit relaxed.
         pareto: also find the fastest plans on fewer devices and in less memory.
+        calibration: document that `planner calibrate` wrote; None: the one of this
+            release.
 
     Raises:
         NoPlanError: no layout fits; has the nearest layouts and what would help.
@@ -314,6 +317,7 @@ def plan(
         asked.job,
         parse(Options, options, where="options"),
         model=asked.model,
+        calibration=_table(calibration),
     )
     result = search(request, asked.profile)
     if isinstance(result, Infeasible):
@@ -364,13 +368,23 @@ def predict(
             runtime=runtime,
         )
     )
-    documents = (asked.profile, asked.cluster, asked.job)
-    if isinstance(calibration, str | Path):
-        calibration = read(CalibrationTable, calibration)
     found = search(
-        *documents, _layout(layout), model=asked.model, calibration=calibration
+        asked.profile,
+        asked.cluster,
+        asked.job,
+        _layout(layout),
+        model=asked.model,
+        calibration=_table(calibration),
     )
     return Prediction(found)
+
+
+def _table(
+    calibration: Document | CalibrationTable | None,
+) -> CalibrationTable | None:
+    if isinstance(calibration, str | Path):
+        return read(CalibrationTable, calibration)
+    return calibration
 
 
 def profile(

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from planner import runtimes
-from planner.spec.calibration import Constants, constants_for
+from planner.spec.calibration import CalibrationTable, Constants, constants_for
 from planner.spec.cluster import Cluster, DeviceSpec, Link, NodeGroup
 from planner.spec.devices import catalogue, domain_of, find_device, links_of
 from planner.spec.job import OURS, Job
@@ -69,6 +69,8 @@ class Context:
     """Of the data-parallel rank that has the most."""
     constants: Constants | None = None
     """Of every node group; None: those of the runtime on its architecture."""
+    calibration: CalibrationTable | None = None
+    """None: the one of this release."""
 
     @classmethod
     def of(cls, plan: Plan, profile: ModelProfile) -> Context:
@@ -81,6 +83,7 @@ class Context:
             plan.layout,
             plan.placement,
             plan.micro_batches,
+            calibration=request.calibration,
         )
 
     @property
@@ -168,7 +171,7 @@ class Context:
         }
         used = whole.model_copy(update=size)
         device = find_device(whole.device, field=f"{field}.device")
-        constants = self.constants or _fitted(whole, device, self.job)
+        constants = self.constants or _fitted(whole, device, self.job, self.calibration)
         intra, inter = links_of(used, field=field, is_alone=is_alone)
         reached = slowed(intra, constants.intra_node_fraction)
         network = slowed(inter, constants.inter_node_fraction) if inter else reached
@@ -225,7 +228,12 @@ class Context:
         }
 
 
-def _fitted(group: NodeGroup, device: DeviceSpec, job: Job) -> Constants:
+def _fitted(
+    group: NodeGroup,
+    device: DeviceSpec,
+    job: Job,
+    calibration: CalibrationTable | None,
+) -> Constants:
     """Return the fitted constants of the planner's executor on a device."""
     known = catalogue().get(device.id)
     intra, inter = group.intra_node, group.inter_node
@@ -235,6 +243,7 @@ def _fitted(group: NodeGroup, device: DeviceSpec, job: Job) -> Constants:
     return constants_for(
         OURS,
         known.architecture if known else "",
+        calibration=calibration,
         has_intra_node=intra is not None and not intra.is_nominal,
         has_inter_node=inter is not None and not inter.is_nominal,
         data_format=data_format,

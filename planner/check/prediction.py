@@ -177,7 +177,8 @@ def _check_uncertainty(plan: Plan, findings: Findings) -> None:
         absent = dict.fromkeys(names)
         findings.same("prediction", stated.model_dump(include=set(names)), absent)
         return
-    if stated.calibration.name != shipped().name:
+    calibration = plan.request.calibration or shipped()
+    if stated.calibration.name != calibration.name:
         name = stated.calibration.name
         findings.checked.append(f"not recomputed: intervals of the calibration {name}")
         return
@@ -185,7 +186,9 @@ def _check_uncertainty(plan: Plan, findings: Findings) -> None:
     devices = [find_device(group.device) for group in plan.cluster.node_groups]
     entries = [known.get(device.id) for device in devices]
     owners = [entry.architecture if entry else "" for entry in entries]
-    intervals = [interval_for(runtime, owner) for owner in owners]
+    intervals = [
+        interval_for(runtime, owner, calibration=calibration) for owner in owners
+    ]
     time = max(intervals, key=lambda one: one.time_high - one.time_low)
     memory = max(intervals, key=lambda one: one.headroom)
     step = stated.step_seconds
@@ -206,6 +209,7 @@ def _check_uncertainty(plan: Plan, findings: Findings) -> None:
     )
     found = dict(zip(names, expected, strict=True))
     findings.same("prediction", stated.model_dump(include=set(names)), found)
-    runs = [provenance(runtime, owner).measured_runs for owner in owners]
+    notes = [provenance(runtime, owner, calibration=calibration) for owner in owners]
+    runs = [note.measured_runs for note in notes]
     measured = stated.calibration.measured_runs
     findings.equal("prediction.calibration.measured_runs", measured, min(runs))

@@ -24,6 +24,7 @@ from planner.cli.plan_text import infeasible_text, plan_text
 from planner.errors import LayoutError, PlannerError, Problem
 from planner.profiler.resolve import Question
 from planner.spec import Infeasible, Options, Plan, parse
+from planner.spec.calibration import CalibrationTable, load
 from planner.spec.constraint_words import short_name
 from planner.spec.units import percent, seconds
 from planner.spec.words import written
@@ -75,6 +76,13 @@ EXPORT_OF_RUNTIME = {
     help="full: also search with every limit relaxed",
 )
 @option(
+    "--calibration",
+    metavar="FILE",
+    group="Cost model",
+    advanced=True,
+    help="Constants that `planner calibrate` wrote",
+)
+@option(
     "--html",
     metavar="FILE",
     advanced=True,
@@ -89,6 +97,7 @@ def command(
     top: int,
     pareto: bool,
     explain: str,
+    calibration: str | None,
     html: str | None,
     as_json: bool,
     **request: Any,
@@ -111,7 +120,8 @@ def command(
         where="options",
     )
     question = read_question(fixed=fixed, **request)
-    result = _search(question, options)
+    table = load(calibration) if calibration else None
+    result = _search(question, options, table)
     if isinstance(result, Infeasible):
         if result.search is None:
             _check_constraints(question, fixed)
@@ -124,23 +134,33 @@ def command(
     return DONE
 
 
-def _search(question: Question, options: Options) -> Plan | Infeasible:
+def _search(
+    question: Question, options: Options, calibration: CalibrationTable | None
+) -> Plan | Infeasible:
     with Progress("searching") as progress:
         return interruptible(
-            lambda should_stop: _solve(question, options, progress, should_stop)
+            lambda should_stop: _solve(
+                question, options, calibration, progress, should_stop
+            )
         )
 
 
 def _solve(
     question: Question,
     options: Options,
+    calibration: CalibrationTable | None,
     progress: Progress,
     should_stop: Callable[[], bool],
 ) -> Plan | Infeasible:
     from planner.search import Callbacks, make_request, plan
 
     request = make_request(
-        question.profile, question.cluster, question.job, options, model=question.model
+        question.profile,
+        question.cluster,
+        question.job,
+        options,
+        model=question.model,
+        calibration=calibration,
     )
 
     def show(state: SearchProgress) -> None:

@@ -34,13 +34,16 @@ def local_search(plan: Plan) -> Search:
     """Return a search in this process, for the plan's profile and job."""
     profile = profile_behind(plan, None)
     job, model = plan.request.job, plan.request.model
+    calibration = plan.request.calibration
 
     def search(cluster: Cluster) -> Plan | Infeasible:
         from planner.search import make_request
         from planner.search import plan as find_plan
 
         options = Options(top=0, time_limit_seconds=SEARCH_SECONDS)
-        request = make_request(profile, cluster, job, options, model=model)
+        request = make_request(
+            profile, cluster, job, options, model=model, calibration=calibration
+        )
         return find_plan(request, profile)
 
     return search

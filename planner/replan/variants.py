@@ -75,7 +75,10 @@ class PlanVariants:
         from planner.search import make_request, plan_layout
 
         profile = slow_down_stages(self._profile, layers_per_stage, slowdown)
-        request = make_request(profile, self._plan.cluster, self._plan.request.job)
+        old = self._plan.request
+        request = make_request(
+            profile, self._plan.cluster, old.job, calibration=old.calibration
+        )
         layout = self._layout(layers_per_stage, **layout_fields)
         found = plan_layout(request, profile, layout)
         return found if isinstance(found, Plan) else None

@@ -46,7 +46,8 @@ def data_rank_seconds(plan: Plan, profile: ModelProfile) -> tuple[float, ...]:
 
 def micro_batch_seconds(plan: Plan, profile: ModelProfile) -> WorkTable:
     """Return the seconds of the forward and backward passes of one micro-batch."""
-    work = workload(profile, plan.cluster, plan.request.job)
+    request = plan.request
+    work = workload(profile, plan.cluster, request.job, calibration=request.calibration)
     costs = layout_costs(work, plan.layout)
     # Only a synthesized order must be read from the plan's actions. They do not show
     # which copy of a stage a bidirectional schedule runs.

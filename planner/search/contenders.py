@@ -22,6 +22,7 @@ from planner.search.result import Callbacks, Progress
 from planner.search.solve import advance, begin
 from planner.search.stage_maps.inside import NO_LIMIT
 from planner.search.state import State, solved_of
+from planner.spec.cluster import Cluster
 from planner.spec.plan import PlanRequest, SearchReport
 from planner.spec.profile import ModelProfile
 
@@ -157,13 +158,19 @@ class Field:
         if len(self.request.cluster.node_groups) == 1:
             return on_part(self.whole, part.cluster)
         if len(part.groups) < 2:
-            return workload(self.profile, part.cluster, self.request.job)
+            return self._priced(part.cluster)
         return rearranged(self.whole, part.cluster, part.groups)
 
     @cached_property
     def whole(self) -> Workload:
         """Of the whole cluster."""
-        return workload(self.profile, self.request.cluster, self.request.job)
+        return self._priced(self.request.cluster)
+
+    def _priced(self, cluster: Cluster) -> Workload:
+        request = self.request
+        return workload(
+            self.profile, cluster, request.job, calibration=request.calibration
+        )
 
     def spoken_of(self, one: Contender) -> Contender:
         """Whose layouts are told of where none fits: its own, or, if it has none, those of the largest that has."""

@@ -36,10 +36,10 @@ def plan_layout(
     """
     started = time.monotonic()
     cluster, job = request.cluster, request.job
-    forecast = predict(profile, cluster, job, layout)
+    forecast = predict(profile, cluster, job, layout, calibration=request.calibration)
     if not forecast.fits:
         return Infeasible(reasons=forecast.reasons)
-    work = workload(profile, cluster, job)
+    work = workload(profile, cluster, job, calibration=request.calibration)
     left_out = (
         () if is_offloading_known(work) or is_offloading(forecast.layout) else _OFFLOADS
     )

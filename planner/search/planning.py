@@ -102,6 +102,7 @@ def make_request(
     options: Options | None = None,
     *,
     model: str | None = None,
+    calibration: CalibrationTable | None = None,
 ) -> PlanRequest:
     """The canonical request; its `id` is the id of the plan that answers it.
 
@@ -113,16 +114,17 @@ def make_request(
         job: what is to be trained.
         options: how to search.
         model: catalogue name that the profile was derived from.
+        calibration: None: the one of this release.
     """
+    owner = runtimes.planned(job.runtime).calibration_owner
     return PlanRequest(
         model=model,
         profile_id=_profile_id(profile),
         profile=None if model else profile,
         cluster=cluster,
-        job=with_headroom(
-            job, cluster, runtime=runtimes.planned(job.runtime).calibration_owner
-        ),
+        job=with_headroom(job, cluster, runtime=owner, calibration=calibration),
         options=options or Options(),
+        calibration=calibration,
         planner_version=__version__,
     )
 
@@ -190,9 +192,7 @@ def _explained(
             answer.request.job, freely_divided(found.candidates[0], limits)
         )
     if options.pareto:
-        points, is_whole = front(
-            profile, answer.request.cluster, answer.request.job, limits
-        )
+        points, is_whole = front(profile, answer.request, limits)
         more["pareto"] = points
         sentences += (
             ()

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from planner.spec.calibration import CalibrationNote
+from planner.spec.calibration import CalibrationNote, CalibrationTable
 from planner.spec.cluster import Cluster
 from planner.spec.document import Document, digest
 from planner.spec.job import Job
@@ -269,12 +269,16 @@ class PlanRequest(Document):
     cluster: Cluster
     job: Job
     options: Options = Options()
+    calibration: CalibrationTable | None = None
+    """Own calibration; None: the one of the planner's release."""
     planner_version: str
 
     @property
     def id(self) -> str:
         """Id of the plan: sha256 of the canonical request."""
         document = self.model_dump(mode="json", by_alias=True, exclude={"profile"})
+        if self.calibration is None:
+            del document["calibration"]
         for part, fields in _LATER.items():
             for name, default in fields.items():
                 if document[part][name] == default:

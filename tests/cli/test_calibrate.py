@@ -230,6 +230,18 @@ def calibration(tmp_path: Path) -> Path:
     return path
 
 
+def test_plan_with_a_calibration(planner: Command, calibration: Path) -> None:
+    """A plan carries the calibration that it was made with, and is checked by it."""
+    words = ("--devices", "1xh100-sxm5-80gb", "--batch", "4", "--sequence", "1024")
+    path = calibration.with_name("plan.json")
+    model = ("plan", "llama-3.2-1b", *words, "--fix", "mbs=1")
+    ended = planner(*model, "--calibration", calibration, "-o", path)
+    assert ended.code == 0
+    table = json.loads(path.read_text())["request"]["calibration"]
+    assert CalibrationTable.model_validate(table) == load(calibration)
+    assert planner("check", path).code == 0
+
+
 def test_predict_with_a_calibration(planner: Command, calibration: Path) -> None:
     """The constants, the interval and the name of the file replace the shipped ones."""
     words = (*QUESTION, "--runtime", "megatron-core", "--json")

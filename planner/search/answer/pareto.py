@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from planner.cost import TICK_SECONDS, choose, rank_memory, workload
+from planner.cost import TICK_SECONDS, Workload, choose, rank_memory, workload
 from planner.search.answer.explain import with_recompute
 from planner.search.layouts.parts import Part, arrangements, parts_of, token_price
 from planner.search.layouts.space import space_of
@@ -24,7 +24,7 @@ from planner.search.solve import advance, begin
 from planner.search.stage_maps.inside import NO_LIMIT
 from planner.spec.cluster import Cluster
 from planner.spec.job import Job
-from planner.spec.plan import Options, ParetoPoint
+from planner.spec.plan import Options, ParetoPoint, PlanRequest
 from planner.spec.profile import ModelProfile
 
 SHARES = (1.0, 0.75, 0.5, 0.25)
@@ -32,19 +32,18 @@ SHARES = (1.0, 0.75, 0.5, 0.25)
 
 
 def front(
-    profile: ModelProfile, cluster: Cluster, job: Job, limits: Limits
+    profile: ModelProfile, request: PlanRequest, limits: Limits
 ) -> tuple[tuple[ParetoPoint, ...], bool]:
     """The points that no other beats, most devices first; and whether all were looked at.
 
     Args:
         profile: of the model.
-        cluster: whole.
-        job: what is to be trained.
+        request: whole cluster, job and calibration.
         limits: of the time.
     """
     points: list[ParetoPoint] = []
-    for orders in _parts(cluster):
-        for point in _of_part(profile, orders, job, tuple(points), limits):
+    for orders in _parts(request.cluster):
+        for point in _of_part(profile, orders, request, tuple(points), limits):
             if point is None:
                 return _undominated(points), False
             points.append(point)
@@ -84,22 +83,25 @@ def _divisors(number: int) -> list[int]:
 def _of_part(
     profile: ModelProfile,
     orders: tuple[Part, ...],
-    job: Job,
+    request: PlanRequest,
     known: tuple[ParetoPoint, ...],
     limits: Limits,
 ) -> Iterator[ParetoPoint | None]:
     """Points of one part, most memory first: (O3); None and no more once the search was stopped."""
     peak, part = math.inf, orders[0]
+    job, calibration = request.job, request.calibration
     for share in SHARES:
-        lean = _with_share(profile, part, job, share)
-        capacity = workload(profile, part.cluster, lean).capacity_bytes
+        whole = workload(profile, part.cluster, job, calibration=calibration)
+        lean = _with_share(whole, job, share)
+        leaner = workload(profile, part.cluster, lean, calibration=calibration)
+        capacity = leaner.capacity_bytes
         if peak <= capacity:
             continue
         ceiling = min(
             (one.step_seconds for one in known if one.peak_bytes <= capacity),
             default=None,
         )
-        found, is_proven = _fastest(profile, orders, lean, ceiling, limits)
+        found, is_proven = _fastest(leaner, orders, lean, ceiling, limits)
         if not is_proven:
             yield None
             return
@@ -111,9 +113,8 @@ def _of_part(
             return
 
 
-def _with_share(profile: ModelProfile, part: Part, job: Job, share: float) -> Job:
+def _with_share(work: Workload, job: Job, share: float) -> Job:
     """The job that may use a share of the memory that it might."""
-    work = workload(profile, part.cluster, job)
     kept = float(work.device.memory_bytes - int(share * work.capacity_bytes))
     if work.groups:  # a fraction means the same on every kind of device; bytes are held to the smallest
         least = min(group.device.memory_bytes for group in work.groups)
@@ -123,7 +124,7 @@ def _with_share(profile: ModelProfile, part: Part, job: Job, share: float) -> Jo
 
 
 def _fastest(
-    profile: ModelProfile,
+    priced: Workload,
     orders: tuple[Part, ...],
     job: Job,
     ceiling_seconds: float | None,
@@ -135,7 +136,9 @@ def _fastest(
         NO_LIMIT if ceiling_seconds is None else round(ceiling_seconds / TICK_SECONDS),
     )
     for part in orders:
-        work = workload(profile, part.cluster, job)
+        work = workload(
+            priced.profile, part.cluster, job, calibration=priced.calibration
+        )
         state = begin(
             work,
             space_of(work),

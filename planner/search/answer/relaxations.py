@@ -37,7 +37,6 @@ from planner.spec.cluster import Cluster
 from planner.spec.devices import catalogue, find_device
 from planner.spec.job import CONSTRAINABLE, DIVISION, Job
 from planner.spec.plan import Miss, Options, Relaxation
-from planner.spec.profile import ModelProfile
 from planner.spec.recipes import STATES
 from planner.spec.words import counted, gibibytes
 
@@ -95,7 +94,7 @@ def relaxations(best: Candidate, limits: Limits) -> tuple[Relaxation, ...]:
         if limits.should_stop():
             break
         state = _searched(
-            work.profile, change, limits, int(per_sample * change.job.global_batch_size)
+            work, change, limits, int(per_sample * change.job.global_batch_size)
         )
         if state is not None and state.best is not None:
             gain = 1 - state.best.ticks / change.job.global_batch_size / per_sample
@@ -153,39 +152,37 @@ def remedies(
         else tuple(_batches(work))
     )
     several = (*memory, *_without_constraints(work))
-    found = [_remedy(work.profile, change, limits) for change in several]
+    found = [_remedy(work, change, limits) for change in several]
     if len(work.job.constraints) > 1 and not any(found):
-        found.append(_remedy(work.profile, _unconstrained(work), limits))
+        found.append(_remedy(work, _unconstrained(work), limits))
     if not work.groups:
         limits = replace(limits, work=SIZE_WORK)
     found.append(_Growth(work, limits).smallest())
     return tuple(one for one in found if one is not None)
 
 
-def _remedy(
-    profile: ModelProfile, change: _Change, limits: Limits
-) -> Relaxation | None:
+def _remedy(given: Workload, change: _Change, limits: Limits) -> Relaxation | None:
     """The best plan of the first layout that fits with a change, of those that need least: (X3)."""
     if limits.should_stop():
         return None
     with suppress(SpecError):
-        work = workload(profile, change.cluster, change.job)
+        work = _changed(given, change)
         wish = recompute_wish(change.job.constraints.get("recompute"))
         near = (one for one in unfit(work, space_of(work)) if not limits.should_stop())
         least = ((one, least_need(one, wish)) for one in near)
         fits = (one for one, need in least if need.needed_bytes <= need.capacity_bytes)
         costs = next(fits, None)
         if costs is not None:
-            given = {
+            fields = {
                 name: costs.layout.constrained(name)
                 for name in CONSTRAINABLE
                 if name != "recompute"
             }
-            fixed = {**change.job.constraints, **given}
+            fixed = {**change.job.constraints, **fields}
             alone = replace(
                 change, job=change.job.model_copy(update={"constraints": fixed})
             )
-            state = _searched(profile, alone, limits, NO_LIMIT)
+            state = _searched(given, alone, limits, NO_LIMIT)
             return (
                 _row(change, state, None)
                 if state is not None and state.best is not None
@@ -207,11 +204,11 @@ def _row(change: _Change, state: State, gain: float | None) -> Relaxation:
 
 
 def _searched(
-    profile: ModelProfile, change: _Change, limits: Limits, ceiling: int
+    given: Workload, change: _Change, limits: Limits, ceiling: int
 ) -> State | None:
     """The relaxed problem, searched below a ceiling: (X2); None where the documents no longer go together."""
     with suppress(SpecError):
-        work = workload(profile, change.cluster, change.job)
+        work = _changed(given, change)
         state = begin(
             work,
             space_of(work),
@@ -224,6 +221,12 @@ def _searched(
             advance(state)
         return state
     return None
+
+
+def _changed(given: Workload, change: _Change) -> Workload:
+    return workload(
+        given.profile, change.cluster, change.job, calibration=given.calibration
+    )
 
 
 def _memory_changes(work: Workload) -> Iterator[_Change]:
@@ -386,7 +389,7 @@ class _Growth:
         if self.limits.should_stop():
             return None
         change = _grown(self.work, size)
-        state = _searched(self.work.profile, change, self.limits, NO_LIMIT)
+        state = _searched(self.work, change, self.limits, NO_LIMIT)
         if state is None or state.best is None:
             if state is not None and not state.is_open and not state.unproven:
                 self.closed.add(size)
