@@ -34,7 +34,10 @@ def check(shape: Shape) -> None:
 
 def accepts(shapes: Shapes) -> Mask:
     """Return which shapes make whole units."""
-    return (shapes.ranks % 2 == 0) & (shapes.micro_batches % shapes.ranks == 0)
+    accepted: Mask = (shapes.ranks % 2 == 0) & (
+        shapes.micro_batches % shapes.ranks == 0
+    )
+    return accepted
 
 
 def rank_actions(shape: Shape, rank: int) -> tuple[Action, ...]:

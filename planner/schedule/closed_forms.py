@@ -234,8 +234,9 @@ def _hanayo_lead(place: Place) -> Numbers:
     down, up = place.rank, place.after
     stage = place.stage * ranks + np.where(place.stage % 2 == 0, down, up)
     last_stage = last * ranks + up
-    run = np.minimum(ranks, (last_stage - stage) // 2 + 1)
-    return np.minimum(place.shapes.units, run)
+    slots = (last_stage - stage) // 2 + 1
+    run: Numbers = np.minimum(np.minimum(ranks, slots), place.shapes.units)
+    return run
 
 
 HANAYO_FORMS = ClosedForms(_hanayo_held, _hanayo_held, _hanayo_lead)
@@ -260,8 +261,9 @@ def warm_up_over_stages(
     def warm_up(place: Place) -> Numbers:
         shapes = place.shapes
         stages_before = (shapes.virtual_stages - 1) * groups(shapes).first
-        chunks_before = shapes.sequence_chunks - 1 if all_chunks else 0
-        return each * place.after + stages_before + chunks_before
+        chunks_before = (shapes.sequence_chunks - 1) * int(all_chunks)
+        ahead: Numbers = each * place.after + stages_before + chunks_before
+        return ahead
 
     return warm_up
 
@@ -287,18 +289,20 @@ def rounds_of_ranks_or_one(shapes: Shapes) -> Groups:
 def has_equal_groups(shapes: Shapes) -> Mask:
     """Return whether micro-batches make equal groups of about as many as the ranks."""
     rounds = np.maximum(1, shapes.micro_batches // shapes.ranks)
-    return shapes.micro_batches % rounds == 0
+    are_equal: Mask = shapes.micro_batches % rounds == 0
+    return are_equal
 
 
 def fills_ranks(shapes: Shapes) -> Mask:
     """Return whether there are at most as many chunks as ranks, and at least as many units."""
-    return (shapes.sequence_chunks <= shapes.ranks) & (shapes.units >= shapes.ranks)
+    are_few = shapes.sequence_chunks <= shapes.ranks
+    are_filled: Mask = are_few & (shapes.units >= shapes.ranks)
+    return are_filled
 
 
 def comes_round(shapes: Shapes) -> Mask:
     """Return whether the smallest group of SeqVPP does not end before the first rank's next stage."""
     groups = small_groups(shapes)
-    units = groups.later
-    is_alone = groups.first * groups.count == shapes.units
-    is_alone &= groups.count == 1
-    return is_alone | (units >= shapes.ranks - 1)
+    is_alone = groups.first == shapes.units
+    comes: Mask = is_alone | (groups.later >= shapes.ranks - 1)
+    return comes

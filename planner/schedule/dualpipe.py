@@ -33,11 +33,12 @@ def check(shape: Shape) -> None:
 
 def accepts(shapes: Shapes) -> Mask:
     """Return which shapes have even numbers and enough micro-batches."""
-    return (
+    accepted: Mask = (
         (shapes.ranks % 2 == 0)
         & (shapes.micro_batches % 2 == 0)
         & (shapes.micro_batches >= 2 * shapes.ranks)
     )
+    return accepted
 
 
 def rank_actions(shape: Shape, rank: int) -> tuple[Action, ...]:

@@ -30,7 +30,8 @@ def check(shape: Shape) -> None:
 
 def accepts(shapes: Shapes) -> Mask:
     """Return which shapes have enough micro-batches."""
-    return shapes.micro_batches >= 2 * shapes.ranks
+    accepted: Mask = shapes.micro_batches >= 2 * shapes.ranks
+    return accepted
 
 
 def rank_actions(shape: Shape, rank: int) -> tuple[Action, ...]:

@@ -175,7 +175,8 @@ class ScheduleEntry:
             takes_stages = takes_stages & (stages <= self.most_virtual_stages)
         takes_chunks = (chunks == 1) | self.takes_sequence_chunks
         takes_order = self.accepts(shapes) & (not self.needs_durations)
-        return takes_stages & takes_chunks & takes_order
+        accepted: Mask = takes_stages & takes_chunks & takes_order
+        return accepted
 
     def held_by_stage(
         self,
@@ -209,7 +210,8 @@ class ScheduleEntry:
         )
         by_stage = self.held_by_stage(p, m, v, q, r, stages)
         assert by_stage is not None
-        return by_stage.sum(axis=0)
+        units: Numbers = by_stage.sum(axis=0)
+        return units
 
     def least_makespan(
         self, p: int, m: ArrayLike, v: int, q: int, times: StageTimes

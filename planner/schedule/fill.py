@@ -109,8 +109,9 @@ class _Path:
         turn = np.maximum(gradient, self._head(rank) + ahead)
         end = turn + all_work - ahead
         tail = self.gradient[:, :low, 0].sum(axis=1) + self.up[:, :low].sum(axis=1)
+        passed_on: Times = end + tail
         if self.forms.late is None:
-            return end + tail
+            return passed_on
         # Backward of the lowest stage leaves before the rank's late weight gradients.
         weights = self.times.backward_weight
         late = sum(
@@ -118,7 +119,8 @@ class _Path:
             for local, stage in enumerate(stages)
         )
         first_weight = weights[:, 0, 0] if low > 0 else 0.0
-        return np.maximum(end, end - late + tail + first_weight)
+        least: Times = np.maximum(end, passed_on - late + first_weight)
+        return least
 
     def _through(self, rank: int) -> Times:
         """Return when the first unit with a backward has passed the last stage, as this rank allows."""
@@ -126,12 +128,14 @@ class _Path:
         last_chunk = self.times.forward[:, high + 1 :, -1].sum(axis=1)
         moved = self.down[:, high:].sum(axis=1)
         own = self._forwards(rank, self.forms.lead)
-        return self._head(rank) + own + last_chunk + moved
+        passed: Times = self._head(rank) + own + last_chunk + moved
+        return passed
 
     def _head(self, rank: int) -> Times:
         low = self._stages(rank)[0]
         worked = self.times.forward[:, :low, 0].sum(axis=1)
-        return worked + self.down[:, :low].sum(axis=1)
+        head: Times = worked + self.down[:, :low].sum(axis=1)
+        return head
 
     def _forwards(self, rank: int, count: Count) -> Times:
         """Return the time of the first `count` forwards of every local stage."""
@@ -148,4 +152,5 @@ class _Path:
         return count(Place(self.shapes, np.array(rank), np.array(local)))
 
     def _stages(self, rank: int) -> list[int]:
-        return np.flatnonzero(self.stage_ranks == rank).tolist()
+        stages: list[int] = np.flatnonzero(self.stage_ranks == rank).tolist()
+        return stages

@@ -29,7 +29,8 @@ def check(shape: Shape) -> None:
 
 def accepts(shapes: Shapes) -> Mask:
     """Return which shapes have an even number of stages per rank."""
-    return shapes.virtual_stages % 2 == 0
+    accepted: Mask = shapes.virtual_stages % 2 == 0
+    return accepted
 
 
 def rank_actions(shape: Shape, rank: int) -> Row:

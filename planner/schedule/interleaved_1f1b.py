@@ -54,7 +54,8 @@ def group_size(shape: Shape) -> int:
 
 def accepts(shapes: Shapes) -> Mask:
     """Return which shapes make equal groups."""
-    return has_equal_groups(shapes)
+    accepted: Mask = has_equal_groups(shapes)
+    return accepted
 
 
 def rank_actions(shape: Shape, rank: int) -> Row:

@@ -33,7 +33,8 @@ def check(shape: Shape) -> None:
 
 def accepts(shapes: Shapes) -> Mask:
     """Return which shapes have as many micro-batches as ranks."""
-    return shapes.micro_batches >= shapes.ranks
+    accepted: Mask = shapes.micro_batches >= shapes.ranks
+    return accepted
 
 
 def rank_actions(shape: Shape, rank: int) -> Row:

@@ -31,7 +31,8 @@ def check(shape: Shape) -> None:
 
 def accepts(shapes: Shapes) -> Mask:
     """Return which shapes `check` does not refuse."""
-    return fills_ranks(shapes) & (shapes.ranks % 2 == 0)
+    accepted: Mask = fills_ranks(shapes) & (shapes.ranks % 2 == 0)
+    return accepted
 
 
 def rank_actions(shape: Shape, rank: int) -> Row:

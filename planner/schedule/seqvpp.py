@@ -65,7 +65,8 @@ def check(shape: Shape) -> None:
 
 def accepts(shapes: Shapes) -> Mask:
     """Return which shapes `check` does not refuse."""
-    return fills_ranks(shapes) & comes_round(shapes)
+    accepted: Mask = fills_ranks(shapes) & comes_round(shapes)
+    return accepted
 
 
 def rank_actions(shape: Shape, rank: int) -> Row:

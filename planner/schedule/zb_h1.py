@@ -40,9 +40,10 @@ def check(shape: Shape) -> None:
 
 def accepts(shapes: Shapes) -> Mask:
     """Return which shapes `check` does not refuse."""
-    return (shapes.micro_batches >= shapes.ranks) & (
+    accepted: Mask = (shapes.micro_batches >= shapes.ranks) & (
         (shapes.virtual_stages == 1) | has_equal_groups(shapes)
     )
+    return accepted
 
 
 def rank_actions(shape: Shape, rank: int) -> Row:

@@ -29,7 +29,8 @@ def check(shape: Shape) -> None:
 
 def accepts(shapes: Shapes) -> Mask:
     """Return which shapes have enough micro-batches."""
-    return shapes.micro_batches >= 2 * shapes.ranks - 1
+    accepted: Mask = shapes.micro_batches >= 2 * shapes.ranks - 1
+    return accepted
 
 
 def rank_actions(shape: Shape, rank: int) -> Row:
