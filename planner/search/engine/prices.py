@@ -195,6 +195,7 @@ class Pricing:
         """Start without any known price."""
         self._known: dict[tuple[object, ...], LayoutCosts] = {}
         self._prices: dict[tuple[object, ...], Prices] = {}
+        self._undominated: dict[tuple[object, ...], list[tuple[int, Option]]] = {}
         constraint = self.options.constraints.get("recompute")
         supported = self.work.framework.supports.allowed("recompute")
         self.wanted = recompute_modes(constraint, supported)
@@ -223,11 +224,71 @@ class Pricing:
             self._prices[key] = found
         return found
 
+    def undominated(self, row: Row) -> list[tuple[int, Option]]:
+        """Return the options of a row, with their places, that no other one dominates."""
+        supports = self.work.framework.supports
+        order = row if supports.limits_plans else None
+        key = (row.degrees, order)
+        if key not in self._undominated:
+            self._undominated[key] = self._kept(row)
+        return self._undominated[key]
+
+    def _kept(self, row: Row) -> list[tuple[int, Option]]:
+        kept: list[tuple[int, Option, LayoutCosts]] = []
+        for place, option in enumerate(self.options.of(row)):
+            costs = self._base(row, option, self.options.layout(row, option))
+            if not any(dominates(better, costs) for _, _, better in kept):
+                kept = [one for one in kept if not dominates(costs, one[2])]
+                kept.append((place, option, costs))
+        return [(place, option) for place, option, _ in kept]
+
     def _base(self, row: Row, option: Option, layout: Layout) -> LayoutCosts:
         key = (row.degrees, option)
         if key not in self._known:
             self._known[key] = layout_costs(self.work, layout)
         return self._known[key]
+
+
+def dominates(better: LayoutCosts, worse: LayoutCosts) -> bool:
+    """Return whether no cut and recomputation is faster or smaller under the second.
+
+    Layers have equal forwards and backwards; states, reductions, updates and optimizer
+    take no less. A shorter latency counts as no gain if every layer's update is longer
+    by at least as much, since every rank has a layer.
+    """
+    if better.shared or better.layout.rank_order != worse.layout.rank_order:
+        return False
+    if better.gathered_bytes > worse.gathered_bytes:
+        return False
+    saved = better.reduction_latency_ticks - worse.reduction_latency_ticks
+    for first, _ in better.kinds:
+        pairs = zip(
+            better.layers[first].values(), worse.layers[first].values(), strict=True
+        )
+        if not all(_is_no_better(*pair) for pair in pairs):
+            return False
+        one = next(iter(better.layers[first].values()))
+        other = next(iter(worse.layers[first].values()))
+        longer = worse.least_tail_ticks(other) - better.least_tail_ticks(one)
+        if longer < saved:
+            return False
+    return True
+
+
+def _is_no_better(one: LayerCost, other: LayerCost) -> bool:
+    """Return whether the second cost of a layer is nowhere less than the first."""
+    is_equal = one.forward_ticks == other.forward_ticks
+    is_equal &= one.backward_ticks == other.backward_ticks
+    is_longer = other.update_ticks >= one.update_ticks
+    is_longer &= other.optimizer_ticks >= one.optimizer_ticks
+    of_one = one.reduction_ticks - one.update_ticks
+    is_longer &= other.reduction_ticks - other.update_ticks >= of_one
+    is_larger = other.parameters_bytes >= one.parameters_bytes
+    is_larger &= other.gradients_bytes >= one.gradients_bytes
+    is_larger &= other.optimizer_bytes >= one.optimizer_bytes
+    is_larger &= other.temporary_bytes >= one.temporary_bytes
+    is_larger &= other.activation_bytes >= one.activation_bytes
+    return is_equal and is_longer and is_larger
 
 
 def _modes(costs: LayoutCosts, layer: int, wanted: Sequence[str]) -> Modes:

@@ -84,8 +84,10 @@ def whole_space(work: Workload, *, least_tokens: int = LEAST_TOKENS) -> Space:
     """
     left_out: list[LeftOut] = []
     constraints = runtime_constraints(work)
-    sizes = _derived_sizes(work) if isinstance(work.sizes, DerivedRows) else None
-    if sizes is None:
+    sizes: Iterable[Split]
+    if isinstance(work.sizes, DerivedRows):
+        sizes = _derived_sizes(work)
+    else:
         reason = "the profile has no measurements of other sizes"
         left_out.append(LeftOut("micro_batch_size", "sizes without rows", reason))
         sizes = [Split(*size) for size in work.sizes]

@@ -1,0 +1,313 @@
+"""The loop of the search: rows by their bound, options by theirs, exact solutions.
+
+Order is (bound, row, option), and the stop criteria see work instead of time, so that
+equal requests have equal answers on every machine.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost import Workload
+from planner.cost.placement import widest_expert_group
+from planner.search.engine.bound import (
+    IMPOSSIBLE,
+    Bound,
+    Order,
+    lower_bound,
+    timing_of,
+    traits_of,
+)
+from planner.search.engine.options import RANK_ORDERS, Option, Options, Row
+from planner.search.engine.prices import Prices, Pricing
+from planner.search.engine.result import Candidate, Progress, Result
+from planner.search.engine.solve import Item, RowSolver
+from planner.search.engine.space import Space, whole_space
+from planner.search.engine.stop import OPTION_WORK, GapStop, Stop
+from planner.search.engine.table import Table, enumerate_table
+
+BATCH = 64
+"""Rows whose options are bounded at a time."""
+FIRST_ROWS = 96
+"""Rows of the coarse grid that the first plan comes from."""
+FIRST_SOLVED = 6
+_ROUNDING = 1 - 1e-9
+
+
+def plan_space(
+    work: Workload,
+    space: Space | None = None,
+    stop: Stop | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Result:
+    """Search a space for the fastest plan.
+
+    Args:
+        work: what is planned, on one kind of device.
+        space: None: everything that the runtime can run.
+        stop: None: when the plan is proven.
+        on_progress: called after every batch and improvement.
+    """
+    search = Search(work, space or whole_space(work))
+    return search.run(stop or GapStop(), on_progress)
+
+
+@dataclass(order=True)
+class Node:
+    """A row with an option, and a bound on its step."""
+
+    nanoseconds: int
+    index: int
+    """Of the row."""
+    place: int
+    """Of the option."""
+    bound: Bound = field(compare=False)
+    item: Item = field(compare=False)
+
+    def solve(self, limit: int) -> tuple[Candidate | None, int]:
+        """Return the best plan of the row, and the actions that were simulated."""
+        solver = RowSolver(self.item)
+        found = solver.solve(limit)
+        return found, solver.actions
+
+
+class Search:
+    """One search and its state."""
+
+    def __init__(self, work: Workload, space: Space) -> None:
+        """Enumerate the table and bound all rows by their work."""
+        self.work = work
+        self.space = space
+        self.options = Options(work, space)
+        self.pricing = Pricing(work, self.options)
+        self.table = enumerate_table(work, space)
+        self.row_bounds = RowBounds(self).of(self.table)
+        order = np.argsort(self.row_bounds, kind="stable")
+        self.rows = order[self.row_bounds[order] < IMPOSSIBLE]
+        self.next_row = 0
+        self.is_taken = np.zeros(len(self.table), dtype=np.bool_)
+        self.queue: list[Node] = []
+        self.best: Candidate | None = None
+        self.least_solved = IMPOSSIBLE
+        self.done = 0
+        self.bounded = 0
+        self.solved = 0
+
+    @property
+    def limit(self) -> int:
+        """Nanoseconds of the best step; `IMPOSSIBLE` without one."""
+        return IMPOSSIBLE if self.best is None else self.best.total
+
+    @property
+    def least(self) -> int:
+        """The least bound of all that is open."""
+        queued = self.queue[0].nanoseconds if self.queue else IMPOSSIBLE
+        return min(queued, self._least_row())
+
+    def run(
+        self, stop: Stop, on_progress: Callable[[Progress], None] | None = None
+    ) -> Result:
+        """Search until a stop criterion is met or nothing is open."""
+        self._first_plan()
+        while self.least < self.limit and not stop(
+            self._total(), self.least, self.done
+        ):
+            if self._least_row() <= (self.queue or [_NOTHING])[0].nanoseconds:
+                self._bound_rows(self._next_rows())
+            else:
+                self._solve(heapq.heappop(self.queue))
+            if on_progress:
+                on_progress(self.progress())
+        return self._result()
+
+    def progress(self) -> Progress:
+        """Return the state of the search."""
+        return Progress(
+            rows=len(self.table),
+            rows_bounded=self.next_row,
+            options_bounded=self.bounded,
+            solved=self.solved,
+            best=self._total(),
+            lower_bound=min(self.least, self.limit),
+            work=self.done,
+        )
+
+    def _total(self) -> int | None:
+        return None if self.best is None else self.best.total
+
+    def _least_row(self) -> int:
+        if self.next_row >= len(self.rows):
+            return IMPOSSIBLE
+        return int(self.row_bounds[self.rows[self.next_row]])
+
+    def _next_rows(self) -> list[int]:
+        """Return the rows with the least bounds that are below the best step."""
+        found: list[int] = []
+        while len(found) < BATCH and self._least_row() < self.limit:
+            index = int(self.rows[self.next_row])
+            self.next_row += 1
+            if not self.is_taken[index]:
+                found.append(index)
+        if self._least_row() >= self.limit:
+            self.next_row = len(self.rows)
+        return found
+
+    def _first_plan(self) -> None:
+        """Solve the best rows of a coarse grid: one per tensor and pipeline degree."""
+        table, seen = self.table, set()
+        chosen: list[int] = []
+        for index in self.rows.tolist():
+            key = (
+                int(table.tensor[index]),
+                int(table.pipeline[index]),
+                int(table.context[index]),
+                int(table.expert[index]),
+            )
+            if key not in seen:
+                seen.add(key)
+                chosen.append(index)
+            if len(chosen) == FIRST_ROWS:
+                break
+        self._bound_rows(chosen)
+        for node in heapq.nsmallest(FIRST_SOLVED, self.queue):
+            if node.nanoseconds < self.limit:
+                self.queue.remove(node)
+                heapq.heapify(self.queue)
+                self._solve(node)
+
+    def _bound_rows(self, indices: list[int]) -> None:
+        """Bound all options of some rows, and queue those below the best step."""
+        for index in indices:
+            self.is_taken[index] = True
+            row = Row.of(self.table, index)
+            for place, option in self.pricing.undominated(row):
+                self._queue(index, place, row, option)
+
+    def _queue(self, index: int, place: int, row: Row, option: Option) -> None:
+        order = self.order(row)
+        is_split = traits_of(order).is_split
+        prices = self.pricing.prices(row, option, is_split=is_split)
+        costs = self.pricing.costs(row, option)
+        bound = lower_bound(prices, order, timing_of(costs), self.limit)
+        self.bounded += 1
+        self.done += OPTION_WORK
+        if bound.nanoseconds >= self.limit:
+            return
+        least = max(bound.nanoseconds, int(self.row_bounds[index]))
+        item = Item(row, option, prices, costs, order, self._uniform_modes(is_split))
+        heapq.heappush(self.queue, Node(least, index, place, bound, item))
+
+    def order(self, row: Row) -> Order:
+        """Return the schedule of a row and its numbers."""
+        name = self.space.schedules[row.schedule]
+        numbers = (row.pipeline, row.micro_batches, row.virtual_stages)
+        return Order(name, *numbers, row.sequence_chunks)
+
+    def _uniform_modes(self, is_split: bool) -> tuple[str, ...]:
+        """Return the modes that all layers share where a runtime has no mixtures."""
+        supported = self.work.framework.supports.allowed("recompute")
+        if is_split:
+            return ("none",)
+        if supported is None or "per-layer" in supported:
+            return ()
+        return self.pricing.wanted
+
+    def _solve(self, node: Node) -> None:
+        if node.nanoseconds >= self.limit:
+            return
+        found, actions = node.solve(self.limit)
+        self.solved += 1
+        self.done += actions
+        self.least_solved = min(self.least_solved, node.nanoseconds)
+        if found is not None and found.total < self.limit:
+            self.best = found
+
+    def _result(self) -> Result:
+        least = min(self.least, self.limit)
+        return Result(
+            best=self.best,
+            lower_bound=least,
+            lower_bound_all_cuts=min(least, self.least_solved),
+            open_nodes=len(self.queue) + len(self.rows) - self.next_row,
+            space=self.space,
+            progress=self.progress(),
+        )
+
+
+class RowBounds:
+    """Bounds of all rows by the work of their layers, before options are chosen."""
+
+    def __init__(self, search: Search) -> None:
+        """Price every split once, without ZeRO and with the nearest experts."""
+        self.search = search
+        self._prices: dict[tuple[object, ...], Prices] = {}
+
+    def of(self, table: Table) -> NDArray[np.int64]:
+        """Return a bound in nanoseconds for every row."""
+        keys = np.stack(
+            [table.split, table.sequence_chunks, table.data, table.pipeline], axis=1
+        )
+        if not len(table):
+            return np.zeros(0, dtype=np.int64)
+        is_dense = table.expert == 1
+        keys[is_dense, 2:] = 0
+        _, firsts, inverse = np.unique(
+            keys, axis=0, return_index=True, return_inverse=True
+        )
+        work = np.zeros(len(firsts))
+        saved = np.zeros(len(firsts))
+        free = np.zeros(len(firsts))
+        states = np.zeros(len(firsts))
+        for place, first in enumerate(firsts.tolist()):
+            row = Row.of(table, first)
+            options = list(self._priced(row))
+            work[place] = min(each.total_work for each in options)
+            prices = options[0]
+            saved[place] = float(prices.counts @ prices.least_activations)
+            states[place] = float(prices.counts @ prices.states)
+            free[place] = prices.free_bytes
+        inverse = inverse.reshape(-1)
+        steps = work[inverse] * self._growth(table)
+        lean = states[inverse] / table.replicas + saved[inverse] / table.sequence_chunks
+        is_impossible = lean > table.pipeline * free[inverse]
+        steps[is_impossible] = IMPOSSIBLE
+        return (steps * _ROUNDING).astype(np.int64)
+
+    def _growth(self, table: Table) -> NDArray[np.float64]:
+        """Return the least step / work of one micro-batch."""
+        names = self.search.space.schedules
+        simple = [names.index(name) for name in ("1f1b", "gpipe") if name in names]
+        count = table.micro_batches.astype(np.float64)
+        plain = np.isin(table.schedule, simple) & (table.sequence_chunks == 1)
+        plain &= (count > table.pipeline) | (table.pipeline == 1)
+        filled = 1 + (count - 1) / table.pipeline
+        busy = count / table.pipeline
+        growth: NDArray[np.float64] = np.where(plain, filled, busy)
+        return growth
+
+    def _priced(self, row: Row) -> Iterator[Prices]:
+        """Yield the prices of a row's split for every distinct group of experts."""
+        search = self.search
+        orders = RANK_ORDERS if row.expert > 1 else RANK_ORDERS[:1]
+        for order in orders:
+            option = Option(0, None, order)
+            layout = search.options.layout(row, option)
+            group: object = None
+            if row.expert > 1:
+                group = widest_expert_group(layout, search.work.domain_devices)
+            key = (row.split, row.sequence_chunks, group)
+            if key not in self._prices:
+                self._prices[key] = search.pricing.prices(row, option, is_split=False)
+            yield self._prices[key]
+
+
+class _Nothing:
+    nanoseconds = IMPOSSIBLE
+
+
+_NOTHING = _Nothing()

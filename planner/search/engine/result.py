@@ -1,0 +1,81 @@
+"""What a search returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.cost import LayoutCosts, StageMap, Step
+from planner.schedule import Schedule
+from planner.search.engine.options import Option, Row
+from planner.search.engine.space import Space
+from planner.spec.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan: a layout with its cut, modes and simulated step."""
+
+    row: Row
+    option: Option
+    costs: LayoutCosts
+    schedule: Schedule
+    stage_map: StageMap
+    step: Step
+
+    @property
+    def total(self) -> int:
+        """Nanoseconds of the step."""
+        return self.step.total_ticks
+
+    @property
+    def layout(self) -> Layout:
+        """The layout, with the recompute mode of its layers."""
+        modes = {mode for stage in self.stage_map for _, mode in stage}
+        word = modes.pop() if len(modes) == 1 else "per-layer"
+        return self.costs.layout.model_copy(update={"recompute": word})
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """State of a running search."""
+
+    rows: int
+    rows_bounded: int
+    options_bounded: int
+    solved: int
+    best: int | None
+    """Nanoseconds of the best step."""
+    lower_bound: int
+    work: int
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The best plan of a space and what was proven about it."""
+
+    best: Candidate | None
+    """None: no evaluated cut fits."""
+    lower_bound: int
+    """Nanoseconds that no layout of the space beats with the cuts that are evaluated:
+    the even cut and moves of one layer."""
+    lower_bound_all_cuts: int
+    """The same over all cuts."""
+    open_nodes: int
+    space: Space
+    progress: Progress
+
+    @property
+    def gap(self) -> float:
+        """Fraction of the best step above the bound."""
+        return _gap(self.best, self.lower_bound)
+
+    @property
+    def gap_all_cuts(self) -> float:
+        """The same over all cuts."""
+        return _gap(self.best, self.lower_bound_all_cuts)
+
+
+def _gap(best: Candidate | None, bound: int) -> float:
+    if best is None:
+        return 1.0
+    return max(0, best.total - bound) / max(1, best.total)

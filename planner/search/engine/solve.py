@@ -1,0 +1,323 @@
+"""One row exactly: an even cut, recomputation that fits, simulation, moves of a layer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import comb
+
+import numpy as np
+
+from planner.cost import LayoutCosts, StageMap, choose, evaluate, rank_memory
+from planner.cost.memory import StageLayers, kept_bytes, unit_bytes
+from planner.cost.step import schedule_of
+from planner.schedule import Schedule
+from planner.schedule.in_flight import in_flight_vectors
+from planner.search.engine.bound import Order, Traits, traits_of
+from planner.search.engine.options import Option, Row
+from planner.search.engine.cut import all_cuts
+from planner.search.engine.prices import Floats, Prices
+from planner.search.engine.recompute import Choice, Group, fewest_nanoseconds
+from planner.search.engine.result import Candidate
+from planner.search.stage_maps.dealing import deal
+from planner.search.stage_maps.division import given_sizes
+from planner.spec.plan import RankMemory
+
+Sizes = tuple[int, ...]
+"""Layers of every stage."""
+PROMISING = 1.04
+"""A cut is improved by moves if its step is below this multiple of the best step."""
+FEW_CUTS = 64
+"""All cuts of a row are evaluated if they are not more than this."""
+MOST_MOVES = 40
+"""Accepted moves per row."""
+
+
+@dataclass
+class Item:
+    """What is solved: a row with an option, its prices and its order."""
+
+    row: Row
+    option: Option
+    prices: Prices
+    costs: LayoutCosts
+    order: Order
+    modes: tuple[str, ...] = ()
+    """Modes that all layers have together; empty: each layer has its own."""
+
+
+@dataclass
+class RowSolver:
+    """Finds the best cut of one row among the even one and moves of one layer."""
+
+    item: Item
+
+    def __post_init__(self) -> None:
+        """Start without any evaluated cut."""
+        self.actions = 0
+        self.cutoff = float("inf")
+        self._known: dict[Sizes, Candidate | None] = {}
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The order of actions."""
+        return schedule_of(self.item.costs)
+
+    def solve(self, limit: int) -> Candidate | None:
+        """Return the best plan found; None: no evaluated cut fits.
+
+        Args:
+            limit: nanoseconds of a known step.
+        """
+        costs = self.item.costs
+        stages = self.schedule.stages
+        fixed = given_sizes(costs.work, stages)
+        layers = len(self.item.prices.kind_of)
+        if fixed:
+            return self._best_of([fixed])
+        if comb(layers - 1, stages - 1) <= FEW_CUTS:
+            self.cutoff = float(limit)
+            return self._best_of(all_cuts(layers, stages))
+        self.cutoff = PROMISING * limit
+        best = self._best_of(self._first_cuts())
+        if best is None or best.total > PROMISING * limit:
+            return best
+        return self._improve(best)
+
+    def _best_of(self, cuts: Iterable[Sizes]) -> Candidate | None:
+        best: Candidate | None = None
+        for sizes in cuts:
+            found = self.evaluate(sizes)
+            if found is not None and (best is None or found.total < best.total):
+                best = found
+                self.cutoff = min(self.cutoff, float(found.total))
+        return best
+
+    def cut_bound(self, sizes: Sizes) -> float:
+        """Return nanoseconds that a cut takes at least: (W1) of `bound` per rank."""
+        prices, order = self.item.prices, self.item.order
+        ends = np.cumsum(np.array(sizes))
+        starts = ends - sizes
+        works = self._cumulative_work[ends] - self._cumulative_work[starts]
+        ranks = np.array(self.schedule.stage_ranks)
+        busy = np.bincount(ranks, weights=works) * order.micro_batches
+        if not self.item.costs.work.framework.staggers_steps:
+            busy = busy + prices.first_forward[starts[: order.ranks]]
+        if self.traits.ends_low and not self.item.costs.work.framework.staggers_steps:
+            busy = busy + prices.first_backward[starts[: order.ranks]]
+        return float(busy.max()) + prices.fixed_tail
+
+    @cached_property
+    def traits(self) -> Traits:
+        """Traits of the order."""
+        return traits_of(self.item.order)
+
+    @cached_property
+    def _cumulative_work(self) -> Floats:
+        """Work of the first n layers, in the fastest modes."""
+        prices = self.item.prices
+        each = prices.work[np.array(prices.kind_of)]
+        return np.concatenate([[0.0], np.cumsum(each)])
+
+    def evaluate(self, sizes: Sizes) -> Candidate | None:
+        """Return the plan of a cut with the least recomputation.
+
+        None: it does not fit, or its bound is not below the cutoff.
+        """
+        if sizes not in self._known:
+            if self.cut_bound(sizes) * (1 - 1e-9) >= self.cutoff:
+                return None
+            self._known[sizes] = self._evaluated(sizes)
+        return self._known[sizes]
+
+    def _first_cuts(self) -> Iterator[Sizes]:
+        """Yield the cut of the schedule's rule, by work without and with recompute."""
+        prices, ranks = self.item.prices, self.schedule.stage_ranks
+        seen: set[Sizes] = set()
+        for works in (self._fast_works(), self._full_works()):
+            layers = tuple(max(1, works[kind]) for kind in prices.kind_of)
+            sizes = deal(layers, ranks)
+            if sizes not in seen:
+                seen.add(sizes)
+                yield sizes
+
+    def _fast_works(self) -> list[int]:
+        return [int(work) for work in self.item.prices.work]
+
+    def _full_works(self) -> list[int]:
+        """Return the work of every kind in the mode that saves least."""
+        return [
+            max(1, one.forward_ticks + one.backward_ticks)
+            for one in (
+                min(modes, key=lambda each: each.activation_bytes)
+                for modes in self.item.prices.modes
+            )
+        ]
+
+    def _improve(self, best: Candidate) -> Candidate:
+        """Return the best plan that moves of one layer reach."""
+        for _ in range(MOST_MOVES):
+            self.cutoff = float(best.total)
+            better = self._best_neighbour(best)
+            if better is None:
+                return best
+            best = better
+        return best
+
+    def _best_neighbour(self, best: Candidate) -> Candidate | None:
+        """Return a faster plan with one layer moved; None: there is none."""
+        sizes = tuple(len(stage) for stage in best.stage_map)
+        slowest = self._slow_stages(best)
+        for source in slowest:
+            for target in range(len(sizes)):
+                if target == source or sizes[source] < 2:
+                    continue
+                moved = list(sizes)
+                moved[source] -= 1
+                moved[target] += 1
+                found = self.evaluate(tuple(moved))
+                if found is not None and found.total < best.total:
+                    return found
+        return None
+
+    def _slow_stages(self, best: Candidate) -> list[int]:
+        """Return the stages in the order of their work, the longest first."""
+        prices = self.item.prices
+        works = []
+        for stage in best.stage_map:
+            kinds = [prices.kind_of[layer] for layer, _ in stage]
+            works.append(float(prices.work[kinds].sum()))
+        order = np.argsort(-np.array(works), kind="stable")
+        return [int(stage) for stage in order[:4]]
+
+    def _evaluated(self, sizes: Sizes) -> Candidate | None:
+        costs = self.item.costs
+        best: Candidate | None = None
+        for stage_map in self._stage_maps(sizes):
+            stages = choose(costs, stage_map)
+            memory = rank_memory(costs, self.schedule, stages)
+            if not all(row.fits for row in memory):
+                continue
+            step = evaluate(costs, self.schedule, stages)
+            self.actions += sum(map(len, self.schedule.actions))
+            found = Candidate(
+                self.item.row, self.item.option, costs, self.schedule, stage_map, step
+            )
+            if best is None or found.total < best.total:
+                best = found
+        return best
+
+    def _stage_maps(self, sizes: Sizes) -> Iterator[StageMap]:
+        """Yield the stage maps to evaluate for a cut."""
+        if not self.item.modes:
+            stage_map = self._least_recompute(sizes)
+            if stage_map is not None:
+                yield stage_map
+            return
+        for mode in self.item.modes or ("none",):
+            yield self._uniform(sizes, mode)
+
+    def _uniform(self, sizes: Sizes, mode: str) -> StageMap:
+        """Return a cut whose layers all have one mode, or their first."""
+        prices = self.item.prices
+        layers = []
+        for layer, kind in enumerate(prices.kind_of):
+            offered = [one.mode for one in prices.modes[kind]]
+            layers.append((layer, mode if mode in offered else offered[0]))
+        return _divided(layers, sizes)  # type: ignore[arg-type]
+
+    def _least_recompute(self, sizes: Sizes) -> StageMap | None:
+        """Return a cut whose ranks recompute as little as their memory permits."""
+        prices, costs = self.item.prices, self.item.costs
+        fastest = [
+            (layer, prices.fastest[kind].mode)
+            for layer, kind in enumerate(prices.kind_of)
+        ]
+        plain = _divided(fastest, sizes)
+        stages = choose(costs, plain)
+        chosen = [list(stage) for stage in plain]
+        for row in rank_memory(costs, self.schedule, stages):
+            if row.fits:
+                continue
+            if not row.fits_host or not self._recompute(row, stages, chosen):
+                return None
+        return tuple(tuple(stage) for stage in chosen)
+
+    def _recompute(
+        self,
+        row: RankMemory,
+        stages: Sequence[StageLayers],
+        chosen: list[list],  # type: ignore[type-arg]
+    ) -> bool:
+        """Choose the modes of one rank; return whether any choice fits."""
+        costs, prices = self.item.costs, self.item.prices
+        mine = self.schedule.stages_of(row.pipeline_rank)
+        moments = in_flight_vectors(self.schedule)[row.pipeline_rank]
+        units = [unit_bytes(costs, stages, stage) for stage in mine]
+        peak = max(moments, key=lambda held: float(np.dot(held, units)))
+        temporary = max(
+            cost.temporary_bytes for stage in mine for _, cost in stages[stage]
+        )
+        chunks = costs.layout.sequence_chunks
+        taken = row.peak_bytes - int(np.dot(peak, units)) - temporary
+        for held in (peak, tuple(map(max, zip(*moments, strict=True)))):
+            kept = sum(
+                count * -(-kept_bytes(costs, stages, stage) // chunks)
+                for count, stage in zip(held, mine, strict=True)
+            )
+            room = row.capacity_bytes - taken - kept
+            groups, layers = self._groups(mine, stages, held, chunks)
+            found = fewest_nanoseconds(groups, prices.modes, room)
+            if found is None:
+                return False
+            self._apply(mine, chosen, groups, layers, found)
+            after = choose(costs, [tuple(stage) for stage in chosen])
+            memory = rank_memory(costs, self.schedule, after)[row.pipeline_rank]
+            if memory.fits:
+                return True
+        return False
+
+    def _groups(
+        self,
+        mine: Sequence[int],
+        stages: Sequence[StageLayers],
+        held: Sequence[int],
+        chunks: int,
+    ) -> tuple[list[Group], list[tuple[int, list[int]]]]:
+        """Return the equal layers of every stage, and their places in it."""
+        prices = self.item.prices
+        groups: list[Group] = []
+        layers: list[tuple[int, list[int]]] = []
+        for count, stage in zip(held, mine, strict=True):
+            kinds = [prices.kind_of[layer] for layer, _ in stages[stage]]
+            for kind, times in Counter(kinds).items():
+                groups.append(Group(kind, times, count / chunks))
+                places = [i for i, each in enumerate(kinds) if each == kind]
+                layers.append((stage, places))
+        return groups, layers
+
+    def _apply(
+        self,
+        mine: Sequence[int],
+        chosen: list[list],  # type: ignore[type-arg]
+        groups: Sequence[Group],
+        layers: Sequence[tuple[int, list[int]]],
+        found: Sequence[Choice],
+    ) -> None:
+        prices = self.item.prices
+        for group, (stage, places), choice in zip(groups, layers, found, strict=True):
+            for place, mode in zip(places, choice, strict=True):
+                layer, _ = chosen[stage][place]
+                chosen[stage][place] = (layer, prices.modes[group.kind][mode].mode)
+
+
+def _divided(layers: Sequence[tuple[int, str]], sizes: Sizes) -> StageMap:
+    """Return stages of so many layers."""
+    found = []
+    first = 0
+    for size in sizes:
+        found.append(tuple(layers[first : first + size]))
+        first += size
+    return tuple(found)  # type: ignore[arg-type]
