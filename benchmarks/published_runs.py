@@ -59,6 +59,8 @@ RELEASES = (
     ("nanotron old_bench", "2024-07-06"),
     ("huggingface.co/nanotron/old_bench", "2024-07-06"),
     ("NVIDIA/Megatron-LM images/tables.tex @152aab3", "2020"),
+    ("Megatron-LM SC21", "2021-04"),
+    ("Korthikanti", "2022-05"),
     ("pytorch/torchtitan docs/performance.md", "1ea476e9f"),
     ("pytorch/torchtitan benchmarks/llama3_h100_202412", "9dec370"),
     ("pytorch/torchtitan benchmarks/llama3-8b_h200_202506", "e7c0cae"),
