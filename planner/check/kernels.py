@@ -12,7 +12,9 @@
       reads the other two in one
 (C8)  its casts move their bytes per element, and are kernels of their own
 (K1)  fraction of the peak, by the shape of the product
-(Q3)  sequence chunks: every kernel runs once per chunk, with all of its weights
+(Q3)  sequence chunks: every kernel runs once per chunk, with all of its weights and,
+      on average, (Q + 1) / (2 Q) of the keys
+(Q5)  a chunk copies its keys and values, and adds gradients of keys and weights
 """
 
 from __future__ import annotations
@@ -230,39 +232,158 @@ def _by_flops(row: Measurement, seconds: LayerSeconds) -> LayerSeconds:
     return seconds
 
 
-def chunked_seconds(row: Measurement, machine: Machine, chunks: int) -> LayerSeconds:
-    """Return the seconds of all sequence chunks of a micro-batch: equation (Q3).
+def chunked_seconds(
+    row: Measurement, machine: Machine, chunks: int, gradient_bytes: int = 0
+) -> LayerSeconds:
+    """Return the seconds of all sequence chunks of a micro-batch: equations (Q3) and (Q5).
 
     Measured seconds grow as the roofline does.
+
+    Args:
+        row: of the whole micro-batch.
+        machine: what runs it.
+        chunks: of every sequence.
+        gradient_bytes: of an accumulated gradient.
     """
     whole = layer_seconds(row, machine)
     peaks = machine.device.peak_flops_per_second
     is_known = machine.dtype in peaks and (machine.casts is None or "fp8" in peaks)
     if chunks == 1 or not row.operations or not is_known:
         return whole
-    counted = row.model_copy(update={"forward_seconds": None})
+    counted = row.model_copy(update={"forward_seconds": None, "backward_bytes": 0})
     dtype = machine.dtype
-    parts = {
-        "operations": [_on_chunk(one, chunks, dtype) for one in row.operations],
-        "recompute_operations": [
-            _on_chunk(one, chunks, dtype) for one in row.recompute_operations
-        ],
-    }
+    operations = _on_chunks(row, row.operations, chunks, dtype)
+    again = _on_chunks(row, row.recompute_operations, chunks, dtype)
     before = layer_seconds(counted, machine)
-    after = layer_seconds(counted.model_copy(update=parts), machine)
+    part = counted.model_copy(
+        update={"operations": operations, "recompute_operations": again}
+    )
+    after = layer_seconds(part, machine)
+    copied, added = _keys_seconds(counted, machine, chunks)
+    summed = _summing_seconds(counted, part, after, machine, gradient_bytes)
+    again_copied = copied if row.recompute == "full" else 0.0
+    total = LayerSeconds(
+        forward=chunks * (after.forward + copied),
+        backward_input=chunks * (after.backward_input + added),
+        backward_weight=chunks * after.backward_weight + (chunks - 1) * summed,
+        recompute=chunks * (after.recompute + again_copied),
+        attention=chunks * after.attention,
+    )
     grown = [
-        seconds * chunks * part / roof if roof else seconds
-        for seconds, part, roof in zip(whole, after, before, strict=True)
+        seconds * (now / roof) if roof else seconds
+        for seconds, now, roof in zip(whole, total, before, strict=True)
     ]
     return LayerSeconds(*grown)
 
 
-def _on_chunk(one: Operation, chunks: int, dtype: DataType) -> Operation:
-    """Return an operation on one chunk, which reads all of a product's weights."""
-    of_tokens = one.bytes
-    if one.kind == "matmul" and one.m:
-        rows_bytes = one.m * (one.k + one.n) * BYTES_PER_ELEMENT[dtype]
-        of_tokens = min(of_tokens, one.batch * rows_bytes)
-    moved = one.bytes - of_tokens + of_tokens / chunks
-    part = {"m": one.m / chunks, "flops": one.flops / chunks, "bytes": moved}
-    return one.model_copy(update=part)
+def _on_chunks(
+    row: Measurement, operations: Sequence[Operation], chunks: int, dtype: DataType
+) -> list[Operation]:
+    """Return operations on an average chunk."""
+    is_unfused = any(one.kind == "softmax" for one in row.operations)
+    found = []
+    for one in operations:
+        flops, size_bytes = _on_chunk(one, chunks, dtype)
+        is_score = one.kind == "softmax" or (
+            one.kind == "matmul" and one.is_linear is False
+        )
+        if is_unfused and is_score:
+            flops *= (chunks + 1) / (2 * chunks)
+            size_bytes *= (chunks + 1) / (2 * chunks)
+        part = {"m": one.m / chunks, "flops": flops, "bytes": size_bytes}
+        found.append(one.model_copy(update=part))
+    return found
+
+
+def _on_chunk(one: Operation, chunks: int, dtype: DataType) -> tuple[float, float]:
+    """Return FLOPs and bytes on a chunk, which reads all of a product's weights."""
+    flops = one.flops / chunks
+    size = BYTES_PER_ELEMENT[dtype]
+    if one.kind in ATTENTION:
+        keys = _keys_bytes(one, size)
+        read = keys * (chunks + 1) / (2 * chunks)
+        return flops, read + (one.bytes - keys) / chunks
+    if one.kind in ("matmul", "grouped-matmul") and one.m:
+        rows_bytes = one.m * (one.k + one.n) * size * one.batch
+        of_tokens = min(one.bytes, rows_bytes)
+        return flops, one.bytes - of_tokens + of_tokens / chunks
+    return flops, one.bytes / chunks
+
+
+def _keys_bytes(one: Operation, size: int) -> float:
+    """Return the bytes of keys and values: half, if the kernel's shape is unknown."""
+    if one.m == 0:
+        return one.bytes / 2
+    return max(0.0, one.bytes - 2 * size * one.batch * one.m * one.k)
+
+
+def _moved(
+    row: Measurement, machine: Machine, each: Sequence[tuple[int, float]]
+) -> float:
+    """Return the seconds of (count, bytes) of kernels that only move bytes."""
+    kernels = [
+        Operation(kind="memory", count=count, flops=0, bytes=round(size_bytes))
+        for count, size_bytes in each
+    ]
+    if not kernels:
+        return 0.0
+    return layer_seconds(
+        row.model_copy(update={"operations": kernels}), machine
+    ).forward
+
+
+def _keys_seconds(
+    row: Measurement, machine: Machine, chunks: int
+) -> tuple[float, float]:
+    """Return the seconds of copying a chunk's keys, and of adding their gradients."""
+    size = BYTES_PER_ELEMENT[machine.dtype]
+    keys = [
+        (one.count, _keys_bytes(one, size))
+        for one in row.operations
+        if one.kind in ATTENTION
+    ]
+    seen = (chunks + 1) / (2 * chunks)
+    copied = [(count, 2 * each / chunks) for count, each in keys]
+    added = [(count, 3 * each * seen) for count, each in keys]
+    return _moved(row, machine, copied), _moved(row, machine, added)
+
+
+def _summing_seconds(
+    row: Measurement,
+    part: Measurement,
+    after: LayerSeconds,
+    machine: Machine,
+    gradient_bytes: int,
+) -> float:
+    """Return the seconds of adding a chunk's gradients of the weights to the others."""
+    curves = machine.device.curves
+    is_in_curves = False
+    if curves is not None and machine.casts is None:
+        is_in_curves = curve_seconds(row, curves, machine.dtype) is not None
+    if is_in_curves:
+        return 0.0
+    size = BYTES_PER_ELEMENT[machine.dtype]
+    if gradient_bytes > size:
+        wide = 2 * gradient_bytes - size
+        heavier = [
+            one.model_copy(update={"bytes": one.bytes + wide * _weights(one)})
+            for one in part.operations
+        ]
+        wider = layer_seconds(part.model_copy(update={"operations": heavier}), machine)
+        return wider.backward_weight - after.backward_weight
+    added = [
+        (one.count, 3.0 * gradient_bytes * _weights(one))
+        for one in row.operations
+        if _weights(one) and gradient_bytes
+    ]
+    return _moved(row, machine, added)
+
+
+def _weights(one: Operation) -> int:
+    """Return the elements of a product's weight whose gradient is computed."""
+    has_weight = one.batch == 1 if one.is_linear is None else one.is_linear
+    if one.kind not in PRODUCTS or not has_weight:
+        return 0
+    if one.gradients not in (None, "weight"):
+        return 0
+    return one.batch * one.n * one.k

@@ -279,8 +279,9 @@ class Prices:
         row, plain = rows[mode], plain_row(rows)
         layout = self.context.layout
         chunks = layout.sequence_chunks
-        seconds = chunked_seconds(row, self._machine, chunks)
-        in_plain = chunked_seconds(plain, self._machine, chunks)
+        gradient_bytes = self._recipe.gradient_bytes
+        seconds = chunked_seconds(row, self._machine, chunks, gradient_bytes)
+        in_plain = chunked_seconds(plain, self._machine, chunks, gradient_bytes)
         forward = nanoseconds(in_plain.forward)
         of_input = nanoseconds(seconds.backward_input)
         again = nanoseconds(seconds.recompute)

@@ -6,18 +6,36 @@
       model's FLOPs                                                                           -> attention_part()
 (Q2)  chunk c of Q lasts C(c + 1) - C(c), C(c) = c (x - a) / Q + a (c / Q)^2, because under causal attention it sees
       its own keys and all before it                                                          -> per_chunk()
+(Q3)  every kernel runs Q times, on 1/Q of the tokens: a product reads all of its weights, and reaches the fraction of
+      the peak (K1) of its m / Q rows; attention reads (Q + 1) / (2 Q) of the keys on average. Attention without a
+      fused kernel computes as much of the masked scores as the keys that a chunk sees, where whole sequences compute
+      all of them                                                                             -> in_chunks()
+(Q5)  besides, a chunk copies its keys and values to where later ones read them: twice their bytes in the forward. In
+      the backward it adds gradients: those of all keys that it saw, and, but for the first, those of the weights.
+      Adding reads two tensors and writes one, in kernels of their own; where gradients are wider than activations
+      the product adds them itself (fused accumulation of Megatron-LM), and moves 2 g - a bytes more per weight, g of
+      a gradient and a of an activation. Device curves have the weights' part in their products already
+                                                                                              -> in_chunks()
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from planner.cost.compute import ATTENTION, Computation, computation
+from planner.cost.compute import ATTENTION, PRODUCTS, Computation, computation
+from planner.cost.curves import has_curves
 from planner.spec.calibration import Constants
 from planner.spec.cluster import DeviceSpec
 from planner.spec.fp8 import Fp8Casts
 from planner.spec.profile import BYTES_PER_ELEMENT, DataType, Measurement, Operation
+
+ADDING = 3
+"""Accesses of adding a tensor to another one: two reads and one write."""
+COPYING = 2
+"""Accesses of a copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +45,7 @@ class AttentionPart:
     forward_ticks: int = 0
     """What grows with the keys that a chunk sees."""
     backward_ticks: int = 0
-    """Likewise; recomputation included."""
+    """The same of the backward, recomputation included."""
     bytes: int = 0
     """Read and written by the forward's attention: twice its keys and values, or more."""
 
@@ -43,57 +61,80 @@ def in_chunks(
     chunks: int,
     casts: Fp8Casts | None = None,
     *,
+    gradient_bytes: int = 0,
     graphs: bool = False,
     blocking: bool = False,
 ) -> Computation:
-    """Return the seconds of a row, all chunks of its micro-batch: equation (Q3)."""
+    """Return the seconds of a row, all chunks of its micro-batch: equations (Q3) and (Q5).
+
+    Measured seconds grow as the prices of their operations do.
+
+    Args:
+        row: of the whole micro-batch.
+        device: what runs it.
+        dtype: of activations.
+        constants: fitted constants.
+        chunks: of every sequence.
+        casts: of the runtime, for precision fp8.
+        gradient_bytes: of an accumulated gradient; 0: gradients of weights are not added up.
+        graphs: kernels are launched from CUDA graphs.
+        blocking: the host waits for every kernel.
+    """
 
     def priced(one: Measurement) -> Computation:
         return computation(
             one, device, dtype, constants, casts, graphs=graphs, blocking=blocking
         )
 
+    def moving(operations: Sequence[Operation]) -> float:
+        """Return the seconds of kernels that only move bytes."""
+        if not operations:
+            return 0.0
+        alone = counted.model_copy(update={"operations": tuple(operations)})
+        return priced(alone).forward_seconds
+
     whole = priced(row)
     types = {dtype, "fp8"} if casts else {dtype}
-    if (
-        chunks == 1
-        or not row.operations
-        or not types <= device.peak_flops_per_second.keys()
-    ):
+    is_known = types <= device.peak_flops_per_second.keys()
+    if chunks == 1 or not row.operations or not is_known:
         return whole
-    told = row.model_copy(update={"forward_seconds": None})
-    of_chunk = told.model_copy(
-        update={
-            "operations": tuple(
-                _on_chunk(one, dtype, chunks) for one in row.operations
-            ),
-            "recompute_operations": tuple(
-                _on_chunk(one, dtype, chunks) for one in row.recompute_operations
-            ),
-        }
-    )
-    before = priced(told)
+    # The bytes of the whole backward are not those of a chunk's: neither side has them.
+    counted = row.model_copy(update={"forward_seconds": None, "backward_bytes": 0})
+    cut = Cut(dtype, chunks, gradient_bytes)
+    before = priced(counted)
+    of_chunk = cut.row(counted)
     after = priced(of_chunk)
+    copied = moving(cut.copies(row))
+    added_weights = 0.0
+    has_weights_in_curves = casts is None and has_curves(device.curves, dtype)
+    if gradient_bytes and not has_weights_in_curves:
+        if cut.is_fused:
+            adding = priced(cut.with_accumulation(of_chunk))
+            added_weights = adding.backward_weight_seconds
+            added_weights -= after.backward_weight_seconds
+        else:
+            added_weights = moving(cut.weight_additions(row))
+    replayed = copied if row.recompute == "full" else 0.0
     return Computation(
         forward_seconds=_grown(
             whole.forward_seconds,
             before.forward_seconds,
-            chunks * after.forward_seconds,
+            chunks * (after.forward_seconds + copied),
         ),
         backward_input_seconds=_grown(
             whole.backward_input_seconds,
             before.backward_input_seconds,
-            chunks * after.backward_input_seconds,
+            chunks * (after.backward_input_seconds + moving(cut.key_additions(row))),
         ),
         backward_weight_seconds=_grown(
             whole.backward_weight_seconds,
             before.backward_weight_seconds,
-            chunks * after.backward_weight_seconds,
+            chunks * after.backward_weight_seconds + (chunks - 1) * added_weights,
         ),
         recompute_seconds=_grown(
             whole.recompute_seconds,
             before.recompute_seconds,
-            chunks * after.recompute_seconds,
+            chunks * (after.recompute_seconds + replayed),
         ),
         forward_attention_seconds=_grown(
             whole.forward_attention_seconds,
@@ -107,17 +148,147 @@ def _grown(seconds: float, before: float, after: float) -> float:
     return seconds * (after / before) if before else seconds
 
 
-def _on_chunk(one: Operation, dtype: DataType, chunks: int) -> Operation:
-    """The operation on one chunk's tokens."""
-    of_tokens: float = one.bytes
-    if one.kind == "matmul" and one.m:
-        of_tokens = min(
-            one.bytes, BYTES_PER_ELEMENT[dtype] * one.batch * one.m * (one.k + one.n)
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Operations of one chunk on average, from those of the whole sequence: equations (Q3) and (Q5)."""
+
+    dtype: DataType
+    chunks: int
+    gradient_bytes: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of an activation element."""
+        return BYTES_PER_ELEMENT[self.dtype]
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the product for a weight's gradient adds it to the ones before."""
+        return self.gradient_bytes > self.size
+
+    @property
+    def seen(self) -> float:
+        """Keys that a chunk sees on average / all keys."""
+        return (self.chunks + 1) / (2 * self.chunks)
+
+    def row(self, whole: Measurement) -> Measurement:
+        """Return the row of a chunk."""
+        scores = has_scores(whole)
+        again = whole.recompute_operations
+        parts = {
+            "operations": tuple(
+                self.operation(one, scores=scores) for one in whole.operations
+            ),
+            "recompute_operations": tuple(
+                self.operation(one, scores=scores) for one in again
+            ),
+        }
+        return whole.model_copy(update=parts)
+
+    def operation(self, one: Operation, *, scores: bool = False) -> Operation:
+        """Return an operation on a chunk's tokens.
+
+        Args:
+            one: on those of the whole sequence.
+            scores: attention has no fused kernel, so that batched products are its own.
+        """
+        flops = one.flops / self.chunks
+        of_tokens: float = one.bytes
+        of_others = 0.0
+        if one.kind in ("matmul", "grouped-matmul") and one.m:
+            rows_bytes = self.size * one.batch * one.m * (one.k + one.n)
+            of_tokens = min(one.bytes, rows_bytes)
+            of_others = one.bytes - of_tokens
+        elif one.kind in ATTENTION:
+            of_others = self.seen * keys_bytes(one, self.size)
+            of_tokens = one.bytes - keys_bytes(one, self.size)
+        if scores and is_over_scores(one):
+            flops *= self.seen
+            of_tokens *= self.seen
+            of_others *= self.seen
+        moved = of_others + of_tokens / self.chunks
+        return one.model_copy(
+            update={"flops": flops, "bytes": moved, "m": one.m / self.chunks}
         )
-    moved = one.bytes - of_tokens + of_tokens / chunks
-    return one.model_copy(
-        update={"flops": one.flops / chunks, "bytes": moved, "m": one.m / chunks}
+
+    def copies(self, whole: Measurement) -> list[Operation]:
+        """Return the copies of a chunk's keys and values."""
+        return [
+            _moving(one, COPYING * keys_bytes(one, self.size) / self.chunks)
+            for one in whole.operations
+            if one.kind in ATTENTION
+        ]
+
+    def key_additions(self, whole: Measurement) -> list[Operation]:
+        """Return the additions to the gradients of the keys and values that a chunk sees."""
+        return [
+            _moving(one, ADDING * keys_bytes(one, self.size) * self.seen)
+            for one in whole.operations
+            if one.kind in ATTENTION
+        ]
+
+    def weight_additions(self, whole: Measurement) -> list[Operation]:
+        """Return the additions to the gradients of the weights."""
+        return [
+            _moving(one, ADDING * self.gradient_bytes * weights(one))
+            for one in whole.operations
+            if weights(one)
+        ]
+
+    def with_accumulation(self, chunk: Measurement) -> Measurement:
+        """Return the row whose products add the gradients of their weights."""
+        further = 2 * self.gradient_bytes - self.size
+        operations = [
+            one.model_copy(update={"bytes": one.bytes + further * weights(one)})
+            for one in chunk.operations
+        ]
+        return chunk.model_copy(update={"operations": tuple(operations)})
+
+
+def _moving(one: Operation, size_bytes: float) -> Operation:
+    """Return kernels that move so many bytes, as often as an operation runs."""
+    return Operation.model_construct(
+        kind="memory",
+        count=one.count,
+        flops=0,
+        bytes=round(size_bytes),
+        m=0,
+        n=0,
+        k=0,
+        batch=1,
+        is_linear=None,
+        gradients=None,
     )
+
+
+def keys_bytes(one: Operation, size: int) -> float:
+    """Return the bytes of keys and values among those of fused attention.
+
+    The others are those of queries and output. Without the kernel's shape, both are half.
+    """
+    if not one.m:
+        return one.bytes / 2
+    return max(0.0, one.bytes - 2 * size * one.batch * one.m * one.k)
+
+
+def has_scores(row: Measurement) -> bool:
+    """Return whether attention has no fused kernel: its scores are in memory."""
+    return any(one.kind == "softmax" for one in row.operations)
+
+
+def is_over_scores(one: Operation) -> bool:
+    """Return whether an operation of unfused attention reads or writes scores."""
+    is_product = one.kind == "matmul" and one.is_linear is False
+    return one.kind == "softmax" or is_product
+
+
+def weights(one: Operation) -> int:
+    """Return the elements whose gradient a product computes; 0: it has no weight."""
+    has_weight = one.batch == 1 if one.is_linear is None else one.is_linear
+    is_trained = one.gradients in (None, "weight")
+    if one.kind not in PRODUCTS or not has_weight or not is_trained:
+        return 0
+    return one.batch * one.n * one.k
 
 
 def attention_part(
@@ -153,19 +324,46 @@ def attention_part(
 
 
 def per_chunk(
-    wholes: Sequence[int], attention: Sequence[int], chunks: int
+    wholes: Sequence[int],
+    attention: Sequence[int],
+    chunks: int,
+    ends: Sequence[float] | None = None,
 ) -> tuple[int, ...]:
     """Of every stage its chunks in order, which add up to the whole: equation (Q2).
 
     Args:
         wholes: ticks of every stage.
         attention: attention's part of them.
+        chunks: of every sequence.
+        ends: fraction of the tokens up to the end of every chunk; None: chunks of equal tokens.
     """
-    return tuple(
-        _up_to(whole, part, chunk + 1, chunks) - _up_to(whole, part, chunk, chunks)
-        for whole, part in zip(wholes, attention, strict=True)
-        for chunk in range(chunks)
-    )
+    found: list[int] = []
+    for whole, part in zip(wholes, attention, strict=True):
+        if ends is None:
+            up_to = [_up_to(whole, part, done, chunks) for done in range(chunks + 1)]
+        else:
+            up_to = [0, *(_up_to_fraction(whole, part, end) for end in ends)]
+        found += [end - start for start, end in pairwise(up_to)]
+    return tuple(found)
+
+
+def equal_work_ends(whole: int, attention: int, chunks: int) -> tuple[float, ...]:
+    """Return the fraction of the tokens up to the end of every chunk, for chunks that last equally long.
+
+    The root t of (x - a) t + a t^2 = x c / Q, as Seq1F1B cuts a sequence (Sun et al. 2024, section 3.3).
+
+    Args:
+        whole: ticks of a forward.
+        attention: attention's part of them.
+        chunks: of every sequence.
+    """
+    linear = whole - attention
+    ends = []
+    for done in range(1, chunks + 1):
+        work = whole * done / chunks
+        discriminant = linear * linear + 4 * attention * work
+        ends.append(2 * work / (linear + math.sqrt(discriminant)))
+    return tuple(ends)
 
 
 def _up_to(whole: int, attention: int, chunk: int, chunks: int) -> int:
@@ -173,3 +371,8 @@ def _up_to(whole: int, attention: int, chunk: int, chunks: int) -> int:
     return chunk * (whole - attention) // chunks + attention * chunk * chunk // (
         chunks * chunks
     )
+
+
+def _up_to_fraction(whole: int, attention: int, end: float) -> int:
+    """C of equation (Q2) at a fraction of the tokens."""
+    return round((whole - attention) * end + attention * end * end)

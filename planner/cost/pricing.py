@@ -406,6 +406,7 @@ class LayerPricing:
             work.constants,
             chunks,
             work.casts,
+            gradient_bytes=work.recipe.gradient_bytes,
             graphs=work.framework.cuda_graphs,
             blocking=work.framework.launch_blocking,
         )
