@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from planner import runtimes
 from planner.cost.curves import curve_seconds, has_curves
-from planner.cost.fp8 import check_fp8, told_fp8
+from planner.cost.fp8 import check_fp8, mark_fp8
 from planner.errors import MismatchError
 from planner.spec.calibration import DEFAULT, Constants
 from planner.spec.cluster import DeviceSpec
@@ -530,7 +530,7 @@ def _priced_row(
     casts = runtimes.get(OURS).fp8 if profile.precision == "fp8" else None
     counted = row
     if casts is not None:
-        counted = told_fp8(row, profile.dtype, casts, is_last=is_last)
+        counted = mark_fp8(row, profile.dtype, casts, is_last=is_last)
     seconds = computation(counted, device, profile.dtype, casts=casts)
     return row.model_copy(
         update={

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from planner.cost.eager import counts_of, keeps_attention_whole
-from planner.cost.fp8 import told_fp8
+from planner.cost.fp8 import mark_fp8
 from planner.cost.operations import DecoderCounts, Split, layer_kinds
 from planner.runtimes import Runtime
 from planner.spec.fp8 import Fp8Casts
@@ -144,4 +144,4 @@ class DerivedRows(Mapping[Size, Rows]):
         row = counts.row(kind, mode)
         if self.casts is None:
             return row
-        return told_fp8(row, self.dtype, self.casts, is_last=kind == "head")
+        return mark_fp8(row, self.dtype, self.casts, is_last=kind == "head")

@@ -1,7 +1,7 @@
 """Linear layers' products in fp8, and the casts that they need.
 
     (C6)  which      products of linear layers whose weight on a rank has sizes that divide by 16, but for those of the
-                     model's last layer: its output layer stays in bf16, as embeddings and attention do    -> told_fp8()
+                     model's last layer: its output layer stays in bf16, as embeddings and attention do    -> mark_fp8()
     (C7)  product    flops / (fp8 peak * e * fp8 fraction), with e of (K1), or the bytes that it moves: operands of one
                      byte, a result of two                                                       -> product_seconds()
     (C8)  casts      by the framework's traits: elements of an operand * bytes per element / (bandwidth * memory
@@ -34,8 +34,8 @@ MAXIMA_BYTES = 8
 
 
 def in_fp8(row: Measurement, dtype: DataType, casts: Fp8Casts) -> Measurement:
-    """The row with `is_linear` told of every operation, true of those that run in fp8: equations (C6) and (C9)."""
-    operations = tuple(_told(one, dtype) for one in row.operations)
+    """Return the row with `is_linear` set on every operation: equations (C6) and (C9)."""
+    operations = tuple(_marked(one, dtype) for one in row.operations)
     products = sum(one.count for one in operations if one.is_linear)
     maxima: tuple[Collective, ...] = ()
     if casts.reduces_maxima and products and row.tensor_parallel_degree > 1:
@@ -57,17 +57,20 @@ def in_fp8(row: Measurement, dtype: DataType, casts: Fp8Casts) -> Measurement:
         update={
             "operations": operations,
             "recompute_operations": tuple(
-                _told(one, dtype) for one in row.recompute_operations
+                _marked(one, dtype) for one in row.recompute_operations
             ),
             "collectives": row.collectives + maxima,
         }
     )
 
 
-def told_fp8(
+def mark_fp8(
     row: Measurement, dtype: DataType, casts: Fp8Casts, *, is_last: bool
 ) -> Measurement:
-    """A row of any layer, with `is_linear` told of every operation: false of all in the model's last layer."""
+    """Return the row with `is_linear` set on every operation.
+
+    It is false in the model's last layer.
+    """
     if not is_last:
         return in_fp8(row, dtype, casts)
     return row.model_copy(
@@ -81,13 +84,16 @@ def told_fp8(
     )
 
 
-def _told(one: Operation, dtype: DataType) -> Operation:
+def _marked(one: Operation, dtype: DataType) -> Operation:
     fits = one.n % MULTIPLE == 0 and one.k % MULTIPLE == 0
     return one.model_copy(update={"is_linear": fits and _is_linear(one, dtype)})
 
 
 def _is_linear(one: Operation, dtype: DataType) -> bool:
-    """As told; else a single product that moves its three matrices, and perhaps a bias: experts in one go move more."""
+    """Return the operation's mark; without one, whether it moves three matrices.
+
+    It may move a bias too. Grouped products of experts move more.
+    """
     if one.is_linear is not None:
         return one.is_linear
     if one.kind != "matmul" or not one.m or one.batch > 1:
@@ -157,7 +163,7 @@ def kernels_of(casts: Fp8Casts) -> tuple[int, int, int]:
 
 
 def check_fp8(device: DeviceSpec, *, field: str) -> None:
-    """Raise `MismatchError` unless the device's data sheet tells how fast it multiplies in fp8."""
+    """Raise `MismatchError` unless the device's data sheet has a peak in fp8."""
     if "fp8" not in device.peak_flops_per_second:
         known = ", ".join(device.peak_flops_per_second) or "none"
         raise MismatchError(

@@ -17,11 +17,11 @@ class Held:
     trained: int
     """Those of the elements that are not frozen."""
     trained_experts: int
-    """Likewise of the experts."""
+    """Expert parameters that are not frozen."""
 
     @classmethod
     def of(cls, layer: LayerProfile, row: Measurement) -> Held:
-        """What the row tells; else equal shares of the layer's, rounded up."""
+        """Return the row's own counts, or equal shares of the layer's, rounded up."""
         elements, frozen = row.local_parameters, row.local_frozen_parameters
         if elements is None:
             elements = -(-layer.parameters // row.tensor_parallel_degree)
@@ -35,5 +35,5 @@ class Held:
 
 
 def has_backward(row: Measurement) -> bool:
-    """Does a gradient go through the layer? None does where it is told so of every kernel."""
+    """Return whether any operation of the layer has a gradient."""
     return not row.operations or any(one.gradients != "none" for one in row.operations)

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from planner.cost.derived import DerivedRows
-from planner.cost.fp8 import check_fp8, told_fp8
+from planner.cost.fp8 import check_fp8, mark_fp8
 from planner.cost.interval import usable_bytes, with_headroom
 from planner.errors import DocumentError, MismatchError
 from planner.runtimes import Runtime, planned
@@ -182,8 +182,8 @@ class Workload:
         tables = []
         for place, layer in enumerate(self.profile.layers, 1):
             is_last = self.casts is not None and place == len(self.profile.layers)
-            twin, table = known.get((layer.kind, is_last), (None, {}))
-            if twin is None or twin.measurements != layer.measurements:
+            equal, table = known.get((layer.kind, is_last), (None, {}))
+            if equal is None or equal.measurements != layer.measurements:
                 table = self._rows_by_size(layer, is_last)
                 known[layer.kind, is_last] = (layer, table)
             tables.append(table)
@@ -191,16 +191,16 @@ class Workload:
         return {size: tuple(table[size] for table in tables) for size in sorted(sizes)}
 
     def _rows_by_size(self, layer: LayerProfile, is_last: bool) -> _RowTable:
-        """A layer's measurements; for precision fp8, with what runs in it told."""
+        """Return a layer's rows by size; for precision fp8, with its products marked."""
         table: _RowTable = {}
         for row in layer.measurements:
             if row.sequence_length == self.job.sequence_length:
-                told = (
-                    told_fp8(row, self.profile.dtype, self.casts, is_last=is_last)
-                    if self.casts
-                    else row
-                )
-                table.setdefault(_size(row), {})[row.recompute] = told
+                priced = row
+                if self.casts:
+                    priced = mark_fp8(
+                        row, self.profile.dtype, self.casts, is_last=is_last
+                    )
+                table.setdefault(_size(row), {})[row.recompute] = priced
         return table
 
     @property
