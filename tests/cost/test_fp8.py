@@ -8,7 +8,7 @@ import pytest
 
 from planner.cost import layout_costs, workload
 from planner.cost.compute import computation, price
-from planner.cost.fp8 import told_fp8
+from planner.cost.fp8 import mark_fp8
 from planner.errors import MismatchError
 from planner.profiler.counted import counted_profile
 from planner.spec.calibration import DEFAULT
@@ -51,7 +51,7 @@ def test_a_linear_layer_by_hand() -> None:
         peak_flops_per_second={"bf16": 1e15, "fp8": 2e15},
         memory_bandwidth_bytes_per_second=1e12,
     )
-    told = told_fp8(row(operations=(linear(),)), "bf16", DYNAMIC, is_last=False)
+    told = mark_fp8(row(operations=(linear(),)), "bf16", DYNAMIC, is_last=False)
     found = computation(told, machine, "bf16", PLAIN, DYNAMIC)
     product, byte = max(2 * 2**30 / 1e15, 4 * 2**20 / 1e12), 2**20 / 1e12
     assert found.forward_seconds == pytest.approx(product + 10 * byte)
@@ -107,9 +107,9 @@ def test_tensor_parallel_ranks_share_maxima() -> None:
         for each in LLAMA.layers[1].measurements
         if each.tensor_parallel_degree == 2
     )
-    delayed = told_fp8(block, "bf16", DELAYED, is_last=False)
+    delayed = mark_fp8(block, "bf16", DELAYED, is_last=False)
     assert delayed.collectives == block.collectives
-    dynamic = told_fp8(block, "bf16", DYNAMIC, is_last=False)
+    dynamic = mark_fp8(block, "bf16", DYNAMIC, is_last=False)
     assert len(dynamic.collectives) == len(block.collectives) + 2
 
 
