@@ -13,7 +13,7 @@ from planner.check.fp8 import in_fp8
 from planner.check.kernels import Machine, chunked_seconds
 from planner.cost import price
 from planner.cost.chunks import in_chunks
-from planner.cost.fp8 import told_fp8
+from planner.cost.fp8 import mark_fp8
 from planner.profiler.counted import counted_profile
 from planner.search import plan
 from planner.spec.calibration import Constants
@@ -94,7 +94,7 @@ def test_both_prices_agree(
     one: Measurement, is_last: bool, casts: Fp8Casts, constants: Constants, chunks: int
 ) -> None:
     """Which products run in fp8, what is exchanged, and the seconds of every pass, of whole sequences and of chunks."""
-    first = told_fp8(one, "bf16", casts, is_last=is_last)
+    first = mark_fp8(one, "bf16", casts, is_last=is_last)
     second = in_fp8(one, "bf16", casts, is_last=is_last)
     assert first == second
     mine = in_chunks(first, H100, "bf16", constants, chunks, casts)
@@ -192,5 +192,5 @@ def linear(m: int = 1024, n: int = 1024, k: int = 1024, **fields: Any) -> Operat
 def test_which_products_run_in_fp8(one: Operation, is_fp8: bool) -> None:
     """(C6): linear layers whose weight's sizes divide by 16, and none of the model's last layer."""
     for is_last in (False, True):
-        stated = told_fp8(row(operations=(one,)), "bf16", DYNAMIC, is_last=is_last)
+        stated = mark_fp8(row(operations=(one,)), "bf16", DYNAMIC, is_last=is_last)
         assert stated.operations[0].is_linear is (is_fp8 and not is_last)

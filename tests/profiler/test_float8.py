@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from planner.cost.fp8 import told_fp8
+from planner.cost.fp8 import mark_fp8
 from planner.errors import SpecError, UnsupportedError
 from planner.executor.pipeline.split_backward import backward_input
 from planner.profiler import float8_product as float8_product_module
@@ -312,7 +312,7 @@ def test_as_many_products_run_in_fp8_as_the_profile_prices(
             for row in layer.measurements
             if row.recompute == "none" and not row.sequence_parallel
         )
-        told = told_fp8(row, "bf16", DYNAMIC, is_last=layer is found.layers[-1])
+        told = mark_fp8(row, "bf16", DYNAMIC, is_last=layer is found.layers[-1])
         priced = sum(one.count for one in told.operations if one.is_linear)
         assert priced == sum(
             any(f"{name}.".startswith(f"{each}.") for each in cut.modules)
