@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from planner.cli.console import bar, data, table, to_json
 from planner.cli.failures import DONE
 from planner.cli.inputs import option_of
-from planner.cli.options import COSTS, POSITIVE_INT, OneOf, option, refuse, verb
+from planner.cli.options import (
+    COSTS,
+    POSITIVE_INT,
+    POSITIVE_NUMBER,
+    OneOf,
+    option,
+    refuse,
+    verb,
+)
 from planner.errors import DocumentError
 from planner.partition import (
     MEASURES,
     METHODS,
     Choice,
     Partition,
+    boundary_seconds,
     layer_costs,
     partition,
 )
@@ -38,6 +47,8 @@ class Layers:
     """What the costs measure; None: plain numbers."""
     micro_batch_size: int = 0
     sequence_length: int = 0
+    transfers: tuple[float, ...] = ()
+    """Of every boundary between two layers, in the unit of the costs; empty: not counted."""
 
     def cost(self, value: float) -> str:
         """A cost with its unit."""
@@ -56,6 +67,23 @@ class Layers:
     type=OneOf("method", METHODS),
     default="optimal",
     help="histogram (GPipe), block (Barany, Grinberg) or optimal (proven)",
+)
+@option(
+    "--transfers",
+    type=COSTS,
+    help="Transfer of every boundary between layers, both ways, in the unit of the costs",
+)
+@option(
+    "--exposed",
+    is_flag=True,
+    help="Transfers delay compute, as in 1F1B, instead of overlapping with it",
+)
+@option(
+    "--bandwidth",
+    metavar="GB/S",
+    type=POSITIVE_NUMBER,
+    group=PROFILE,
+    help="Link between stages in GB/s: transfers from the profile's bytes",
 )
 @option(
     "--by",
@@ -94,14 +122,18 @@ def command(
     path: str | None,
     parts: int,
     method: str,
+    transfers: tuple[float, ...] | None,
+    exposed: bool,
+    bandwidth: float | None,
     by: Measure | None,
     as_json: bool,
     **choice: Any,
 ) -> int:
-    """Split layers into contiguous parts; the costliest part limits the pipeline.
+    """Split layers into contiguous parts; the costliest part or transfer limits the pipeline.
 
     Costs are plain numbers, or time or memory of the layers of a profile.
     """
+    _check_transfers(method, by, transfers, bandwidth, exposed=exposed)
     if costs is not None and path is not None:
         raise DocumentError(
             "cannot be combined with --costs.",
@@ -110,17 +142,20 @@ def command(
         )
     given = {name: value for name, value in choice.items() if value is not None}
     if path is not None:
-        layers = _layers_of_profile(path, by or "time", given)
+        layers = _layers_of_profile(path, by or "time", bandwidth, given)
     elif costs is not None:
         options = {option_of(name): value for name, value in given.items()}
+        options |= {"--by": by, "--bandwidth": bandwidth}
         hint = "leave out OPTION, or use --profile."
-        refuse({"--by": by, **options}, "needs --profile.", hint)
+        refuse(options, "needs --profile.", hint)
         layers = Layers(tuple(map(str, range(len(costs)))), costs)
     else:
         raise DocumentError(
             "is missing.", field="--costs", hint="give --costs or --profile."
         )
-    found = partition(layers.costs, parts, method)
+    if transfers is not None:
+        layers = replace(layers, transfers=_one_per_boundary(transfers, layers))
+    found = partition(layers.costs, parts, method, layers.transfers, exposed=exposed)
     if as_json:
         data(to_json(_document(layers, found, method)))
     else:
@@ -128,12 +163,56 @@ def command(
     return DONE
 
 
-def _layers_of_profile(path: str, by: Measure, given: dict[str, Any]) -> Layers:
-    """Names and costs of a profile's layers.
+def _check_transfers(
+    method: str,
+    by: Measure | None,
+    transfers: tuple[float, ...] | None,
+    bandwidth: float | None,
+    *,
+    exposed: bool,
+) -> None:
+    """Refuse transfers where they would be ignored."""
+    options = {"--transfers": transfers, "--bandwidth": bandwidth}
+    if method != "optimal":
+        hint = "leave out OPTION, or use --method optimal."
+        refuse(options, "needs --method optimal.", hint)
+    if by == "memory":
+        hint = "leave out OPTION, or use --by time."
+        refuse(options, "needs --by time.", hint)
+    if transfers is None and bandwidth is None:
+        needed = "--transfers or --bandwidth"
+        refuse({"--exposed": exposed}, f"needs {needed}.", f"add {needed}.")
+    if transfers is not None:
+        refuse(
+            {"--bandwidth": bandwidth},
+            "cannot be combined with --transfers.",
+            "leave out --bandwidth or --transfers.",
+        )
+
+
+def _one_per_boundary(
+    transfers: tuple[float, ...], layers: Layers
+) -> tuple[float, ...]:
+    """Return the transfers if there is one for every boundary."""
+    boundaries = len(layers.costs) - 1
+    if len(transfers) != boundaries:
+        raise DocumentError(
+            f"has {len(transfers)} values for {boundaries} boundaries between {len(layers.costs)} layers.",
+            field="--transfers",
+            hint="give one value per boundary between two layers.",
+        )
+    return transfers
+
+
+def _layers_of_profile(
+    path: str, by: Measure, bandwidth: float | None, given: dict[str, Any]
+) -> Layers:
+    """Names, costs and transfers of a profile's layers.
 
     Args:
         path: of the profile.
         by: what the costs measure.
+        bandwidth: of a link between stages in GB/s; None: transfers are not counted.
         given: fields of `Choice`.
     """
     if by == "time":
@@ -144,7 +223,11 @@ def _layers_of_profile(path: str, by: Measure, given: dict[str, Any]) -> Layers:
     choice = Choice(**given)
     names = tuple(layer.name for layer in profile.layers)
     size, length = chosen_size(profile, choice)
-    return Layers(names, layer_costs(profile, by, choice), by, size, length)
+    layers = Layers(names, layer_costs(profile, by, choice), by, size, length)
+    if bandwidth is None:
+        return layers
+    transfers = boundary_seconds(profile, bandwidth * 1e9, choice)
+    return replace(layers, transfers=transfers)
 
 
 def _document(layers: Layers, found: Partition, method: str) -> dict[str, Any]:
@@ -156,6 +239,10 @@ def _document(layers: Layers, found: Partition, method: str) -> dict[str, Any]:
         "costs": list(found.costs),
         "bottleneck": found.bottleneck,
     }
+    if layers.transfers:
+        document["transfers"] = list(found.transfers)
+        document["exposed"] = found.exposed
+        document["loads"] = list(found.loads)
     if layers.by is not None:
         document["by"] = layers.by
         document["micro_batch_size"] = layers.micro_batch_size
@@ -165,19 +252,36 @@ def _document(layers: Layers, found: Partition, method: str) -> dict[str, Any]:
 
 
 def _text(layers: Layers, found: Partition) -> str:
-    """One row per part, and how far the costliest is above the mean."""
+    """One row per part with the transfer after it, and what limits the pipeline."""
     largest = found.bottleneck
+    sent = [*map(layers.cost, found.transfers), ""]
     rows = []
     for index, (part, cost) in enumerate(zip(found.parts, found.costs, strict=True)):
         drawn = bar(cost / largest if largest else 0.0, BAR_WIDTH)
         names = [layers.names[layer] for layer in part]
-        rows.append((str(index), _span(names), layers.cost(cost), drawn))
-    mean = sum(layers.costs) / len(found.parts)
-    above = f" ({percent(largest / mean - 1)} above the mean)" if mean else ""
-    drawn_table = table(
-        ("part", "layers", layers.by or "cost", ""), rows, left=(0, 1, 3)
-    )
-    return f"{drawn_table}\nbottleneck {layers.cost(largest)}{above}"
+        row = [str(index), _span(names), layers.cost(cost), drawn]
+        if layers.transfers:
+            row.insert(3, sent[index])
+        rows.append(row)
+    header = ["part", "layers", layers.by or "cost", ""]
+    left = [0, 1, 3]
+    if layers.transfers:
+        header.insert(3, "transfer after")
+        left = [0, 1, 4]
+    drawn_table = table(header, rows, left=left)
+    return f"{drawn_table}\nbottleneck {layers.cost(largest)}{_cause(layers, found)}"
+
+
+def _cause(layers: Layers, found: Partition) -> str:
+    """Return how far the largest part is above the mean, or with transfers what the bottleneck is, in parentheses."""
+    largest = found.bottleneck
+    if not layers.transfers:
+        mean = sum(layers.costs) / len(found.parts)
+        return f" ({percent(largest / mean - 1)} above the mean)" if mean else ""
+    if largest in found.loads:
+        what = " with its transfers" if found.exposed else ""
+        return f" (part {found.loads.index(largest)}{what})"
+    return f" (transfer after part {found.transfers.index(largest)})"
 
 
 def _span(names: list[str]) -> str:

@@ -11,7 +11,7 @@ from planner.cost.ticks import ticks
 from planner.cost.workload import Workload
 from planner.spec.cluster import Link
 from planner.spec.layout import Layout
-from planner.spec.profile import RecomputeMode, SkipEdge
+from planner.spec.profile import RecomputeMode
 from planner.spec.recipes import ParameterCount
 
 if TYPE_CHECKING:
@@ -116,14 +116,7 @@ def skip_costs(work: Workload, layout: Layout) -> tuple[SkipCost, ...]:
         SkipCost(
             order[edge.from_],
             order[edge.to],
-            _skip_bytes(edge, work.job.sequence_length) * samples,
+            edge.bytes_per_sample(work.job.sequence_length) * samples,
         )
         for edge in work.profile.edges
     )
-
-
-def _skip_bytes(edge: SkipEdge, sequence_length: int) -> int:
-    """Of one sample, in proportion to the length that the edge was told for, rounded up."""
-    if edge.sequence_length in (0, sequence_length):
-        return edge.bytes
-    return -(-edge.bytes * sequence_length // edge.sequence_length)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.partition.sequence import Partition, check_costs, cut, whole_numbers
+from planner.partition.sequence import Partition, check, cut, whole_numbers
 
 
 def block(costs: Sequence[float], parts: int) -> Partition:
@@ -21,7 +21,7 @@ def block(costs: Sequence[float], parts: int) -> Partition:
     Raises:
         LayoutError: no costs, a negative one, or more parts than layers.
     """
-    check_costs(costs, parts)
+    check(costs, parts)
     exact = whole_numbers(costs)
     ends = [len(costs) * (part + 1) // parts for part in range(parts)]
     while _level_out(exact, ends):

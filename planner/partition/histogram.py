@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from planner.partition.sequence import Partition, check_costs, cut, whole_numbers
+from planner.partition.sequence import Partition, check, cut, whole_numbers
 
 
 def histogram(costs: Sequence[float], parts: int) -> Partition:
@@ -23,7 +23,7 @@ def histogram(costs: Sequence[float], parts: int) -> Partition:
     Raises:
         LayoutError: no costs, a negative one, or more parts than layers.
     """
-    check_costs(costs, parts)
+    check(costs, parts)
     exact = whole_numbers(costs)
     # When nothing costs anything, every layer counts alike.
     cumulative = list(accumulate(exact if any(exact) else [1] * len(exact)))

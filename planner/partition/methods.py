@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from planner.errors import UnknownNameError
+from planner.errors import LayoutError, UnknownNameError
 from planner.partition.block import block
 from planner.partition.histogram import histogram
 from planner.partition.optimal import optimal
@@ -17,23 +17,43 @@ METHODS: dict[str, Callable[[Sequence[float], int], Partition]] = {
 }
 
 
-def partition(costs: Sequence[float], parts: int, method: str = "optimal") -> Partition:
+def partition(
+    costs: Sequence[float],
+    parts: int,
+    method: str = "optimal",
+    transfers: Sequence[float] = (),
+    *,
+    exposed: bool = False,
+) -> Partition:
     """Cut a sequence of layers into contiguous, non-empty parts.
 
     Args:
         costs: of each layer, in any unit.
         parts: number of parts.
         method: ``histogram``, ``block`` or ``optimal``.
+        transfers: of each boundary between two layers, activations and gradients together, in the unit of the costs;
+            for ``optimal``. Empty: none takes time.
+        exposed: transfers add to the compute of the parts instead of overlapping with it.
 
     Raises:
         UnknownNameError: no method has this name.
-        LayoutError: no costs, a negative one, or more parts than layers.
+        LayoutError: no costs, a negative one, more parts than layers, another number of transfers than boundaries, or
+            transfers for a method that ignores them.
     """
-    chosen = METHODS.get(method.lower())
+    name = method.lower()
+    chosen = METHODS.get(name)
     if chosen is None:
         raise UnknownNameError(
             f"no method {method!r}.",
             field="method",
             hint=f"use one of {', '.join(METHODS)}.",
+        )
+    if chosen is optimal:
+        return optimal(costs, parts, transfers, exposed=exposed)
+    if transfers:
+        raise LayoutError(
+            f"method {name} ignores transfers.",
+            field="transfers",
+            hint="use method optimal.",
         )
     return chosen(costs, parts)

@@ -5,6 +5,11 @@
 
 as torchgpipe's balance_by_time and balance_by_size do (Kim et al. 2020, "torchgpipe: On-the-fly Pipeline Parallelism
 for Training Giant Models"), but from the profile: nothing is run, and OGP stands where they scale parameters.
+Between two layers, a link of B bytes/s carries activations onwards and gradients of the same size back:
+
+    boundary  2 x (output bytes of the layer before + bytes of every skip edge that crosses) / B                     (3)
+
+(PipeDream's 2 a_i / B, see `optimal`). An edge from layer i to layer j crosses all boundaries between them.
 A parameter that several layers share counts in each of them, because every part that uses it holds a copy.
 """
 
@@ -67,6 +72,26 @@ def layer_costs(
         _bytes(layer, row, PRECISION[profile.dtype], choice)
         for layer, row in zip(profile.layers, rows, strict=True)
     )
+
+
+def boundary_seconds(
+    profile: ModelProfile,
+    bytes_per_second: float,
+    choice: Choice | None = None,
+) -> tuple[float, ...]:
+    """Return the seconds of every boundary between two layers for one micro-batch: equation (3).
+
+    Raises:
+        MismatchError: the profile has no row of this size.
+    """
+    size, length = chosen_size(profile, choice or Choice())
+    rows = [_row(layer, size, length) for layer in profile.layers]
+    crossing = [row.output_bytes for row in rows[:-1]]
+    order = {layer.name: index for index, layer in enumerate(profile.layers)}
+    for edge in profile.edges:
+        for boundary in range(order[edge.from_], order[edge.to]):
+            crossing[boundary] += size * edge.bytes_per_sample(length)
+    return tuple(2 * each / bytes_per_second for each in crossing)
 
 
 def chosen_size(profile: ModelProfile, choice: Choice) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from planner.errors import LayoutError
 
@@ -19,11 +19,29 @@ class Partition:
     """Layers of each part, in order."""
     costs: tuple[float, ...]
     """Cost of each part, in the unit of the layers' costs."""
+    transfers: tuple[float, ...] = ()
+    """Transfer of each cut between two parts, in the same unit; empty: none takes time."""
+    exposed: bool = False
+    """Transfers do not overlap with compute."""
+
+    @property
+    def loads(self) -> tuple[float, ...]:
+        """Time that each part is busy: its cost, and half of the transfers of both its cuts if they are exposed."""
+        if not self.exposed:
+            return self.costs
+        sent = (0, *self.transfers, 0)
+        sides = pairwise(sent)
+        return tuple(
+            cost + (before + after) / 2
+            for cost, (before, after) in zip(self.costs, sides, strict=True)
+        )
 
     @property
     def bottleneck(self) -> float:
-        """Cost of the largest part: a pipeline is as slow as its slowest stage."""
-        return max(self.costs)
+        """Largest load, or overlapped transfer: a pipeline is as slow as its slowest stage or link."""
+        if self.exposed:
+            return max(self.loads)
+        return max((*self.costs, *self.transfers))
 
     @property
     def boundaries(self) -> tuple[int, ...]:
@@ -36,15 +54,31 @@ class Partition:
         return tuple(map(range, self.boundaries, self.boundaries[1:]))
 
 
-def cut(costs: Sequence[float], sizes: Sequence[int]) -> Partition:
-    """The partition with parts of these sizes."""
+def cut(
+    costs: Sequence[float],
+    sizes: Sequence[int],
+    transfers: Sequence[float] = (),
+    *,
+    exposed: bool = False,
+) -> Partition:
+    """The partition with parts of these sizes.
+
+    Args:
+        costs: of every layer.
+        sizes: layers of every part.
+        transfers: of every boundary between two layers; empty: none takes time.
+        exposed: transfers do not overlap with compute.
+    """
     ends = list(accumulate(sizes))
+    crossed = [transfers[end - 1] for end in ends[:-1]] if transfers else []
     return Partition(
         tuple(sizes),
         tuple(
             _total(costs[end - size : end])
             for end, size in zip(ends, sizes, strict=True)
         ),
+        tuple(crossed),
+        exposed,
     )
 
 
@@ -54,21 +88,22 @@ def _total(costs: Sequence[float]) -> float:
     )
 
 
-def check_costs(costs: Sequence[float], parts: int) -> None:
-    """Raise `LayoutError` for costs or parts that no method can take."""
+def check(costs: Sequence[float], parts: int, transfers: Sequence[float] = ()) -> None:
+    """Raise `LayoutError` for costs, parts or transfers that no method can take."""
     if not costs:
         raise LayoutError(
             "there are no costs.",
             field="costs",
             hint="give the cost of every layer, e.g. 10,40,30.",
         )
-    for index, cost in enumerate(costs):
-        if not (math.isfinite(cost) and cost >= 0):
-            raise LayoutError(
-                f"a cost must be finite and not negative, got {cost}.",
-                field=f"costs[{index}]",
-                hint="give 0 or more.",
-            )
+    _check_values("cost", costs)
+    _check_values("transfer", transfers)
+    if transfers and len(transfers) != len(costs) - 1:
+        raise LayoutError(
+            f"{len(costs)} layers have {len(costs) - 1} boundaries, got {len(transfers)} transfers.",
+            field="transfers",
+            hint="give one value per boundary between two layers.",
+        )
     if parts < 1:
         raise LayoutError(
             f"there must be at least 1 part, got {parts}.",
@@ -81,6 +116,16 @@ def check_costs(costs: Sequence[float], parts: int) -> None:
             field="parts",
             hint=f"use at most {len(costs)} parts, or cut the model into more layers.",
         )
+
+
+def _check_values(what: str, values: Sequence[float]) -> None:
+    for index, value in enumerate(values):
+        if not (math.isfinite(value) and value >= 0):
+            raise LayoutError(
+                f"a {what} must be finite and not negative, got {value}.",
+                field=f"{what}s[{index}]",
+                hint="give 0 or more.",
+            )
 
 
 def whole_numbers(costs: Sequence[float]) -> list[int]:

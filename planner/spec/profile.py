@@ -236,6 +236,12 @@ class SkipEdge(Document):
     """Tokens per sample for which `bytes` is valid, proportional for other lengths; 0:
     every length."""
 
+    def bytes_per_sample(self, sequence_length: int) -> int:
+        """Return the bytes of one sample of this length, rounded up."""
+        if self.sequence_length in (0, sequence_length):
+            return self.bytes
+        return -(-self.bytes * sequence_length // self.sequence_length)
+
 
 class SharedParameters(Document):
     """Parameters that several layers use, such as tied embeddings."""

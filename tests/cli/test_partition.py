@@ -244,3 +244,79 @@ def test_a_counted_profile_has_no_time(
         planner("partition", "--profile", path, "--parts", "2", "--by", "memory").code
         == 0
     )
+
+
+TRANSFERS = "1,90,1,2,70,5"
+
+
+def test_transfers_move_the_cuts(planner: Command) -> None:
+    """The optimum avoids costly boundaries and prints the transfers that it pays."""
+    words = ("partition", "--costs", COSTS, "--parts", "3", "--transfers", TRANSFERS)
+    found = planner(*words, "--json").json
+    assert found["transfers"] == [1, 2]
+    assert found["bottleneck"] == max(found["costs"] + found["transfers"])
+    blind = planner("partition", "--costs", COSTS, "--parts", "3", "--json").json
+    assert found["sizes"] != blind["sizes"]
+    assert "transfers" not in blind
+    assert "transfer after" in planner(*words).out
+
+
+def test_text_names_the_limiting_transfer(planner: Command) -> None:
+    """If a transfer sets the bottleneck, the last line says after which part."""
+    words = ("--costs", "1,1,1", "--parts", "3", "--transfers", "2,9")
+    ended = planner("partition", *words)
+    assert "bottleneck 9 (transfer after part 1)" in ended.out
+
+
+def test_exposed_transfers_add_to_the_loads(planner: Command) -> None:
+    """Half of the transfers of both cuts adds to the compute of a part."""
+    words = ("--costs", "10,10,10", "--parts", "3", "--transfers", "2,4", "--exposed")
+    found = planner("partition", *words, "--json").json
+    assert found["loads"] == [11, 13, 12]
+    assert (found["exposed"], found["bottleneck"]) == (True, 13)
+    assert "(part 1 with its transfers)" in planner("partition", *words).out
+
+
+def test_bandwidth_prices_the_boundaries_of_a_profile(
+    planner: Command, profile: Path
+) -> None:
+    """Activations and gradients cross each cut: twice the output bytes of the layer before it."""
+    words = ("partition", "--profile", profile, "--parts", "4", "--bandwidth", "2")
+    found = planner(*words, "--json").json
+    layers = {each["name"]: each for each in json.loads(profile.read_text())["layers"]}
+    last = [layers[names[-1]] for names in found["layers"][:-1]]
+    sent = [each["measurements"][0]["output_bytes"] for each in last]
+    assert found["transfers"] == pytest.approx([2 * each / 2e9 for each in sent])
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "named"),
+    [
+        (("--transfers", "1,2"), "--transfers", "2 values for 6 boundaries"),
+        (("--transfers", "1,-2"), "--transfers", "not at least 0"),
+        (
+            ("--transfers", TRANSFERS, "--method", "block"),
+            "--transfers",
+            "--method optimal",
+        ),
+        (("--transfers", TRANSFERS, "--bandwidth", "1"), "--bandwidth", "--transfers"),
+        (("--bandwidth", "1"), "--bandwidth", "--profile"),
+        (("--exposed",), "--exposed", "--transfers or --bandwidth"),
+    ],
+)
+def test_wrong_transfers(
+    planner: Command, words: tuple[str, ...], field: str, named: str
+) -> None:
+    """Transfers that do not fit or would be ignored are refused by the option's name."""
+    ended = planner("partition", "--costs", COSTS, "--parts", "3", *words)
+    assert (ended.code, ended.out) == (2, "")
+    assert f"error: {field}" in ended.err
+    assert named in ended.err
+
+
+def test_transfers_are_seconds_not_bytes(planner: Command, profile: Path) -> None:
+    """Memory cannot be balanced against transfers."""
+    words = ("--parts", "2", "--by", "memory", "--bandwidth", "1")
+    ended = planner("partition", "--profile", profile, *words)
+    assert (ended.code, ended.out) == (2, "")
+    assert "needs --by time" in ended.err
