@@ -19,6 +19,8 @@ Work and fill
     (W3) 1f1b, M <= P: for ranks with P - r >= M only T >= W + (M - 1) b(r), b the longer
          of forward and backward.
     (W4) gpipe: T >= W + (M - 1) max w(r).
+    (W5) any schedule: the first chunk of a micro-batch goes down and up all stages; the
+         gradients of weights count only where backwards are not split.
 
 Capacity
     (C1) a rank that holds h micro-batches at its peak has room for h times the saved
@@ -31,7 +33,7 @@ Capacity
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -49,7 +51,7 @@ IMPOSSIBLE = 2**62
 _ROUNDING = 1 - 1e-9
 _ROUNDS = 2
 _MOST_UNITS = 1 << 19
-_BISECTIONS = 8
+_BISECTIONS = 5
 _ANY_WORK = 1e30
 
 
@@ -92,7 +94,11 @@ def traits_of(order: Order) -> Traits:
     short = min(order.micro_batches, _ROUNDS * order.ranks)
     shape = Shape(order.ranks, short, order.virtual_stages, order.chunks)
     if shape.units > _MOST_UNITS:
-        return Traits(np.ones(order.ranks), ends_low=False, is_split=_is_split(order))
+        return Traits(
+            np.ones(order.ranks),
+            ends_low=False,
+            is_split=splits_backward(order.schedule),
+        )
     entry = find(order.schedule)
     held = np.ones(order.ranks)
     ends_low = True
@@ -112,12 +118,10 @@ def traits_of(order: Order) -> Traits:
     return Traits(held, ends_low=ends_low, is_split=is_split)
 
 
-@lru_cache(maxsize=256)
-def _is_split(order: Order) -> bool:
-    """Return whether a schedule splits backwards, from one with few ranks."""
-    stages = min(2, order.virtual_stages)
-    small = order._replace(ranks=2, micro_batches=4, virtual_stages=stages)
-    return traits_of(small).is_split
+def splits_backward(name: str) -> bool:
+    """Return whether a schedule splits backwards."""
+    stages = find(name).least_virtual_stages
+    return traits_of(Order(name, 2, 4, stages, 1)).is_split
 
 
 class Timing(NamedTuple):
@@ -183,7 +187,8 @@ class _Model:
         """Return nanoseconds by work and fill, with memory for everything."""
         prices, order = self.prices, self.order
         ranks, count = order.ranks, order.micro_batches
-        least = self._mean_with_tails()
+        chain = prices.chain(is_split=self.traits.is_split)
+        least = max(self._mean_with_tails(), chain + self._ends())
         if self.is_plain:
             work = self._stage_work(prices.total_work)
             least = max(
@@ -304,32 +309,50 @@ class _Model:
     def _takes_all(self, step: float) -> bool:
         """Return whether ranks may take the whole model at a step: (C1), (C2)."""
         limits, total = self._limits(step)
-        prices = self.prices
-        groups = self._groups()
-        return all(self._takes(group, limits, total) for group in groups) and (
-            total >= prices.total_work * (1 - 1e-12)
-        )
+        if total < self.prices.total_work * (1 - 1e-12):
+            return False
+        return all(group.takes(limits, total) for group in self._groups)
 
-    def _groups(self) -> list[NDArray[np.bool_]]:
-        """Return kinds whose memory is looked at together: the main one, and all."""
+    @cached_property
+    def _groups(self) -> list[_Group]:
+        """Kinds whose memory is looked at together: the main one, and all."""
         prices = self.prices
         whole = prices.counts * prices.work
+        has_work = prices.work > 0
+        if not has_work.any():
+            return []
         main = np.zeros(len(whole), dtype=np.bool_)
         main[int(whole.argmax())] = True
-        has_work = prices.work > 0
-        return [main & has_work, has_work] if has_work.any() else []
+        groups = [main] if int(has_work.sum()) == 1 else [main, has_work]
+        return [_Group.of(prices, self.traits.held, group) for group in groups]
 
-    def _takes(self, group: NDArray[np.bool_], limits: Floats, total: float) -> bool:
-        """Return whether all ranks together may take all layers of some kinds."""
-        prices, held = self.prices, self.traits.held
-        if not group.any():
-            return True
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """What memory permits of some kinds, per rank."""
+
+    whole: float
+    """Nanoseconds of all their layers in fastest modes."""
+    others: float
+    """The same of all other kinds."""
+    knee: Floats
+    """Nanoseconds of layers that fit without recomputation."""
+    most: Floats
+    """Nanoseconds of layers that fit with it."""
+    slowdown: Floats
+    """Nanoseconds per nanosecond of work above the knee."""
+    layer: float
+    """Nanoseconds of a layer, if all are equal; else 0."""
+    count: float
+    """Layers."""
+    has_room: bool
+
+    @classmethod
+    def of(cls, prices: Prices, held: Floats, group: NDArray[np.bool_]) -> _Group:
+        """Return the capacity of ranks that hold so many micro-batches."""
         work = prices.work[group]
         whole = float(prices.counts[group] @ work)
-        others = prices.total_work - whole
         room = prices.free_bytes - float(prices.least_temporary[group].min())
-        if room < 0:
-            return False
         states = prices.states[group]
         fast = np.outer(held, prices.fast_activations[group]) + states
         least = np.outer(held, prices.least_activations[group]) + states
@@ -338,14 +361,30 @@ class _Model:
         knee = np.minimum(most, _quotient(room, densest))
         rate = float(prices.recompute_rate[group].min())
         slowdown = 1 + rate * densest / held if np.isfinite(rate) else np.inf
-        slowdown = np.broadcast_to(slowdown, held.shape)
-        placed = _placed(limits, total - others, knee, most, slowdown)
-        if placed.total < whole * (1 - 1e-12):
+        is_one = len(work) == 1
+        return cls(
+            whole=whole,
+            others=prices.total_work - whole,
+            knee=knee,
+            most=most,
+            slowdown=np.broadcast_to(slowdown, held.shape),
+            layer=float(work[0]) if is_one else 0.0,
+            count=float(prices.counts[group].sum()),
+            has_room=room >= 0,
+        )
+
+    def takes(self, limits: Floats, total: float) -> bool:
+        """Return whether all ranks together may take all layers of these kinds."""
+        if not self.has_room:
             return False
-        if int(group.sum()) > 1:
+        left = total - self.others
+        placed = _placed(limits, left, self.knee, self.most, self.slowdown)
+        if placed.total < self.whole * (1 - 1e-12):
+            return False
+        if not self.layer:
             return True
-        layers = np.floor(placed.alone / work[0] * (1 + 1e-12) + 1e-9)
-        return bool(layers.sum() >= prices.counts[group][0])
+        layers = np.floor(placed.alone / self.layer * (1 + 1e-12) + 1e-9)
+        return bool(layers.sum() >= self.count)
 
 
 def _quotient(room: float, rates: Floats) -> Floats:

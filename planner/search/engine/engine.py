@@ -15,11 +15,13 @@ from numpy.typing import NDArray
 
 from planner.cost import Workload
 from planner.cost.placement import widest_expert_group
+from planner.schedule import find
 from planner.search.engine.bound import (
     IMPOSSIBLE,
     Bound,
     Order,
     lower_bound,
+    splits_backward,
     timing_of,
     traits_of,
 )
@@ -35,7 +37,11 @@ BATCH = 64
 """Rows whose options are bounded at a time."""
 FIRST_ROWS = 96
 """Rows of the coarse grid that the first plan comes from."""
+FIRST_TRIED = 48
+"""Rows that are solved for the first plan."""
 FIRST_SOLVED = 6
+"""Of those, how many after the first that fits."""
+FIRST_SCHEDULES = ("1f1b", "interleaved-1f1b", "seqpipe")
 _ROUNDING = 1 - 1e-9
 
 
@@ -106,8 +112,10 @@ class Search:
     @property
     def least(self) -> int:
         """The least bound of all that is open."""
-        queued = self.queue[0].nanoseconds if self.queue else IMPOSSIBLE
-        return min(queued, self._least_row())
+        return min(self._least_node(), self._least_row())
+
+    def _least_node(self) -> int:
+        return self.queue[0].nanoseconds if self.queue else IMPOSSIBLE
 
     def run(
         self, stop: Stop, on_progress: Callable[[Progress], None] | None = None
@@ -117,7 +125,7 @@ class Search:
         while self.least < self.limit and not stop(
             self._total(), self.least, self.done
         ):
-            if self._least_row() <= (self.queue or [_NOTHING])[0].nanoseconds:
+            if self._least_row() <= self._least_node():
                 self._bound_rows(self._next_rows())
             else:
                 self._solve(heapq.heappop(self.queue))
@@ -158,27 +166,42 @@ class Search:
         return found
 
     def _first_plan(self) -> None:
-        """Solve the best rows of a coarse grid: one per tensor and pipeline degree."""
-        table, seen = self.table, set()
+        """Solve the best rows of a coarse grid, until some of them fit."""
+        self._bound_rows(self._coarse_rows())
+        tried = fitting = 0
+        while self.queue and tried < FIRST_TRIED and fitting < FIRST_SOLVED:
+            if self._least_node() >= self.limit:
+                return
+            self._solve(heapq.heappop(self.queue))
+            tried += 1
+            fitting += self.best is not None
+
+    def _coarse_rows(self) -> list[int]:
+        """Return the best row for every split of the model and few stages per rank."""
+        table = self.table
+        names = self.space.schedules
+        simple = [i for i, name in enumerate(names) if name in FIRST_SCHEDULES]
+        is_coarse = np.isin(table.schedule, simple)
+        is_coarse &= np.isin(table.virtual_stages, (1, 2, 4))
+        is_coarse &= np.isin(table.micro_batch_size, (1, 2, 4, 8))
+        seen: set[tuple[int, ...]] = set()
         chosen: list[int] = []
-        for index in self.rows.tolist():
+        for index in self.rows[is_coarse[self.rows]].tolist():
+            row = Row.of(table, index)
             key = (
-                int(table.tensor[index]),
-                int(table.pipeline[index]),
-                int(table.context[index]),
-                int(table.expert[index]),
+                row.tensor,
+                row.pipeline,
+                row.context,
+                row.expert,
+                row.virtual_stages,
             )
-            if key not in seen:
-                seen.add(key)
-                chosen.append(index)
+            if key in seen:
+                continue
+            seen.add(key)
+            chosen.append(index)
             if len(chosen) == FIRST_ROWS:
                 break
-        self._bound_rows(chosen)
-        for node in heapq.nsmallest(FIRST_SOLVED, self.queue):
-            if node.nanoseconds < self.limit:
-                self.queue.remove(node)
-                heapq.heapify(self.queue)
-                self._solve(node)
+        return chosen
 
     def _bound_rows(self, indices: list[int]) -> None:
         """Bound all options of some rows, and queue those below the best step."""
@@ -288,7 +311,13 @@ class RowBounds:
         filled = 1 + (count - 1) / table.pipeline
         busy = count / table.pipeline
         growth: NDArray[np.float64] = np.where(plain, filled, busy)
-        return growth
+        whole = [
+            index
+            for index, name in enumerate(names)
+            if not splits_backward(name) and not find(name).takes_sequence_chunks
+        ]
+        is_whole = np.isin(table.schedule, whole)
+        return np.where(is_whole, np.maximum(1.0, growth), growth)
 
     def _priced(self, row: Row) -> Iterator[Prices]:
         """Yield the prices of a row's split for every distinct group of experts."""
@@ -304,10 +333,3 @@ class RowBounds:
             if key not in self._prices:
                 self._prices[key] = search.pricing.prices(row, option, is_split=False)
             yield self._prices[key]
-
-
-class _Nothing:
-    nanoseconds = IMPOSSIBLE
-
-
-_NOTHING = _Nothing()

@@ -161,6 +161,21 @@ class Prices:
         )
         return self._cumulative(each)
 
+    def chain(self, *, is_split: bool) -> float:
+        """Return nanoseconds of the first chunk through all layers and back.
+
+        Args:
+            is_split: nobody waits for the gradients of weights.
+        """
+        chunks = self.costs.layout.sequence_chunks
+        forward = float(self.first_forward[-1])
+        if not is_split:
+            return forward + float(self.first_backward[-1])
+        each = self._by_kind(
+            lambda modes: min(_first_input(one, chunks) for one in modes)
+        )
+        return forward + float(self.counts @ each)
+
     def _cumulative(self, each: Floats) -> Floats:
         kinds = np.array(self.kind_of)
         return np.concatenate([[0.0], np.cumsum(each[kinds])])
@@ -310,7 +325,10 @@ def _first_forward(cost: LayerCost, chunks: int) -> int:
 
 
 def _first_backward(cost: LayerCost, chunks: int) -> int:
+    return _first_input(cost, chunks) + cost.backward_weight_ticks // chunks
+
+
+def _first_input(cost: LayerCost, chunks: int) -> int:
     attention = cost.attention.backward_ticks if chunks > 1 else 0
-    weight = cost.backward_weight_ticks
-    rest = cost.backward_ticks - weight - attention
-    return rest // chunks + weight // chunks + attention // (chunks * chunks)
+    rest = cost.backward_ticks - cost.backward_weight_ticks - attention
+    return rest // chunks + attention // (chunks * chunks)

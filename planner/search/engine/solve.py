@@ -16,21 +16,26 @@ from planner.cost.step import schedule_of
 from planner.schedule import Schedule
 from planner.schedule.in_flight import in_flight_vectors
 from planner.search.engine.bound import Order, Traits, traits_of
-from planner.search.engine.options import Option, Row
 from planner.search.engine.cut import all_cuts
+from planner.search.engine.options import Option, Row
 from planner.search.engine.prices import Floats, Prices
 from planner.search.engine.recompute import Choice, Group, fewest_nanoseconds
 from planner.search.engine.result import Candidate
 from planner.search.stage_maps.dealing import deal
 from planner.search.stage_maps.division import given_sizes
 from planner.spec.plan import RankMemory
+from planner.spec.profile import RecomputeMode
 
+_Chosen = list[list[tuple[int, RecomputeMode]]]
+"""Per stage: (layer, mode)."""
 Sizes = tuple[int, ...]
 """Layers of every stage."""
-PROMISING = 1.04
+PROMISING = 1.015
 """A cut is improved by moves if its step is below this multiple of the best step."""
 FEW_CUTS = 64
 """All cuts of a row are evaluated if they are not more than this."""
+MOST_REPAIRS = 12
+"""Layers that are moved to make a cut fit."""
 MOST_MOVES = 40
 """Accepted moves per row."""
 
@@ -82,6 +87,8 @@ class RowSolver:
             return self._best_of(all_cuts(layers, stages))
         self.cutoff = PROMISING * limit
         best = self._best_of(self._first_cuts())
+        if best is None:
+            best = self._best_of(self._fitting_cuts())
         if best is None or best.total > PROMISING * limit:
             return best
         return self._improve(best)
@@ -142,6 +149,41 @@ class RowSolver:
             if sizes not in seen:
                 seen.add(sizes)
                 yield sizes
+
+    def _fitting_cuts(self) -> Iterator[Sizes]:
+        """Yield cuts with one more layer moved from the fullest rank to the emptiest."""
+        sizes = list(next(self._first_cuts()))
+        for _ in range(MOST_REPAIRS):
+            if self.cut_bound(tuple(sizes)) * (1 - 1e-9) >= self.cutoff:
+                return
+            moved = self._moved_to_free_memory(sizes)
+            if moved is None:
+                return
+            sizes = moved
+            yield tuple(sizes)
+
+    def _moved_to_free_memory(self, sizes: Sequence[int]) -> list[int] | None:
+        """Return a cut whose fullest rank has a layer less; None: it has none to give."""
+        prices, costs = self.item.prices, self.item.costs
+        least = [
+            min(modes, key=lambda each: each.activation_bytes).mode
+            for modes in prices.modes
+        ]
+        layers = [(layer, least[kind]) for layer, kind in enumerate(prices.kind_of)]
+        stages = choose(costs, _divided(layers, tuple(sizes)))
+        memory = rank_memory(costs, self.schedule, stages)
+        free = [row.capacity_bytes - row.peak_bytes for row in memory]
+        source, target = int(np.argmin(free)), int(np.argmax(free))
+        givers = [
+            stage for stage in self.schedule.stages_of(source) if sizes[stage] > 1
+        ]
+        if source == target or free[source] >= 0 or not givers:
+            return None
+        takers = self.schedule.stages_of(target)
+        moved = list(sizes)
+        moved[max(givers, key=lambda stage: sizes[stage])] -= 1
+        moved[min(takers, key=lambda stage: sizes[stage])] += 1
+        return moved
 
     def _fast_works(self) -> list[int]:
         return [int(work) for work in self.item.prices.work]
@@ -249,7 +291,7 @@ class RowSolver:
         self,
         row: RankMemory,
         stages: Sequence[StageLayers],
-        chosen: list[list],  # type: ignore[type-arg]
+        chosen: _Chosen,
     ) -> bool:
         """Choose the modes of one rank; return whether any choice fits."""
         costs, prices = self.item.costs, self.item.prices
@@ -273,6 +315,8 @@ class RowSolver:
             if found is None:
                 return False
             self._apply(mine, chosen, groups, layers, found)
+            if len(moments) == 1:
+                return True
             after = choose(costs, [tuple(stage) for stage in chosen])
             memory = rank_memory(costs, self.schedule, after)[row.pipeline_rank]
             if memory.fits:
@@ -301,7 +345,7 @@ class RowSolver:
     def _apply(
         self,
         mine: Sequence[int],
-        chosen: list[list],  # type: ignore[type-arg]
+        chosen: _Chosen,
         groups: Sequence[Group],
         layers: Sequence[tuple[int, list[int]]],
         found: Sequence[Choice],

@@ -1,0 +1,166 @@
+"""The engine against brute force over its whole space, and against the former search."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.cost import TICK_SECONDS, Workload, choose, rank_memory, workload
+from planner.search import plan
+from planner.search.engine.engine import plan_space
+from planner.search.engine.result import Candidate, Result
+from planner.search.engine.space import Space, listed_space, whole_space
+from planner.search.engine.stop import AnyStop, GapStop, WorkStop
+from planner.spec import Options as PlanOptions
+from planner.spec import Plan
+from tests.builders import request
+from tests.search.engine.exact import Layouts, all_cuts, all_maps, step_of
+from tests.search.engine.test_table import decoder
+from tests.search.test_brute_force import with_memory
+from tests.strategies import Instance, instances
+
+MOST_LAYOUTS = 4000
+
+
+def whole(work: Workload) -> Space:
+    """The whole space without the limit on tokens, which small models do not reach."""
+    return whole_space(work, least_tokens=1)
+
+
+def brute_force(work: Workload) -> int | None:
+    """Least step of all rows, options, cuts and modes; None: nothing fits."""
+    layouts = Layouts(work, whole(work))
+    best: int | None = None
+    for index in range(len(layouts.table)):
+        row = layouts.row(index)
+        for option in layouts.options.of(row):
+            prices = layouts.prices(row, option)
+            costs = layouts.pricing.costs(row, option)
+            stages = row.pipeline * row.virtual_stages
+            for sizes in all_cuts(len(prices.kind_of), stages):
+                for stage_map in all_maps(prices, sizes):
+                    step = step_of(costs, stage_map)
+                    if step is not None and (best is None or step < best):
+                        best = step
+    return best
+
+
+def size_of(work: Workload) -> int:
+    """Rows with options; times 3 ^ layers modes and the cuts are evaluated."""
+    layouts = Layouts(work, whole(work))
+    return sum(
+        1 for index in range(len(layouts.table)) for _ in _options(layouts, index)
+    )
+
+
+def _options(layouts: Layouts, index: int) -> list[object]:
+    return list(layouts.options.of(layouts.row(index)))
+
+
+def tight(instance: Instance, seed: int) -> Workload:
+    """The workload on devices that just hold some stage map of some row."""
+    work = workload(instance.profile, instance.cluster, instance.job)
+    layouts = Layouts(work, whole(work))
+    chooser = random.Random(seed)
+    if not len(layouts.table):
+        return work
+    row = layouts.row(chooser.randrange(len(layouts.table)))
+    option = chooser.choice(list(layouts.options.of(row)))
+    prices = layouts.prices(row, option)
+    costs = layouts.pricing.costs(row, option)
+    stages = row.pipeline * row.virtual_stages
+    sizes = chooser.choice(list(all_cuts(len(prices.kind_of), stages)))
+    stage_map = chooser.choice(list(all_maps(prices, sizes)))
+    from planner.cost import schedule_of
+
+    rows = rank_memory(costs, schedule_of(costs), choose(costs, stage_map))
+    memory = max(each.peak_bytes for each in rows)
+    smaller = with_memory(instance, max(1, memory))
+    return workload(smaller.profile, smaller.cluster, smaller.job)
+
+
+@settings(max_examples=25, deadline=None)
+@given(instances(most_layers=3), st.integers(0, 2**30))
+def test_plan_is_the_optimum_of_the_whole_space(instance: Instance, seed: int) -> None:
+    """The best step equals brute force over rows, options, cuts and modes, and is proven."""
+    if len(workload(instance.profile, instance.cluster, instance.job).groups):
+        return
+    work = tight(instance, seed)
+    if size_of(work) > MOST_LAYOUTS:
+        return
+    expected = brute_force(work)
+    found = plan_space(work, whole(work))
+    assert (found.best.total if found.best else None) == expected
+    if expected is not None:
+        assert found.gap == 0.0
+        assert found.lower_bound_all_cuts <= expected
+
+
+@settings(max_examples=25, deadline=None)
+@given(instances(most_layers=5), st.integers(0, 2**30))
+def test_plan_is_never_slower_than_the_former_search(
+    instance: Instance, seed: int
+) -> None:
+    """The former search's plan is no faster wherever it has equal shares and no offloading."""
+    if len(workload(instance.profile, instance.cluster, instance.job).groups):
+        return
+    work = tight(instance, seed)
+    former = plan(request(work.profile, work.cluster, work.job, top=0), work.profile)
+    if not isinstance(former, Plan) or former.layout.has_uneven_shares:
+        return
+    if former.layout.activation_offload or former.layout.optimizer_offload:
+        return
+    if former.layout.devices != work.devices:
+        return
+    found = plan_space(work, whole(work))
+    assert found.best is not None
+    step = found.best.total * TICK_SECONDS
+    assert step <= former.prediction.step_seconds * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("llama-3.2-1b", 8, 16, 8192),
+        ("gpt2", 4, 32, 1024),
+        ("llama-3.1-8b", 8, 8, 4096),
+    ],
+    ids=lambda case: case[0],
+)
+def test_optimum_of_decoders_in_the_listed_space(
+    case: tuple[str, int, int, int],
+) -> None:
+    """On sizes that the profile lists, the former search's optimum is met or beaten."""
+    work = decoder(*case, sequence_chunks=1)
+    options = PlanOptions(time_limit_seconds=600, top=0)
+    former = plan(
+        request(work.profile, work.cluster, work.job, **options.model_dump()),
+        work.profile,
+    )
+    found = plan_space(work, listed_space(work))
+    assert isinstance(former, Plan)
+    assert found.best is not None
+    assert found.gap == 0.0
+    step = found.best.total * TICK_SECONDS
+    assert step <= former.prediction.step_seconds * (1 + 1e-12)
+
+
+def answer(result: Result) -> tuple[object, ...]:
+    """All of a result that must not depend on the machine."""
+    best = result.best
+    assert isinstance(best, Candidate)
+    return best.layout, best.stage_map, best.total, result.lower_bound, result.progress
+
+
+def test_answer_of_a_limited_search_is_reproducible() -> None:
+    """Two searches that the same work limit cuts have equal plans, bounds and counts."""
+    work = decoder("llama-3.1-8b", 16, 64, 8192)
+    stop = AnyStop((GapStop(), WorkStop(200_000)))
+    first = plan_space(work, listed_space(work), stop)
+    again = decoder("llama-3.1-8b", 16, 64, 8192)
+    assert answer(first) == answer(plan_space(again, listed_space(again), stop))
+    assert first.gap > 0
+    assert first.progress.work >= 200_000
