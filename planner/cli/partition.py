@@ -76,7 +76,7 @@ class Layers:
 @option(
     "--exposed",
     is_flag=True,
-    help="Transfers delay compute, as in 1F1B, instead of overlapping with it",
+    help="Add transfers to compute instead of overlapping them",
 )
 @option(
     "--bandwidth",

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -19,8 +20,8 @@ every_method = pytest.mark.parametrize("method", sorted(METHODS))
 
 @st.composite
 def problems(
-    draw: st.DrawFn, costs: st.SearchStrategy[list] = whole_costs
-) -> tuple[list, int]:  # type: ignore[type-arg]
+    draw: st.DrawFn, costs: st.SearchStrategy[Any] = whole_costs
+) -> tuple[list[Any], int]:
     """Costs, and a number of parts that they can make."""
     drawn = draw(costs)
     return drawn, draw(st.integers(1, len(drawn)))
