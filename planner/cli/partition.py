@@ -133,7 +133,7 @@ def command(
 
     Costs are plain numbers, or time or memory of the layers of a profile.
     """
-    _check_transfers(method, by, transfers, bandwidth, exposed=exposed)
+    _check_transfers(by, transfers, bandwidth, exposed=exposed)
     if costs is not None and path is not None:
         raise DocumentError(
             "cannot be combined with --costs.",
@@ -154,7 +154,7 @@ def command(
             "is missing.", field="--costs", hint="give --costs or --profile."
         )
     if transfers is not None:
-        layers = replace(layers, transfers=_one_per_boundary(transfers, layers))
+        layers = replace(layers, transfers=transfers)
     found = partition(layers.costs, parts, method, layers.transfers, exposed=exposed)
     if as_json:
         data(to_json(_document(layers, found, method)))
@@ -164,7 +164,6 @@ def command(
 
 
 def _check_transfers(
-    method: str,
     by: Measure | None,
     transfers: tuple[float, ...] | None,
     bandwidth: float | None,
@@ -173,9 +172,6 @@ def _check_transfers(
 ) -> None:
     """Refuse transfers where they would be ignored."""
     options = {"--transfers": transfers, "--bandwidth": bandwidth}
-    if method != "optimal":
-        hint = "leave out OPTION, or use --method optimal."
-        refuse(options, "needs --method optimal.", hint)
     if by == "memory":
         hint = "leave out OPTION, or use --by time."
         refuse(options, "needs --by time.", hint)
@@ -188,20 +184,6 @@ def _check_transfers(
             "cannot be combined with --transfers.",
             "leave out --bandwidth or --transfers.",
         )
-
-
-def _one_per_boundary(
-    transfers: tuple[float, ...], layers: Layers
-) -> tuple[float, ...]:
-    """Return the transfers if there is one for every boundary."""
-    boundaries = len(layers.costs) - 1
-    if len(transfers) != boundaries:
-        raise DocumentError(
-            f"has {len(transfers)} values for {boundaries} boundaries between {len(layers.costs)} layers.",
-            field="--transfers",
-            hint="give one value per boundary between two layers.",
-        )
-    return transfers
 
 
 def _layers_of_profile(

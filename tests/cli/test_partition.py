@@ -292,12 +292,12 @@ def test_bandwidth_prices_the_boundaries_of_a_profile(
 @pytest.mark.parametrize(
     ("words", "field", "named"),
     [
-        (("--transfers", "1,2"), "--transfers", "2 values for 6 boundaries"),
+        (("--transfers", "1,2"), "transfers", "6 boundaries, got 2 transfers"),
         (("--transfers", "1,-2"), "--transfers", "not at least 0"),
         (
             ("--transfers", TRANSFERS, "--method", "block"),
-            "--transfers",
-            "--method optimal",
+            "transfers",
+            "method block ignores transfers",
         ),
         (("--transfers", TRANSFERS, "--bandwidth", "1"), "--bandwidth", "--transfers"),
         (("--bandwidth", "1"), "--bandwidth", "--profile"),
