@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -512,11 +513,30 @@ class Timing:
     """The middle half of the rounds."""
     predicted: float
     """Predicted seconds of chunks / of whole sequences."""
+    measured_work: float
+    """Median over the rounds of the CPU seconds of chunks / of whole sequences: the
+    work of all ranks, which other processes of the machine hardly change."""
+    predicted_work: float
+    """Predicted seconds of computation of chunks / of whole sequences."""
 
     @property
     def ratio(self) -> float:
         """Predicted / measured speed-up of chunks."""
         return self.measured / self.predicted
+
+    @property
+    def work_ratio(self) -> float:
+        """Measured / predicted growth of the work."""
+        return self.measured_work / self.predicted_work
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Measured steps of one variant, by round."""
+
+    seconds: list[float]
+    cpu_seconds: list[float]
+    """Of all ranks together."""
 
 
 def time_executor(rounds: int) -> list[Timing]:
@@ -533,32 +553,39 @@ def time_executor(rounds: int) -> list[Timing]:
         for index, plan in enumerate(plans):
             path = folder / f"plan-{index}.json"
             path.write_text(plan.model_dump_json(by_alias=True), encoding="utf-8")
-        seconds = _train(folder, len(plans), rounds)
+        measured = _train(folder, rounds)
     found = []
-    for plan, steps in zip(plans, seconds, strict=True):
+    for plan, steps in zip(plans, measured, strict=True):
         layout = plan.layout
         whole = VARIANTS.index((layout.virtual_stages_per_rank, 1))
         if layout.sequence_chunks > 1:
-            found.append(_timing(plan, steps, plans[whole], seconds[whole]))
+            found.append(_timing(plan, steps, plans[whole], measured[whole]))
     return found
 
 
-def _timing(
-    plan: Plan, steps: Sequence[float], whole: Plan, whole_steps: Sequence[float]
-) -> Timing:
+def _timing(plan: Plan, steps: Steps, whole: Plan, whole_steps: Steps) -> Timing:
     layout = plan.layout
-    ratios = [mine / other for mine, other in zip(steps, whole_steps, strict=True)]
+    ratios = _ratios(steps.seconds, whole_steps.seconds)
+    work = _ratios(steps.cpu_seconds, whole_steps.cpu_seconds)
     quarters = statistics.quantiles(ratios, n=4)
-    predicted = plan.prediction.step_seconds / whole.prediction.step_seconds
+    mine, other = plan.prediction, whole.prediction
+    computed = mine.breakdown.compute_seconds / other.breakdown.compute_seconds
     return Timing(
         stages_per_rank=layout.virtual_stages_per_rank,
         chunks=layout.sequence_chunks,
         tokens=LENGTH // layout.sequence_chunks,
-        seconds=statistics.median(steps),
+        seconds=statistics.median(steps.seconds),
         measured=statistics.median(ratios),
         measured_range=(quarters[0], quarters[2]),
-        predicted=predicted,
+        predicted=mine.step_seconds / other.step_seconds,
+        measured_work=statistics.median(work),
+        predicted_work=computed,
     )
+
+
+def _ratios(chunked: Sequence[float], whole: Sequence[float]) -> list[float]:
+    """Return chunked / whole of every round."""
+    return [mine / other for mine, other in zip(chunked, whole, strict=True)]
 
 
 def _plans(model: Path) -> list[Plan]:
@@ -606,21 +633,20 @@ def _executor_schedule(stages: int, chunks: int) -> str:
     return "interleaved-1f1b" if stages > 1 else "1f1b"
 
 
-def _train(folder: Path, plans: int, rounds: int) -> list[list[float]]:
-    """Return the step seconds of every plan, from ranks that torchrun starts."""
+def _train(folder: Path, rounds: int) -> list[Steps]:
+    """Return the steps of every plan, from ranks that torchrun starts."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={RANKS}", "-m", "benchmarks.sequence_chunks"]
     command += ["--rank-of", str(folder), "--rounds", str(rounds)]
     threads = {"OMP_NUM_THREADS": str(threads_per_rank(RANKS))}
     subprocess.run(command, env=os.environ | threads, check=True)
     text = (folder / SECONDS_FILE).read_text(encoding="utf-8")
-    found: list[list[float]] = json.loads(text)
-    assert len(found) == plans
-    return found
+    return [Steps(**found) for found in json.loads(text)]
 
 
 def run_rank(folder: Path, rounds: int) -> None:
     """Train all plans of a folder in turn, on one rank; rank 0 writes their seconds."""
+    import torch
     import torch.distributed as dist
 
     from planner.executor import Executor
@@ -633,16 +659,21 @@ def run_rank(folder: Path, rounds: int) -> None:
     executors = [
         Executor(plan, source, data="synthetic", seed=0, device="cpu") for plan in plans
     ]
-    seconds: list[list[float]] = [[] for _ in plans]
+    found = [Steps([], []) for _ in plans]
     for number in range(WARM_UP + rounds):
         places = range(len(plans))
         for place in places if number % 2 else reversed(places):
             executor = executors[place]
+            begun = time.process_time()
             measured = executor.train(executor.trained + 1)
+            cpu_seconds = torch.tensor([time.process_time() - begun])
+            dist.all_reduce(cpu_seconds)
             if number >= WARM_UP:
-                seconds[place].append(measured.step_seconds[0])
+                found[place].seconds.append(measured.step_seconds[0])
+                found[place].cpu_seconds.append(float(cpu_seconds))
     if dist.get_rank() == 0:
-        (folder / SECONDS_FILE).write_text(json.dumps(seconds), encoding="utf-8")
+        text = json.dumps([asdict(steps) for steps in found])
+        (folder / SECONDS_FILE).write_text(text, encoding="utf-8")
     dist.destroy_process_group()
 
 
@@ -698,6 +729,9 @@ def executor_text(found: Sequence[Timing]) -> str:
         "middle half",
         "predicted",
         "ratio",
+        "CPU seconds",
+        "predicted",
+        "ratio",
     )
     rows = [
         (
@@ -709,6 +743,9 @@ def executor_text(found: Sequence[Timing]) -> str:
             f"{each.measured_range[0]:.3f} to {each.measured_range[1]:.3f}",
             f"{each.predicted:.3f}",
             f"{each.ratio:.2f}",
+            f"{each.measured_work:.3f}",
+            f"{each.predicted_work:.3f}",
+            f"{each.work_ratio:.2f}",
         )
         for each in found
     ]
@@ -755,7 +792,10 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.executor:
         load = os.getloadavg()[0]
         timings = time_executor(arguments.rounds)
-        rows = [asdict(each) | {"ratio": each.ratio} for each in timings]
+        rows = [
+            asdict(each) | {"ratio": each.ratio, "work_ratio": each.work_ratio}
+            for each in timings
+        ]
         result["executor"] = {"load_before": load, "rows": rows}
         texts.append(executor_text(timings))
         if load > BUSY_LOAD:

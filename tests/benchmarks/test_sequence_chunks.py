@@ -175,6 +175,8 @@ def test_timings_of_the_executor_are_printed(
         measured=1.1,
         measured_range=(1.0, 1.2),
         predicted=1.0,
+        measured_work=1.2,
+        predicted_work=1.1,
     )
     asked: list[int] = []
 
@@ -187,6 +189,7 @@ def test_timings_of_the_executor_are_printed(
     rows = json.loads(capsys.readouterr().out)["executor"]["rows"]
     assert asked == [3]
     assert rows[0]["ratio"] == pytest.approx(1.1)
+    assert rows[0]["work_ratio"] == pytest.approx(1.2 / 1.1)
     assert sequence_chunks.main(["--executor"]) == 0
     assert "1.000 to 1.200" in capsys.readouterr().out
 
