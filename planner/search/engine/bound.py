@@ -24,8 +24,8 @@ Work and fill
 
 Capacity
     (C1) a rank that holds h micro-batches at its peak has room for h times the saved
-         bytes of its layers beside their states; every byte less of a micro-batch costs
-         at least the lowest recompute rate of a kind.
+         bytes of its layers beside their states; bytes and time per work of any mixture
+         of modes are in the convex hull of those of the modes.
     (C2) so at a step of T a rank takes only so much of the model, and T is impossible
          if all ranks together take less than the whole model.
 """
@@ -37,7 +37,6 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.cost import LayoutCosts
 from planner.schedule import find
@@ -53,6 +52,8 @@ _ROUNDS = 2
 _MOST_UNITS = 1 << 19
 _BISECTIONS = 5
 _ANY_WORK = 1e30
+_MAIN_SHARE = 0.8
+"""Share of the work from which the memory of the main kind alone is looked at."""
 
 
 class Bound(NamedTuple):
@@ -79,6 +80,8 @@ class Traits:
 
     held: Floats
     """Per rank: whole micro-batches of all its layers that it holds at its peak."""
+    units: Floats
+    """Per stage: units that its rank holds of it at its peak, at least."""
     ends_low: bool
     """Every rank ends with the full backward of its lowest stage."""
     is_split: bool
@@ -94,19 +97,20 @@ def traits_of(order: Order) -> Traits:
     short = min(order.micro_batches, _ROUNDS * order.ranks)
     shape = Shape(order.ranks, short, order.virtual_stages, order.chunks)
     if shape.units > _MOST_UNITS:
-        return Traits(
-            np.ones(order.ranks),
-            ends_low=False,
-            is_split=splits_backward(order.schedule),
-        )
+        is_split = splits_backward(order.schedule)
+        ones = np.ones(order.ranks)
+        units = np.ones(order.ranks * order.virtual_stages)
+        return Traits(ones, units, ends_low=False, is_split=is_split)
     entry = find(order.schedule)
     held = np.ones(order.ranks)
+    units = np.zeros(order.ranks * order.virtual_stages)
     ends_low = True
     is_split = False
     for rank in range(order.ranks):
         actions = Row.read(entry.rank_actions(shape, rank))
-        units = most_held(entry.rank_actions(shape, rank))
-        least = min(units.values()) if len(units) == order.virtual_stages else 0
+        mine = most_held(entry.rank_actions(shape, rank))
+        units[list(mine)] = list(mine.values())
+        least = min(mine.values()) if len(mine) == order.virtual_stages else 0
         held[rank] = max(1.0, least / order.chunks)
         is_last = actions.stages[-1] == actions.stages.min()
         ends_low &= bool(actions.kinds[-1] == BACKWARD and is_last)
@@ -115,7 +119,8 @@ def traits_of(order: Order) -> Traits:
         )
     if order.schedule == "gpipe":
         held[:] = order.micro_batches
-    return Traits(held, ends_low=ends_low, is_split=is_split)
+        units[:] = order.micro_batches
+    return Traits(held, units, ends_low=ends_low, is_split=is_split)
 
 
 def splits_backward(name: str) -> bool:
@@ -318,29 +323,33 @@ class _Model:
         """Kinds whose memory is looked at together: the main one, and all."""
         prices = self.prices
         whole = prices.counts * prices.work
-        has_work = prices.work > 0
-        if not has_work.any():
+        kinds = [kind for kind, work in enumerate(prices.work.tolist()) if work > 0]
+        if not kinds:
             return []
-        main = np.zeros(len(whole), dtype=np.bool_)
-        main[int(whole.argmax())] = True
-        groups = [main] if int(has_work.sum()) == 1 else [main, has_work]
+        main = int(whole.argmax())
+        groups = [[main]]
+        if whole[main] < _MAIN_SHARE * prices.total_work:
+            groups.append(kinds)
         return [_Group.of(prices, self.traits.held, group) for group in groups]
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """What memory permits of some kinds, per rank."""
+    """What memory permits of some kinds, per rank.
+
+    A mixture of modes has bytes and time per nanosecond of work in the convex hull of
+    the modes'. With less room per work a rank goes along the hull, so that the time of
+    its work is convex and piecewise linear.
+    """
 
     whole: float
     """Nanoseconds of all their layers in fastest modes."""
     others: float
     """The same of all other kinds."""
-    knee: Floats
-    """Nanoseconds of layers that fit without recomputation."""
-    most: Floats
-    """Nanoseconds of layers that fit with it."""
-    slowdown: Floats
-    """Nanoseconds per nanosecond of work above the knee."""
+    lengths: Floats
+    """Work in fastest modes that every piece has, [rank, piece]."""
+    slopes: Floats
+    """Nanoseconds per nanosecond of work in every piece, ascending."""
     layer: float
     """Nanoseconds of a layer, if all are equal; else 0."""
     count: float
@@ -348,81 +357,97 @@ class _Group:
     has_room: bool
 
     @classmethod
-    def of(cls, prices: Prices, held: Floats, group: NDArray[np.bool_]) -> _Group:
+    def of(cls, prices: Prices, held: Floats, kinds: list[int]) -> _Group:
         """Return the capacity of ranks that hold so many micro-batches."""
-        work = prices.work[group]
-        whole = float(prices.counts[group] @ work)
-        room = prices.free_bytes - float(prices.least_temporary[group].min())
-        states = prices.states[group]
-        fast = np.outer(held, prices.fast_activations[group]) + states
-        least = np.outer(held, prices.least_activations[group]) + states
-        densest = (fast / work).min(axis=1)
-        most = _quotient(room, (least / work).min(axis=1))
-        knee = np.minimum(most, _quotient(room, densest))
-        rate = float(prices.recompute_rate[group].min())
-        slowdown = 1 + rate * densest / held if np.isfinite(rate) else np.inf
-        is_one = len(work) == 1
+        work = prices.work[kinds]
+        whole = float(prices.counts[kinds] @ work)
+        room = prices.free_bytes - float(prices.least_temporary[kinds].min())
+        known = {
+            units: _pieces(prices, units, kinds, room) for units in set(held.tolist())
+        }
+        most = max(len(pieces) for pieces in known.values())
+        lengths = np.zeros((len(held), most))
+        slopes = np.full((len(held), most), _ANY_WORK)
+        for rank, units in enumerate(held.tolist()):
+            for place, (length, slope) in enumerate(known[units]):
+                lengths[rank, place] = length
+                slopes[rank, place] = slope
         return cls(
             whole=whole,
             others=prices.total_work - whole,
-            knee=knee,
-            most=most,
-            slowdown=np.broadcast_to(slowdown, held.shape),
-            layer=float(work[0]) if is_one else 0.0,
-            count=float(prices.counts[group].sum()),
+            lengths=lengths,
+            slopes=slopes,
+            layer=float(work[0]) if len(kinds) == 1 else 0.0,
+            count=float(prices.counts[kinds].sum()),
             has_room=room >= 0,
         )
 
     def takes(self, limits: Floats, total: float) -> bool:
-        """Return whether all ranks together may take all layers of these kinds."""
+        """Return whether all ranks together may take all layers of these kinds.
+
+        Args:
+            limits: nanoseconds of work with recomputation, per rank.
+            total: the same of all ranks together.
+        """
         if not self.has_room:
             return False
+        times = self.lengths * self.slopes
+        before = np.cumsum(times, axis=1) - times
+        spent = np.clip(limits[:, None] - before, 0.0, times)
+        gained = spent / self.slopes
+        if self.layer:
+            alone = gained.sum(axis=1) / self.layer
+            layers = np.floor(alone * (1 + 1e-12) + 1e-9)
+            if layers.sum() < self.count:
+                return False
+        order = np.argsort(self.slopes, axis=None, kind="stable")
+        cumulative = np.cumsum(spent.ravel()[order])
         left = total - self.others
-        placed = _placed(limits, left, self.knee, self.most, self.slowdown)
-        if placed.total < self.whole * (1 - 1e-12):
-            return False
-        if not self.layer:
-            return True
-        layers = np.floor(placed.alone / self.layer * (1 + 1e-12) + 1e-9)
-        return bool(layers.sum() >= self.count)
+        used = np.clip(left - (cumulative - spent.ravel()[order]), 0.0, None)
+        used = np.minimum(used, spent.ravel()[order])
+        placed = float((used / self.slopes.ravel()[order]).sum())
+        return placed >= self.whole * (1 - 1e-9)
 
 
-def _quotient(room: float, rates: Floats) -> Floats:
-    """Return the room / bytes per nanosecond; a number above any work if none."""
-    found: Floats = np.where(rates > 0, room / np.maximum(1e-300, rates), _ANY_WORK)
-    return np.minimum(_ANY_WORK, found)
+def _pieces(
+    prices: Prices, held: float, kinds: list[int], room: float
+) -> list[tuple[float, float]]:
+    """Return work and slope of every piece of a rank's time by its work."""
+    points = set()
+    for kind in kinds:
+        work = float(prices.work[kind])
+        states = float(prices.states[kind])
+        for one in prices.modes[kind]:
+            size = (held * one.activation_bytes + states) / work
+            points.add((size, (one.forward_ticks + one.backward_ticks) / work))
+    pieces: list[tuple[float, float]] = []
+    reached = spent = 0.0
+    for size, rate in lower_hull(points):
+        length = min(_ANY_WORK, room / size if size > 0 else _ANY_WORK) - reached
+        if length <= 0:
+            continue
+        slope = ((reached + length) * rate - spent) / length
+        pieces.append((length, max(1.0, slope)))
+        reached += length
+        spent = reached * rate
+    return pieces or [(0.0, 1.0)]
 
 
-class _Placed(NamedTuple):
-    alone: Floats
-    """Work in fastest modes that every rank takes if it has all the time it may."""
-    total: float
-    """Work in fastest modes that all ranks take within the total time."""
+def lower_hull(points: set[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the lower hull of (bytes, time), from the shortest time to fewest bytes."""
+    hull: list[tuple[float, float]] = []
+    for point in sorted(points, key=lambda each: (each[1], each[0])):
+        if hull and point[0] >= hull[-1][0]:
+            continue
+        while len(hull) > 1 and _is_above(hull[-2], hull[-1], point):
+            hull.pop()
+        hull.append(point)
+    return hull
 
 
-def _placed(
-    limits: Floats, total: float, knee: Floats, most: Floats, slowdown: Floats
-) -> _Placed:
-    """Return the most work in fastest modes that ranks take.
-
-    Args:
-        limits: nanoseconds of work with recomputation, per rank.
-        total: the same of all ranks together.
-        knee: work of layers that fits without recomputation, per rank.
-        most: work of layers that fits with it.
-        slowdown: nanoseconds per nanosecond of work above the knee.
-    """
-    plain = np.minimum(limits, knee)
-    beyond = np.where(np.isfinite(slowdown), most - knee, 0.0)
-    finite = np.where(np.isfinite(slowdown), slowdown, 1.0)
-    extra = np.minimum((limits - plain) / finite, beyond)
-    extra = np.where(limits > knee, np.maximum(0.0, extra), 0.0)
-    alone = plain + extra
-    left = total - float(plain.sum())
-    if left <= 0:
-        return _Placed(alone, max(0.0, total))
-    order = np.argsort(finite, kind="stable")
-    costs = np.cumsum((extra * finite)[order])
-    taken = np.clip(left - (costs - (extra * finite)[order]), 0.0, None)
-    gained = np.minimum(extra[order], taken / finite[order])
-    return _Placed(alone, float(plain.sum() + gained.sum()))
+def _is_above(
+    first: tuple[float, float], middle: tuple[float, float], last: tuple[float, float]
+) -> bool:
+    """Return whether a point is not below the line between its neighbours."""
+    share = (first[0] - middle[0]) / (first[0] - last[0])
+    return middle[1] >= first[1] + share * (last[1] - first[1])

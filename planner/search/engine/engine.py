@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,14 +28,14 @@ from planner.search.engine.bound import (
 from planner.search.engine.options import RANK_ORDERS, Option, Options, Row
 from planner.search.engine.prices import Prices, Pricing
 from planner.search.engine.result import Candidate, Progress, Result
-from planner.search.engine.solve import Item, RowSolver
+from planner.search.engine.solve import PROMISING, Item, RowSolver
 from planner.search.engine.space import Space, whole_space
 from planner.search.engine.stop import OPTION_WORK, GapStop, Stop
 from planner.search.engine.table import Table, enumerate_table
 
 BATCH = 64
 """Rows whose options are bounded at a time."""
-FIRST_ROWS = 96
+FIRST_ROWS = 256
 """Rows of the coarse grid that the first plan comes from."""
 FIRST_TRIED = 48
 """Rows that are solved for the first plan."""
@@ -74,6 +74,22 @@ class Node:
     """Of the option."""
     bound: Bound = field(compare=False)
     item: Item = field(compare=False)
+    is_exact: bool = field(compare=False, default=False)
+    """Its bound includes that of the cuts that are evaluated."""
+
+    def branch(self) -> Node:
+        """Return the node with a bound on the cuts of the schedule's rule.
+
+        Moves of a layer start from a cut that is at most `PROMISING` times the best
+        step; so much less than the bound of the rule's cuts is the node's.
+        """
+        solver = RowSolver(self.item)
+        order = self.item.order
+        nanoseconds = self.nanoseconds
+        if order.ranks > 1 and not solver.has_few_cuts and not solver.fixed_sizes:
+            named = min(float(IMPOSSIBLE), solver.first_bound() / PROMISING)
+            nanoseconds = max(nanoseconds, int(named * _ROUNDING))
+        return replace(self, nanoseconds=nanoseconds, is_exact=True)
 
     def solve(self, limit: int) -> tuple[Candidate | None, int]:
         """Return the best plan of the row, and the actions that were simulated."""
@@ -128,7 +144,7 @@ class Search:
             if self._least_row() <= self._least_node():
                 self._bound_rows(self._next_rows())
             else:
-                self._solve(heapq.heappop(self.queue))
+                self._expand(heapq.heappop(self.queue))
             if on_progress:
                 on_progress(self.progress())
         return self._result()
@@ -167,14 +183,20 @@ class Search:
 
     def _first_plan(self) -> None:
         """Solve the best rows of a coarse grid, until some of them fit."""
-        self._bound_rows(self._coarse_rows())
+        for index in self._coarse_rows():
+            row = Row.of(self.table, index)
+            for place, option in self.pricing.undominated(row):
+                if option.shard_degree is None:
+                    self._queue(index, place, row, option)
         tried = fitting = 0
-        while self.queue and tried < FIRST_TRIED and fitting < FIRST_SOLVED:
-            if self._least_node() >= self.limit:
-                return
-            self._solve(heapq.heappop(self.queue))
-            tried += 1
-            fitting += self.best is not None
+        while self.queue and fitting < FIRST_SOLVED and self._least_node() < self.limit:
+            if tried >= FIRST_TRIED and self.best is not None:
+                break
+            if self._expand(heapq.heappop(self.queue)):
+                tried += 1
+                fitting += self.best is not None
+        self.queue.clear()
+        self.least_solved = IMPOSSIBLE
 
     def _coarse_rows(self) -> list[int]:
         """Return the best row for every split of the model and few stages per rank."""
@@ -182,19 +204,13 @@ class Search:
         names = self.space.schedules
         simple = [i for i, name in enumerate(names) if name in FIRST_SCHEDULES]
         is_coarse = np.isin(table.schedule, simple)
-        is_coarse &= np.isin(table.virtual_stages, (1, 2, 4))
-        is_coarse &= np.isin(table.micro_batch_size, (1, 2, 4, 8))
+        is_coarse &= np.isin(table.virtual_stages, (1, 2, 4, 8))
+        is_coarse &= np.isin(table.micro_batch_size, (1, 2, 4))
         seen: set[tuple[int, ...]] = set()
         chosen: list[int] = []
         for index in self.rows[is_coarse[self.rows]].tolist():
             row = Row.of(table, index)
-            key = (
-                row.tensor,
-                row.pipeline,
-                row.context,
-                row.expert,
-                row.virtual_stages,
-            )
+            key = (*row[1:6], row.virtual_stages)
             if key in seen:
                 continue
             seen.add(key)
@@ -240,13 +256,26 @@ class Search:
             return ()
         return self.pricing.wanted
 
+    def _expand(self, node: Node) -> bool:
+        """Bound a node's cuts or solve it; return whether it was solved."""
+        if node.is_exact:
+            self._solve(node)
+            return True
+        self.done += OPTION_WORK
+        branched = node.branch()
+        if branched.nanoseconds < self.limit:
+            heapq.heappush(self.queue, branched)
+        else:
+            self.least_solved = min(self.least_solved, node.bound.nanoseconds)
+        return False
+
     def _solve(self, node: Node) -> None:
+        self.least_solved = min(self.least_solved, node.bound.nanoseconds)
         if node.nanoseconds >= self.limit:
             return
         found, actions = node.solve(self.limit)
         self.solved += 1
         self.done += actions
-        self.least_solved = min(self.least_solved, node.nanoseconds)
         if found is not None and found.total < self.limit:
             self.best = found
 

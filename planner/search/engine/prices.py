@@ -117,11 +117,6 @@ class Prices:
         return self._by_kind(states)
 
     @cached_property
-    def fast_activations(self) -> Floats:
-        """Saved bytes of one micro-batch in the fastest mode."""
-        return np.array([float(one.activation_bytes) for one in self.fastest])
-
-    @cached_property
     def least_activations(self) -> Floats:
         """Saved bytes of one micro-batch in the mode that saves least."""
         return self._by_kind(lambda modes: min(each.activation_bytes for each in modes))
@@ -130,20 +125,6 @@ class Prices:
     def least_temporary(self) -> Floats:
         """Temporary bytes in the mode that needs least."""
         return self._by_kind(lambda modes: min(each.temporary_bytes for each in modes))
-
-    @cached_property
-    def recompute_rate(self) -> Floats:
-        """Least nanoseconds of recomputation per byte that is not saved; inf: none."""
-        rates = []
-        for modes, fast in zip(self.modes, self.fastest, strict=True):
-            each = [
-                (one.backward_ticks - fast.backward_ticks)
-                / (fast.activation_bytes - one.activation_bytes)
-                for one in modes
-                if one.activation_bytes < fast.activation_bytes
-            ]
-            rates.append(min(each, default=np.inf))
-        return np.array(rates, dtype=np.float64)
 
     @cached_property
     def first_forward(self) -> Floats:

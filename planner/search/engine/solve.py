@@ -6,16 +6,18 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import comb
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.cost import LayoutCosts, StageMap, choose, evaluate, rank_memory
 from planner.cost.memory import StageLayers, kept_bytes, unit_bytes
 from planner.cost.step import schedule_of
 from planner.schedule import Schedule
 from planner.schedule.in_flight import in_flight_vectors
-from planner.search.engine.bound import Order, Traits, traits_of
+from planner.search.engine.bound import Order, Traits, lower_hull, traits_of
 from planner.search.engine.cut import all_cuts
 from planner.search.engine.options import Option, Row
 from planner.search.engine.prices import Floats, Prices
@@ -53,6 +55,51 @@ class Item:
     """Modes that all layers have together; empty: each layer has its own."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """Bytes of the first n layers, and what recomputation frees."""
+
+    fast: Floats
+    """Saved bytes in fastest modes."""
+    free: Floats
+    """Of those, what kinds other than the main one may free."""
+    states: Floats
+    main: Floats
+    """Number of layers of the main kind."""
+    rates: tuple[tuple[float, float], ...]
+    """Of a layer of the main kind: bytes freed and nanoseconds per byte, ascending."""
+
+    @classmethod
+    def of(cls, prices: Prices) -> _Memory:
+        """Return the bytes of a layout's layers."""
+        kinds = np.array(prices.kind_of)
+        main = int((prices.counts * prices.work).argmax())
+        fast = np.array([float(one.activation_bytes) for one in prices.fastest])
+        free = fast - prices.least_activations
+        free[main] = 0.0
+
+        def cumulative(values: Floats) -> Floats:
+            return np.concatenate([[0.0], np.cumsum(values[kinds])])
+
+        points = {
+            (float(one.activation_bytes), float(one.backward_ticks))
+            for one in prices.modes[main]
+        }
+        rates = []
+        hull = lower_hull(points)
+        for (bytes_, spent), (fewer, longer) in pairwise(hull):
+            rates.append((bytes_ - fewer, (longer - spent) / (bytes_ - fewer)))
+        is_main = np.zeros(len(fast))
+        is_main[main] = 1.0
+        return cls(
+            fast=cumulative(fast),
+            free=cumulative(free),
+            states=cumulative(prices.states),
+            main=cumulative(is_main),
+            rates=tuple(rates),
+        )
+
+
 @dataclass
 class RowSolver:
     """Finds the best cut of one row among the even one and moves of one layer."""
@@ -76,13 +123,11 @@ class RowSolver:
         Args:
             limit: nanoseconds of a known step.
         """
-        costs = self.item.costs
         stages = self.schedule.stages
-        fixed = given_sizes(costs.work, stages)
         layers = len(self.item.prices.kind_of)
-        if fixed:
-            return self._best_of([fixed])
-        if comb(layers - 1, stages - 1) <= FEW_CUTS:
+        if self.fixed_sizes:
+            return self._best_of([self.fixed_sizes])
+        if self.has_few_cuts:
             self.cutoff = float(limit)
             return self._best_of(all_cuts(layers, stages))
         self.cutoff = PROMISING * limit
@@ -102,19 +147,69 @@ class RowSolver:
                 self.cutoff = min(self.cutoff, float(found.total))
         return best
 
+    @cached_property
+    def fixed_sizes(self) -> Sizes | None:
+        """Layers of every stage as the job or the runtime fixes them; None: free."""
+        order = self.item.order
+        stages = order.ranks * order.virtual_stages
+        return given_sizes(self.item.costs.work, stages)
+
+    @property
+    def has_few_cuts(self) -> bool:
+        """Whether all cuts of the row are evaluated."""
+        layers = len(self.item.prices.kind_of)
+        stages = self.item.order.ranks * self.item.order.virtual_stages
+        return comb(layers - 1, stages - 1) <= FEW_CUTS
+
+    def first_bound(self) -> float:
+        """Return nanoseconds that the cuts of the schedule's rule take at least."""
+        return min(self.cut_bound(sizes) for sizes in self._first_cuts())
+
     def cut_bound(self, sizes: Sizes) -> float:
-        """Return nanoseconds that a cut takes at least: (W1) of `bound` per rank."""
+        """Return nanoseconds that a cut takes at least: (W1) of `bound` per rank.
+
+        What the saved bytes of a rank exceed its memory by is recomputed at the lowest
+        rates of the main kind, by the stage that holds most units.
+        """
         prices, order = self.item.prices, self.item.order
-        ends = np.cumsum(np.array(sizes))
-        starts = ends - sizes
+        ends = np.cumsum(np.array(sizes, dtype=np.intp))
+        starts = ends - np.array(sizes, dtype=np.intp)
         works = self._cumulative_work[ends] - self._cumulative_work[starts]
-        ranks = np.array(self.schedule.stage_ranks)
-        busy = np.bincount(ranks, weights=works) * order.micro_batches
+        ranks = np.array(self.item.costs.stage_ranks)
+        extra = self._recompute_bound(starts, ends, ranks)
+        busy = (np.bincount(ranks, weights=works) + extra) * order.micro_batches
         if not self.item.costs.work.framework.staggers_steps:
             busy = busy + prices.first_forward[starts[: order.ranks]]
-        if self.traits.ends_low and not self.item.costs.work.framework.staggers_steps:
-            busy = busy + prices.first_backward[starts[: order.ranks]]
+            if self.traits.ends_low:
+                busy = busy + prices.first_backward[starts[: order.ranks]]
         return float(busy.max()) + prices.fixed_tail
+
+    def _recompute_bound(
+        self, starts: NDArray[np.intp], ends: NDArray[np.intp], ranks: NDArray[np.intp]
+    ) -> Floats:
+        """Return the least recomputation of every rank for one micro-batch."""
+        prices, order = self.item.prices, self.item.order
+        memory = self._memory
+        units = self.traits.units / order.chunks
+        fast = memory.fast[ends] - memory.fast[starts]
+        fixed = memory.states[ends] - memory.states[starts]
+        free = memory.free[ends] - memory.free[starts]
+        taken = np.bincount(ranks, weights=units * (fast - free) + fixed)
+        excess = np.maximum(0.0, taken - prices.free_bytes)
+        most = np.zeros(order.ranks)
+        np.maximum.at(most, ranks, units)
+        layers = memory.main[ends] - memory.main[starts]
+        held = np.bincount(ranks, weights=units * layers)
+        extra = np.zeros(order.ranks)
+        for saved, rate in memory.rates:
+            freed = np.minimum(excess, held * saved)
+            extra += freed * rate / np.maximum(1e-9, most)
+            excess = excess - freed
+        return np.where(excess > 1, np.inf, extra)
+
+    @cached_property
+    def _memory(self) -> _Memory:
+        return _Memory.of(self.item.prices)
 
     @cached_property
     def traits(self) -> Traits:
@@ -141,7 +236,7 @@ class RowSolver:
 
     def _first_cuts(self) -> Iterator[Sizes]:
         """Yield the cut of the schedule's rule, by work without and with recompute."""
-        prices, ranks = self.item.prices, self.schedule.stage_ranks
+        prices, ranks = self.item.prices, self.item.costs.stage_ranks
         seen: set[Sizes] = set()
         for works in (self._fast_works(), self._full_works()):
             layers = tuple(max(1, works[kind]) for kind in prices.kind_of)
@@ -268,7 +363,7 @@ class RowSolver:
         for layer, kind in enumerate(prices.kind_of):
             offered = [one.mode for one in prices.modes[kind]]
             layers.append((layer, mode if mode in offered else offered[0]))
-        return _divided(layers, sizes)  # type: ignore[arg-type]
+        return _divided(layers, sizes)
 
     def _least_recompute(self, sizes: Sizes) -> StageMap | None:
         """Return a cut whose ranks recompute as little as their memory permits."""

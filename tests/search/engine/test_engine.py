@@ -158,9 +158,9 @@ def answer(result: Result) -> tuple[object, ...]:
 def test_answer_of_a_limited_search_is_reproducible() -> None:
     """Two searches that the same work limit cuts have equal plans, bounds and counts."""
     work = decoder("llama-3.1-8b", 16, 64, 8192)
-    stop = AnyStop((GapStop(), WorkStop(200_000)))
+    stop = AnyStop((GapStop(), WorkStop(400_000)))
     first = plan_space(work, listed_space(work), stop)
     again = decoder("llama-3.1-8b", 16, 64, 8192)
     assert answer(first) == answer(plan_space(again, listed_space(again), stop))
     assert first.gap > 0
-    assert first.progress.work >= 200_000
+    assert first.progress.work >= 400_000
