@@ -91,10 +91,10 @@ class Node:
             nanoseconds = max(nanoseconds, int(named * _ROUNDING))
         return replace(self, nanoseconds=nanoseconds, is_exact=True)
 
-    def solve(self, limit: int) -> tuple[Candidate | None, int]:
+    def solve(self, limit: int, *, moves: bool) -> tuple[Candidate | None, int]:
         """Return the best plan of the row, and the actions that were simulated."""
         solver = RowSolver(self.item)
-        found = solver.solve(limit)
+        found = solver.solve(limit, moves=moves)
         return found, solver.actions
 
 
@@ -192,7 +192,7 @@ class Search:
         while self.queue and fitting < FIRST_SOLVED and self._least_node() < self.limit:
             if tried >= FIRST_TRIED and self.best is not None:
                 break
-            if self._expand(heapq.heappop(self.queue)):
+            if self._expand(heapq.heappop(self.queue), moves=False):
                 tried += 1
                 fitting += self.best is not None
         self.queue.clear()
@@ -256,10 +256,10 @@ class Search:
             return ()
         return self.pricing.wanted
 
-    def _expand(self, node: Node) -> bool:
+    def _expand(self, node: Node, *, moves: bool = True) -> bool:
         """Bound a node's cuts or solve it; return whether it was solved."""
         if node.is_exact:
-            self._solve(node)
+            self._solve(node, moves=moves)
             return True
         self.done += OPTION_WORK
         branched = node.branch()
@@ -269,11 +269,11 @@ class Search:
             self.least_solved = min(self.least_solved, node.bound.nanoseconds)
         return False
 
-    def _solve(self, node: Node) -> None:
+    def _solve(self, node: Node, *, moves: bool) -> None:
         self.least_solved = min(self.least_solved, node.bound.nanoseconds)
         if node.nanoseconds >= self.limit:
             return
-        found, actions = node.solve(self.limit)
+        found, actions = node.solve(self.limit, moves=moves)
         self.solved += 1
         self.done += actions
         if found is not None and found.total < self.limit:

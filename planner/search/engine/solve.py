@@ -117,11 +117,12 @@ class RowSolver:
         """The order of actions."""
         return schedule_of(self.item.costs)
 
-    def solve(self, limit: int) -> Candidate | None:
+    def solve(self, limit: int, *, moves: bool = True) -> Candidate | None:
         """Return the best plan found; None: no evaluated cut fits.
 
         Args:
             limit: nanoseconds of a known step.
+            moves: try to move layers between stages.
         """
         stages = self.schedule.stages
         layers = len(self.item.prices.kind_of)
@@ -134,7 +135,7 @@ class RowSolver:
         best = self._best_of(self._first_cuts())
         if best is None:
             best = self._best_of(self._fitting_cuts())
-        if best is None or best.total > PROMISING * limit:
+        if best is None or not moves or best.total > PROMISING * limit:
             return best
         return self._improve(best)
 
@@ -399,24 +400,51 @@ class RowSolver:
         )
         chunks = costs.layout.sequence_chunks
         taken = row.peak_bytes - int(np.dot(peak, units)) - temporary
+        saved = [kept_bytes(costs, stages, stage) for stage in mine]
         for held in (peak, tuple(map(max, zip(*moments, strict=True)))):
             kept = sum(
-                count * -(-kept_bytes(costs, stages, stage) // chunks)
-                for count, stage in zip(held, mine, strict=True)
+                count * -(-size // chunks)
+                for count, size in zip(held, saved, strict=True)
             )
-            room = row.capacity_bytes - taken - kept
             groups, layers = self._groups(mine, stages, held, chunks)
-            found = fewest_nanoseconds(groups, prices.modes, room)
+            room = row.capacity_bytes - taken
+            found = fewest_nanoseconds(groups, prices.modes, room - kept)
             if found is None:
                 return False
-            self._apply(mine, chosen, groups, layers, found)
-            if len(moments) == 1:
-                return True
-            after = choose(costs, [tuple(stage) for stage in chosen])
-            memory = rank_memory(costs, self.schedule, after)[row.pipeline_rank]
-            if memory.fits:
+            self._apply(chosen, groups, layers, found)
+            if self._peak(mine, chosen, saved, moments) <= room:
                 return True
         return False
+
+    def _peak(
+        self,
+        mine: Sequence[int],
+        chosen: _Chosen,
+        saved: Sequence[int],
+        moments: Sequence[Sequence[int]],
+    ) -> int:
+        """Return the bytes of a rank's saved activations and temporaries at its peak.
+
+        Args:
+            mine: stages of the rank.
+            chosen: layers and modes of every stage.
+            saved: bytes of a micro-batch beside its layers' activations, per stage.
+            moments: units held of every stage.
+        """
+        costs = self.item.costs
+        chunks = costs.layout.sequence_chunks
+        units = []
+        temporary = 0
+        for stage, size in zip(mine, saved, strict=True):
+            layers = [costs.layers[layer][mode] for layer, mode in chosen[stage]]
+            whole = sum(cost.activation_bytes for cost in layers) + size
+            units.append(-(-whole // chunks))
+            temporary = max(temporary, *(cost.temporary_bytes for cost in layers))
+        held = max(
+            sum(count * size for count, size in zip(moment, units, strict=True))
+            for moment in moments
+        )
+        return held + temporary
 
     def _groups(
         self,
@@ -439,7 +467,6 @@ class RowSolver:
 
     def _apply(
         self,
-        mine: Sequence[int],
         chosen: _Chosen,
         groups: Sequence[Group],
         layers: Sequence[tuple[int, list[int]]],
