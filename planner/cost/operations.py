@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from planner.runtimes import Runtime
@@ -208,7 +209,7 @@ class LayerWork:
         return sum(one.operation.count * one.operation.flops for one in self.operations)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DecoderCounts:
     """Counts the layers of one decoder under one runtime and split."""
 
@@ -309,7 +310,8 @@ class DecoderCounts:
             recompute_operations=replayed,
             activation_bytes=round(saved_bytes),
             output_bytes=round(output_bytes),
-            temporary_bytes=round(work.temporary_bytes + dropped_bytes),
+            temporary_bytes=self._cached_gradient_bytes
+            + round(work.temporary_bytes + dropped_bytes),
             local_parameters=parameters,
             local_expert_parameters=expert_parameters,
             local_matrix_elements=self._matrix_elements(work),
@@ -319,6 +321,18 @@ class DecoderCounts:
             collectives=tuple(work.collectives),
             source="counted",
         )
+
+    @cached_property
+    def _cached_gradient_bytes(self) -> int:
+        """Bytes of gradients that stay allocated: one per distinct shape of a weight."""
+        if not self.runtime.caches_weight_gradients:
+            return 0
+        shapes: set[tuple[int, int]] = set()
+        blocks = set(layer_kinds(self.model)) - {"embedding", "head"}
+        for kind in blocks:
+            weights = self._weights(self._block(kind))
+            shapes |= {(one.n, one.k) for one in weights if one.is_linear}
+        return self.size * sum(n * k for n, k in shapes)
 
     @staticmethod
     def _weights(work: LayerWork) -> list[Operation]:

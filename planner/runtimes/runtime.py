@@ -130,9 +130,8 @@ class Runtime:
     """Gradients of bf16 parameters are accumulated and reduced in fp32; those of fp16
     parameters are not, since their loss is scaled."""
     caches_weight_gradients: bool = False
-    """One unused gradient per distinct weight shape stays allocated
-    (TransformerEngine >= 2.3 with fused accumulation). Recorded only: the
-    memory of a prediction does not include it yet."""
+    """One unused gradient per distinct weight shape of a block stays allocated
+    (TransformerEngine >= 2.3 with fused accumulation)."""
     optimizer_state_bytes: int | None = None
     """Bytes per parameter of Adam's moments together; None: those of the job's
     optimizer."""
