@@ -224,8 +224,32 @@ class Search:
         for index in indices:
             self.is_taken[index] = True
             row = Row.of(self.table, index)
+            rule = self._rule_bound(row)
             for place, option in self.pricing.undominated(row):
+                if option.zero_stage <= 1 and rule >= self.limit:
+                    bound = int(self.row_bounds[index])
+                    self.least_solved = min(self.least_solved, bound)
+                    continue
                 self._queue(index, place, row, option)
+
+    def _rule_bound(self, row: Row) -> int:
+        """Return a bound on the cuts of the schedule's rule under ZeRO 0 and 1.
+
+        Layers have equal forwards and backwards under both, so that the cuts are the
+        same, and the fewest states under ZeRO 1 over all replicas. See `Node.branch`.
+        """
+        if self.best is None or row.pipeline == 1 or row.expert > 1:
+            return 0
+        order = self.order(row)
+        is_split = traits_of(order).is_split
+        option = Option(1, None, RANK_ORDERS[0])
+        prices = self.pricing.prices(row, option, is_split=is_split)
+        costs = self.pricing.costs(row, option)
+        solver = RowSolver(Item(row, option, prices, costs, order))
+        if solver.has_few_cuts or solver.fixed_sizes:
+            return 0
+        least = solver.first_bound() - prices.fixed_tail
+        return int(min(float(IMPOSSIBLE), least / PROMISING) * _ROUNDING)
 
     def _queue(self, index: int, place: int, row: Row, option: Option) -> None:
         order = self.order(row)

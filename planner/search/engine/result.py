@@ -56,8 +56,10 @@ class Result:
     best: Candidate | None
     """None: no evaluated cut fits."""
     lower_bound: int
-    """Nanoseconds that no layout of the space beats with the cuts that are evaluated:
-    the even cut and moves of one layer."""
+    """Nanoseconds that no layout of the space beats with the cuts that are evaluated.
+
+    Those are the cuts of the schedule's rule, and moves of one layer that start from a
+    cut whose step is at most `PROMISING` times the best one."""
     lower_bound_all_cuts: int
     """The same over all cuts."""
     open_nodes: int

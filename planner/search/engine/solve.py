@@ -178,7 +178,8 @@ class RowSolver:
         works = self._cumulative_work[ends] - self._cumulative_work[starts]
         ranks = np.array(self.item.costs.stage_ranks)
         extra = self._recompute_bound(starts, ends, ranks)
-        busy = (np.bincount(ranks, weights=works) + extra) * order.micro_batches
+        once: Floats = np.bincount(ranks, weights=works) + extra
+        busy = once * order.micro_batches
         if not self.item.costs.work.framework.staggers_steps:
             busy = busy + prices.first_forward[starts[: order.ranks]]
             if self.traits.ends_low:

@@ -1,0 +1,122 @@
+"""One row: recomputation of a rank, and bounds of single cuts, against brute force."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.cost import workload
+from planner.search.engine.bound import traits_of
+from planner.search.engine.cut import all_cuts
+from planner.search.engine.recompute import Group, fewest_nanoseconds
+from planner.search.engine.solve import Item, RowSolver
+from planner.search.engine.space import whole_space
+from tests.search.engine.exact import Layouts, all_maps, step_of
+from tests.search.engine.test_engine import tight, whole
+from tests.search.engine.test_table import decoder
+from tests.strategies import Instance, instances
+
+
+def item_of(layouts: Layouts, chooser: random.Random) -> Item:
+    """A random row with a random option."""
+    row = layouts.row(chooser.randrange(len(layouts.table)))
+    option = chooser.choice(list(layouts.options.of(row)))
+    prices = layouts.prices(row, option)
+    costs = layouts.pricing.costs(row, option)
+    return Item(row, option, prices, costs, layouts.order(row))
+
+
+@settings(max_examples=80, deadline=None)
+@given(instances(most_layers=4), st.integers(0, 2**30))
+def test_bound_of_a_cut_is_below_all_its_modes(instance: Instance, seed: int) -> None:
+    """No fitting choice of modes for a cut is below the cut's bound, on tight devices."""
+    if len(workload(instance.profile, instance.cluster, instance.job).groups):
+        return
+    work = tight(instance, seed)
+    layouts = Layouts(work, whole(work))
+    if not len(layouts.table):
+        return
+    chooser = random.Random(seed + 1)
+    item = item_of(layouts, chooser)
+    solver = RowSolver(item)
+    stages = item.order.ranks * item.order.virtual_stages
+    sizes = chooser.choice(list(all_cuts(len(item.prices.kind_of), stages)))
+    steps = [
+        step_of(item.costs, stage_map) for stage_map in all_maps(item.prices, sizes)
+    ]
+    fitting = [step for step in steps if step is not None]
+    assert all(solver.cut_bound(sizes) * (1 - 1e-9) <= step for step in fitting)
+    found = solver.evaluate(sizes)
+    if found is not None:
+        assert found.total in fitting
+    if item.order.virtual_stages == item.order.chunks == 1:
+        assert (found is None) == (not fitting)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [("llama-3.1-8b", 16, 64, 8192), ("llama-3.1-70b", 64, 128, 8192)],
+    ids=lambda case: case[0],
+)
+def test_bound_of_a_cut_at_scale(case: tuple[str, int, int, int]) -> None:
+    """The plan of a rule's cut, with the recomputation that its memory requires, is not below its bound."""
+    work = decoder(*case)
+    layouts = Layouts(work, whole_space(work))
+    chooser = random.Random(7)
+    compared = 0
+    for _ in range(400):
+        item = item_of(layouts, chooser)
+        if item.row.micro_batches * item.row.pipeline * item.row.virtual_stages > 1024:
+            continue
+        solver = RowSolver(item)
+        if traits_of(item.order).is_split:
+            solver.item.modes = ("none",)
+        for sizes in solver._first_cuts():
+            found = solver.evaluate(sizes)
+            if found is None:
+                continue
+            assert solver.cut_bound(sizes) * (1 - 1e-9) <= found.total, item.order
+            compared += 1
+    assert compared > 10
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**30))
+def test_recomputation_of_a_rank_is_the_cheapest_that_fits(seed: int) -> None:
+    """Modes of a rank equal the best of all mixtures, for every memory."""
+    chooser = random.Random(seed)
+    work = decoder("llama-3.2-1b", 8, 8, 8192)
+    layouts = Layouts(work, whole_space(work))
+    row = layouts.row(chooser.randrange(len(layouts.table)))
+    option = next(iter(layouts.options.of(row)))
+    prices = layouts.pricing.prices(row, option, is_split=False)
+    groups = [
+        Group(chooser.randrange(len(prices.modes)), chooser.randint(1, 3), units)
+        for units in (float(chooser.randint(1, 8)),) * chooser.randint(1, 2)
+    ]
+    layers = [group for group in groups for _ in range(group.count)]
+    every = [
+        [(group.units, one) for one in prices.modes[group.kind]] for group in layers
+    ]
+    priced = []
+    for chosen in product(*every):
+        saved = sum(units * one.activation_bytes for units, one in chosen)
+        largest = max(one.temporary_bytes for _, one in chosen)
+        priced.append((saved + largest, sum(one.backward_ticks for _, one in chosen)))
+    room = chooser.choice(priced)[0] - chooser.choice((0, 0, 1))
+    fitting = [spent for bytes_, spent in priced if bytes_ <= room]
+    found = fewest_nanoseconds(groups, prices.modes, room)
+    if not fitting:
+        assert found is None
+        return
+    assert found is not None
+    spent = sum(
+        prices.modes[group.kind][place].backward_ticks
+        for group, choice in zip(groups, found, strict=True)
+        for place in choice
+    )
+    assert spent == min(fitting)
