@@ -41,6 +41,9 @@ FIRST_TRIED = 48
 """Rows that are solved for the first plan."""
 FIRST_SOLVED = 6
 """Of those, how many after the first that fits."""
+FIRST_ROUNDS = 3
+"""Rounds of rows around the best plan."""
+FIRST_AROUND = 512
 FIRST_SCHEDULES = ("1f1b", "interleaved-1f1b", "seqpipe")
 _ROUNDING = 1 - 1e-9
 
@@ -138,6 +141,8 @@ class Search:
     ) -> Result:
         """Search until a stop criterion is met or nothing is open."""
         self._first_plan()
+        if on_progress:
+            on_progress(self.progress())
         while self.least < self.limit and not stop(
             self._total(), self.least, self.done
         ):
@@ -182,21 +187,62 @@ class Search:
         return found
 
     def _first_plan(self) -> None:
-        """Solve the best rows of a coarse grid, until some of them fit."""
-        for index in self._coarse_rows():
+        """Solve the best rows of a coarse grid, then those around the best plan."""
+        self._solve_some(self._coarse_rows(), FIRST_SOLVED, moves=False)
+        for _ in range(FIRST_ROUNDS):
+            if self.best is None:
+                return
+            before = self.best.row
+            self._solve_some(self._rows_around(before), FIRST_SOLVED, moves=False)
+            if self.best.row == before:
+                break
+        self._solve_some(self._same_rows(), 1, moves=True)
+
+    def _solve_some(self, indices: list[int], count: int, *, moves: bool) -> None:
+        """Solve so many of some rows that fit, those with the least bound first."""
+        for index in indices:
             row = Row.of(self.table, index)
+            rule = self._rule_bound(row)
             for place, option in self.pricing.undominated(row):
-                if option.shard_degree is None:
+                is_slow = option.zero_stage <= 1 and rule >= self.limit
+                if option.shard_degree is None and not is_slow:
                     self._queue(index, place, row, option)
         tried = fitting = 0
-        while self.queue and fitting < FIRST_SOLVED and self._least_node() < self.limit:
+        while self.queue and fitting < count and self._least_node() < self.limit:
             if tried >= FIRST_TRIED and self.best is not None:
                 break
-            if self._expand(heapq.heappop(self.queue), moves=False):
+            if self._expand(heapq.heappop(self.queue), moves=moves):
                 tried += 1
                 fitting += self.best is not None
         self.queue.clear()
         self.least_solved = IMPOSSIBLE
+
+    def _rows_around(self, row: Row) -> list[int]:
+        """Return rows whose degrees and size are a factor of 2 from a row's or equal."""
+        table = self.table
+        is_near = table.schedule == row.schedule
+        for name in ("tensor", "pipeline", "micro_batch_size", "sequence_chunks"):
+            value = getattr(row, name)
+            is_near &= np.isin(getattr(table, name), (value // 2, value, 2 * value))
+        is_near &= (table.context == row.context) & (table.expert == row.expert)
+        return self._in_order(is_near)[:FIRST_AROUND]
+
+    def _same_rows(self) -> list[int]:
+        """Return the rows with the degrees and stages of the best plan."""
+        if self.best is None:
+            return []
+        row = self.best.row
+        is_same = self.table.split == row.split
+        is_same &= self.table.pipeline == row.pipeline
+        is_same &= self.table.virtual_stages == row.virtual_stages
+        is_same &= self.table.sequence_chunks == row.sequence_chunks
+        return self._in_order(is_same)
+
+    def _in_order(self, mask: NDArray[np.bool_]) -> list[int]:
+        """Return rows in the order of their bounds, as far as below the best step."""
+        rows = self.rows[mask[self.rows]]
+        found: list[int] = rows[self.row_bounds[rows] < self.limit].tolist()
+        return found
 
     def _coarse_rows(self) -> list[int]:
         """Return the best row for every split of the model and few stages per rank."""
