@@ -63,7 +63,7 @@ def test_bound_of_a_cut_is_below_all_its_modes(instance: Instance, seed: int) ->
     ids=lambda case: case[0],
 )
 def test_bound_of_a_cut_at_scale(case: tuple[str, int, int, int]) -> None:
-    """The plan of a rule's cut, with the recomputation that its memory requires, is not below its bound."""
+    """The plan of a rule's cut, with the recomputation that its memory requires, is not below its bound or the row's."""
     work = decoder(*case)
     layouts = Layouts(work, whole_space(work))
     chooser = random.Random(7)
@@ -80,6 +80,7 @@ def test_bound_of_a_cut_at_scale(case: tuple[str, int, int, int]) -> None:
             if found is None:
                 continue
             assert solver.cut_bound(sizes) * (1 - 1e-9) <= found.total, item.order
+            assert layouts.bound(item.row, item.option) <= found.total, item.order
             compared += 1
     assert compared > 10
 
