@@ -111,7 +111,8 @@ def get(
 def planned(name: str) -> Runtime:
     """Return the traits of a run that an export of a plan starts.
 
-    They are those of the newest release, except for what the export sets itself.
+    They are those of the newest release, except for what the export sets itself. The
+    search adds gradients and activations, and so do predictions of layouts.
 
     Raises:
         UnknownNameError: no runtime has this name.
@@ -119,7 +120,8 @@ def planned(name: str) -> Runtime:
     known = _known(name, "runtime")
     traits, sources = _traits(known, "")
     exported, exported_sources = _read(_file(known).get("exported", {}), known)
-    return _runtime(known, "", traits | exported, sources | exported_sources)
+    added = {"frees_gradients": False}
+    return _runtime(known, "", traits | exported | added, sources | exported_sources)
 
 
 def _known(name: str, field: str) -> str:

@@ -176,7 +176,8 @@ class Runtime:
     whole at any ZeRO stage."""
     frees_gradients: bool = False
     """Gradients are freed after every step, and no buffer holds their memory: with one
-    micro-batch per step they and the activations do not peak together."""
+    micro-batch per step they and the activations do not peak together. Predictions of
+    measured runs only: plans add both."""
     steps_in_backward: bool = False
     """The optimizer updates a layer as soon as its gradients exist, and frees them."""
     cpu_offload: CpuOffload = "none"

@@ -42,6 +42,19 @@ def without_products(layer: LayerProfile) -> LayerProfile:
     return layer.model_copy(update={"measurements": rows})
 
 
+def compute_bound(model: ModelProfile) -> ModelProfile:
+    """The model with attention whose FLOPs take far longer than its bytes."""
+    layers = []
+    for layer in model.layers:
+        rows = []
+        for row in layer.measurements:
+            attention = row.operations[0]
+            longer = attention.model_copy(update={"flops": 10**6 * attention.flops})
+            rows.append(row.model_copy(update={"operations": (longer,)}))
+        layers.append(layer.model_copy(update={"measurements": tuple(rows)}))
+    return model.model_copy(update={"layers": tuple(layers)})
+
+
 def cut(model: ModelProfile, **constraints: Any) -> list[Layout]:
     """Layouts of several chunks on four devices."""
     return [
@@ -109,7 +122,7 @@ def at_length(model: ModelProfile, tokens: int) -> ModelProfile:
 
 def test_chunks_win_where_the_bubble_is_large() -> None:
     """Four ranks and one micro-batch: 1f1b idles for three quarters of the step, chunks for less."""
-    model = model_of(weights=False, split="context")
+    model = compute_bound(model_of(weights=False, split="context"))
     wish = {"pipeline_parallel_degree": 4, "virtual_stages_per_rank": 1}
     found = plan(request(model, cluster(4), job(1, **wish), top=0), model)
     assert isinstance(found, Plan)
