@@ -1,4 +1,4 @@
-"""How fast the new search core plans, beside the former search.
+"""How fast the new search core plans, compared with the old search.
 
 ``python -m benchmarks.search_core [--seconds N] [--case NAME] [--former]``. Seconds are
 CPU seconds of one process.

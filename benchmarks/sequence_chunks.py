@@ -239,7 +239,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All pairs, and what could not be compared."""
+    """Compared pairs, and rows that could not be compared with the reason."""
 
     pairs: tuple[Pair, ...]
     left_out: tuple[str, ...]
@@ -800,7 +800,7 @@ def _run(arguments: argparse.Namespace) -> None:
         texts.append(executor_text(timings))
         if load > BUSY_LOAD:
             texts.append(
-                f"The machine was busy before: {load:.1f} processes wanted a core. "
+                f"The machine was loaded: load average {load:.1f}. "
                 "Other work fills the bubble, so that chunks gain less."
             )
     print(json.dumps(result, indent=2) if arguments.json else "\n\n".join(texts))

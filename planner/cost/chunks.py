@@ -246,7 +246,7 @@ class Cut:
 
 
 def _moving(one: Operation, size_bytes: float) -> Operation:
-    """Return kernels that move so many bytes, as often as an operation runs."""
+    """Return a kernel that moves bytes, with the count of an operation."""
     return Operation.model_construct(
         kind="memory",
         count=one.count,

@@ -243,7 +243,7 @@ HANAYO_FORMS = ClosedForms(_hanayo_held, _hanayo_held, _hanayo_lead)
 
 
 def warm_up_per_rank(each: int) -> Count:
-    """So many forwards ahead per rank after this one."""
+    """Forwards ahead: this number per later rank."""
     return lambda place: each * place.after
 
 

@@ -51,13 +51,13 @@ def test_a_linear_layer_by_hand() -> None:
         peak_flops_per_second={"bf16": 1e15, "fp8": 2e15},
         memory_bandwidth_bytes_per_second=1e12,
     )
-    told = mark_fp8(row(operations=(linear(),)), "bf16", DYNAMIC, is_last=False)
-    found = computation(told, machine, "bf16", PLAIN, DYNAMIC)
+    marked = mark_fp8(row(operations=(linear(),)), "bf16", DYNAMIC, is_last=False)
+    found = computation(marked, machine, "bf16", PLAIN, DYNAMIC)
     product, byte = max(2 * 2**30 / 1e15, 4 * 2**20 / 1e12), 2**20 / 1e12
     assert found.forward_seconds == pytest.approx(product + 10 * byte)
     assert found.backward_input_seconds == pytest.approx(product + 10 * byte)
     assert found.backward_weight_seconds == pytest.approx(product + 7 * byte)
-    delayed = computation(told, machine, "bf16", PLAIN, DELAYED)
+    delayed = computation(marked, machine, "bf16", PLAIN, DELAYED)
     assert delayed.forward_seconds == pytest.approx(product + 4 * byte)
     assert delayed.backward_weight_seconds == pytest.approx(product)
 

@@ -24,7 +24,7 @@ Work and fill
 
 Capacity
     (C1) a rank that holds h micro-batches at its peak has room for h times the saved
-         bytes of its layers beside their states; bytes and time per work of any mixture
+         bytes of its layers in addition to their states; bytes and time per work of any mixture
          of modes are in the convex hull of those of the modes.
     (C2) so at a step of T a rank takes only so much of the model, and T is impossible
          if all ranks together take less than the whole model.
@@ -133,7 +133,7 @@ class Timing(NamedTuple):
     """Nanoseconds between stages."""
 
     waiting: float
-    """Of every action, beside its layers."""
+    """Of every action, in addition to its layers."""
     transfer: float
     """Least between two neighbouring stages."""
 
@@ -303,7 +303,7 @@ class _Model:
         return np.maximum(0.0, spare / self._repeats() - waiting), total
 
     def _repeats(self) -> Floats:
-        """Return how often a rank's work adds to the step beside all work once."""
+        """Return how often a rank's work adds to the step in addition to all work once."""
         ranks, count = self.order.ranks, self.order.micro_batches
         if self.order.schedule == "gpipe":
             return np.full(ranks, max(1e-9, count - 1.0))
@@ -358,7 +358,7 @@ class _Group:
 
     @classmethod
     def of(cls, prices: Prices, held: Floats, kinds: list[int]) -> _Group:
-        """Return the capacity of ranks that hold so many micro-batches."""
+        """Return the capacity of ranks that hold this number of micro-batches."""
         work = prices.work[kinds]
         whole = float(prices.counts[kinds] @ work)
         room = prices.free_bytes - float(prices.least_temporary[kinds].min())

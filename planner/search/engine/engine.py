@@ -1,4 +1,4 @@
-"""The loop of the search: rows by their bound, options by theirs, exact solutions.
+"""The loop of the search: bound rows, bound their options, solve exactly.
 
 Order is (bound, row, option), and the stop criteria see work instead of time, so that
 equal requests have equal answers on every machine.
@@ -199,7 +199,7 @@ class Search:
         self._solve_some(self._same_rows(), 1, moves=True)
 
     def _solve_some(self, indices: list[int], count: int, *, moves: bool) -> None:
-        """Solve so many of some rows that fit, those with the least bound first."""
+        """Solve up to a number of rows that fit, least bound first."""
         for index in indices:
             row = Row.of(self.table, index)
             rule = self._rule_bound(row)

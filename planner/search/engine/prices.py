@@ -182,7 +182,7 @@ class Prices:
 
 @dataclass
 class Pricing:
-    """Prices of rows and options, each asked for once."""
+    """Prices of rows and options, computed once each."""
 
     work: Workload
     options: Options
@@ -202,7 +202,7 @@ class Pricing:
         return self._base(row, option, layout).under(layout)
 
     def prices(self, row: Row, option: Option, *, is_split: bool) -> Prices:
-        """Return the prices of a row; those of its schedule and stages apart.
+        """Return the prices of a row, without those of its schedule and stages.
 
         Args:
             row: of the table.
@@ -246,7 +246,7 @@ class Pricing:
 
 
 def dominates(better: LayoutCosts, worse: LayoutCosts) -> bool:
-    """Return whether no cut and recomputation is faster or smaller under the second.
+    """Return whether `better` needs no more time and memory under every cut and mode.
 
     Layers have equal forwards and backwards; states, reductions, updates and optimizer
     take no less. A shorter latency counts as no gain if every layer's update is longer

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from planner.search.engine.prices import Modes
 
 Choice = tuple[int, ...]
-"""Place of the chosen mode, per layer of a group."""
+"""Index of the chosen mode, per layer of a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Mixtures:
-    """Mixtures of modes of one group that no other mixture dominates."""
+    """Undominated mixtures of recompute modes for one group of layers."""
 
     bytes: NDArray[np.float64]
     nanoseconds: NDArray[np.float64]
@@ -63,7 +63,7 @@ def fewest_nanoseconds(
 
 
 def _temporaries(groups: Sequence[Group], modes: Sequence[Modes]) -> list[int]:
-    """Return the distinct sizes that the largest temporary may have."""
+    """Return the candidate sizes of the largest temporary."""
     sizes = {one.temporary_bytes for each in groups for one in modes[each.kind]}
     least = max(min(one.temporary_bytes for one in modes[each.kind]) for each in groups)
     return sorted(size for size in sizes if size >= least)

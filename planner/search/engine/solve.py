@@ -429,7 +429,7 @@ class RowSolver:
         Args:
             mine: stages of the rank.
             chosen: layers and modes of every stage.
-            saved: bytes of a micro-batch beside its layers' activations, per stage.
+            saved: bytes of a micro-batch in addition to its layers' activations, per stage.
             moments: units held of every stage.
         """
         costs = self.item.costs
@@ -481,7 +481,7 @@ class RowSolver:
 
 
 def _divided(layers: Sequence[tuple[int, str]], sizes: Sizes) -> StageMap:
-    """Return stages of so many layers."""
+    """Return stages of the given numbers of layers."""
     found = []
     first = 0
     for size in sizes:

@@ -57,7 +57,7 @@ class Layouts:
         return self.pricing.prices(row, option, is_split=is_split)
 
     def bound(self, row: Row, option: Option) -> int:
-        """The bound of a row, without any known step."""
+        """The bound of a row when no step is known."""
         timing = timing_of(self.pricing.costs(row, option))
         return lower_bound(
             self.prices(row, option), self.order(row), timing
@@ -88,7 +88,7 @@ def all_maps(prices: Prices, sizes: Sequence[int]) -> Iterator[StageMap]:
 
 
 def stages_of(layers: Sequence[tuple[int, str]], sizes: Sequence[int]) -> StageMap:
-    """Stages of so many layers."""
+    """Stages of the given numbers of layers."""
     found = []
     first = 0
     for size in sizes:

@@ -45,13 +45,13 @@ def without_products(layer: LayerProfile) -> LayerProfile:
 def compute_bound(model: ModelProfile) -> ModelProfile:
     """The model with attention whose FLOPs take far longer than its bytes."""
     layers = []
-    for layer in model.layers:
+    for one in model.layers:
         rows = []
-        for row in layer.measurements:
+        for row in one.measurements:
             attention = row.operations[0]
             longer = attention.model_copy(update={"flops": 10**6 * attention.flops})
             rows.append(row.model_copy(update={"operations": (longer,)}))
-        layers.append(layer.model_copy(update={"measurements": tuple(rows)}))
+        layers.append(one.model_copy(update={"measurements": tuple(rows)}))
     return model.model_copy(update={"layers": tuple(layers)})
 
 
