@@ -53,6 +53,8 @@ def plan_space(
     space: Space | None = None,
     stop: Stop | None = None,
     on_progress: Callable[[Progress], None] | None = None,
+    *,
+    ceiling: int = IMPOSSIBLE,
 ) -> Result:
     """Search a space for the fastest plan.
 
@@ -61,8 +63,9 @@ def plan_space(
         space: None: everything that the runtime can run.
         stop: None: when the plan is proven.
         on_progress: called after every batch and improvement.
+        ceiling: nanoseconds; only faster plans matter.
     """
-    search = Search(work, space or whole_space(work))
+    search = Search(work, space or whole_space(work), ceiling)
     return search.run(stop or GapStop(), on_progress)
 
 
@@ -104,10 +107,13 @@ class Node:
 class Search:
     """One search and its state."""
 
-    def __init__(self, work: Workload, space: Space) -> None:
+    def __init__(
+        self, work: Workload, space: Space, ceiling: int = IMPOSSIBLE
+    ) -> None:
         """Enumerate the table and bound all rows by their work."""
         self.work = work
         self.space = space
+        self.ceiling = ceiling
         self.options = Options(work, space)
         self.pricing = Pricing(work, self.options)
         self.table = enumerate_table(work, space)
@@ -125,8 +131,14 @@ class Search:
 
     @property
     def limit(self) -> int:
-        """Nanoseconds of the best step; `IMPOSSIBLE` without one."""
-        return IMPOSSIBLE if self.best is None else self.best.total
+        """Nanoseconds that a plan has to beat; `IMPOSSIBLE` where any plan counts."""
+        if self.best is None:
+            return self.ceiling
+        return min(self.best.total, self.ceiling)
+
+    def lower_ceiling(self, nanoseconds: int) -> None:
+        """From now on let only plans below a step count."""
+        self.ceiling = min(self.ceiling, nanoseconds)
 
     @property
     def least(self) -> int:
@@ -140,19 +152,30 @@ class Search:
         self, stop: Stop, on_progress: Callable[[Progress], None] | None = None
     ) -> Result:
         """Search until a stop criterion is met or nothing is open."""
-        self._first_plan()
+        self.start()
         if on_progress:
             on_progress(self.progress())
-        while self.least < self.limit and not stop(
-            self._total(), self.least, self.done
-        ):
-            if self._least_row() <= self._least_node():
-                self._bound_rows(self._next_rows())
-            else:
-                self._expand(heapq.heappop(self.queue))
+        while self.is_open and not stop(self._total(), self.least, self.done):
+            self.advance()
             if on_progress:
                 on_progress(self.progress())
-        return self._result()
+        return self.result()
+
+    def start(self) -> None:
+        """Look for a first plan."""
+        self._first_plan()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anything open may beat the limit."""
+        return self.least < self.limit
+
+    def advance(self) -> None:
+        """Bound the next rows, or take up the node of least bound."""
+        if self._least_row() <= self._least_node():
+            self._bound_rows(self._next_rows())
+        else:
+            self._expand(heapq.heappop(self.queue))
 
     def progress(self) -> Progress:
         """Return the state of the search."""
@@ -349,7 +372,8 @@ class Search:
         if found is not None and found.total < self.limit:
             self.best = found
 
-    def _result(self) -> Result:
+    def result(self) -> Result:
+        """Return the best plan so far and what is proven about it."""
         least = min(self.least, self.limit)
         return Result(
             best=self.best,

@@ -1,0 +1,1 @@
+"""Questions about the result of a search: alternatives, relaxations, sensitivity."""
