@@ -321,18 +321,32 @@ class Search:
         return int(min(float(IMPOSSIBLE), least / PROMISING) * _ROUNDING)
 
     def _queue(self, index: int, place: int, row: Row, option: Option) -> None:
+        node = self.node(index, place, row, option, self.limit)
+        self.bounded += 1
+        self.done += OPTION_WORK
+        if node.nanoseconds < self.limit:
+            heapq.heappush(self.queue, node)
+
+    def node(
+        self, index: int, place: int, row: Row, option: Option, limit: int
+    ) -> Node:
+        """Return a row with an option and its bound.
+
+        Args:
+            index: of the row.
+            place: of the option.
+            row: of the table.
+            option: for the row.
+            limit: nanoseconds; a bound above them need not be exact.
+        """
         order = self.order(row)
         is_split = traits_of(order).is_split
         prices = self.pricing.prices(row, option, is_split=is_split)
         costs = self.pricing.costs(row, option)
-        bound = lower_bound(prices, order, timing_of(costs), self.limit)
-        self.bounded += 1
-        self.done += OPTION_WORK
-        if bound.nanoseconds >= self.limit:
-            return
+        bound = lower_bound(prices, order, timing_of(costs), limit)
         least = max(bound.nanoseconds, int(self.row_bounds[index]))
         item = Item(row, option, prices, costs, order, self._uniform_modes(is_split))
-        heapq.heappush(self.queue, Node(least, index, place, bound, item))
+        return Node(least, index, place, bound, item)
 
     def order(self, row: Row) -> Order:
         """Return the schedule of a row and its numbers."""
