@@ -157,6 +157,9 @@ class SearchReport(Document):
     """(step_seconds - lower_bound_seconds) / step_seconds."""
     optimal: bool
     """Whether the plan is proven optimal: the gap is within rounding (1e-6)."""
+    gap_all_cuts: float | None = None
+    """The gap to the lower bound over all cuts of the layers, where `gap` is that over
+    the cuts that were evaluated; None: both are the same."""
     clusters_considered: int = Field(default=1, ge=1)
     """Sub-clusters whose layouts were counted; more than one for the objectives cost
     and devices."""
