@@ -130,6 +130,11 @@ alone, or neither."""
 Counts = dict[str, Annotated[int, Field(ge=0)]]
 
 
+def _is_none(value: object) -> bool:
+    """Return whether to leave out a newer field, so that old ids stay valid."""
+    return value is None
+
+
 class RowCounts(Document):
     """Number of measured runs in the fit."""
 
@@ -212,6 +217,30 @@ class IntervalRow(Document):
     memory: Residuals
 
 
+class SupportedChoices(Document):
+    """Layouts whose predicted step measured runs support, and the errors of others.
+
+    Defaults: 15 published pairs of pipelines with whole sequences and with sequence
+    chunks (`python -m benchmarks.sequence_chunks`), and published runs with context
+    parallelism. A search plans what is supported. Another layout is the plan only where
+    its gain exceeds the error of its price, or where the job asks for it.
+    """
+
+    chunk_tokens: int = Field(default=8192, ge=1)
+    """Fewest tokens that a sequence chunk has on a rank. Those of Seq1F1B have 8,192
+    and 16,384; TeraPipe's smaller ones are of one model on one kind of device."""
+    chunk_price_error: float = Field(default=1.23, ge=1)
+    """Largest predicted / measured speed-up of sequence chunks: Seq1F1B with two stages
+    per rank 1.09 to 1.23, with one 1.01 to 1.06; TeraPipe .84 to .99."""
+    context_tokens: int = Field(default=2048, ge=1)
+    """Fewest tokens of a sequence on a rank under context parallelism. Published runs
+    of large models have 4,096 and more."""
+    context_price_error: float | None = Field(default=None, ge=1)
+    """Largest predicted / measured speed-up of context parallelism with fewer tokens;
+    None: it was not measured, and the interval of a runtime and an architecture without
+    measured runs applies."""
+
+
 class CalibrationTable(Document):
     """Fitted constants, the measured runs behind them, and the errors of held-out runs.
 
@@ -236,6 +265,8 @@ class CalibrationTable(Document):
     memory: RowCounts = RowCounts()
     """Runs with a memory."""
     intervals: dict[Kind, IntervalRow]
+    supported: SupportedChoices | None = Field(default=None, exclude_if=_is_none)
+    """What the measured runs support; None: the defaults."""
 
     @field_validator("constants", "offsets", "owners", "bounds")
     @classmethod

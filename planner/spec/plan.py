@@ -141,6 +141,26 @@ class Prediction(Document):
     """The calibration, and the measured runs behind this prediction."""
 
 
+class LeftOutValues(Document):
+    """Values of one dimension that the search does not cover."""
+
+    values: str
+    """The values as text, such as "above 16"."""
+    reason: str
+    """Why they are left out, as a clause."""
+
+
+class SpaceDimension(Document):
+    """Values of one field of the layout that the search covers, and those it does not."""
+
+    field: str
+    """Field of the layout."""
+    searched: tuple[str, ...]
+    """Values as text; they are combined with those of all other dimensions as far as
+    they divide the model, batch and devices."""
+    left_out: tuple[LeftOutValues, ...] = ()
+
+
 class SearchReport(Document):
     """What the search did, and what it proved."""
 
@@ -163,21 +183,29 @@ class SearchReport(Document):
     clusters_considered: int = Field(default=1, ge=1)
     """Sub-clusters whose layouts were counted; more than one for the objectives cost
     and devices."""
+    space: tuple[SpaceDimension, ...] = ()
+    """The search space by dimension; empty in older plans."""
 
 
 class Alternative(Document):
-    """A slower plan with another layout."""
+    """A plan with another layout: a slower one, or one that is not supported."""
 
     layout: Layout
     micro_batches: int
     layers_per_stage: tuple[int, ...]
     step_seconds: float
     slowdown: float
-    """step_seconds / the plan's step_seconds - 1."""
+    """step_seconds / the plan's step_seconds - 1; negative only if `supported` is
+    False."""
     peak_bytes: int
     """Peak memory of the fullest device."""
     reason: str
-    """What makes it slower, as text."""
+    """What makes it slower, as text; of an unsupported layout, its gain, the interval of
+    the gain, and what is not supported."""
+    supported: bool = True
+    """Whether measured runs, or timings of the planner's executor, support the predicted
+    step of this layout. If not, it is the plan only where its gain exceeds the measured
+    error of its price, or where the job asks for it."""
 
 
 class ParetoPoint(Document):

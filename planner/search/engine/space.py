@@ -45,13 +45,21 @@ class Split(NamedTuple):
         return self.context * (self.tensor if self.sequence_parallel else 1)
 
 
+class Pieces(NamedTuple):
+    """Fewest tokens of the pieces that sequences are cut into."""
+
+    context_tokens: int
+    """Of a sequence, on one rank under context parallelism."""
+    chunk_tokens: int
+    """Of a sequence chunk, on one rank."""
+
+
 class Limits(NamedTuple):
     """Limits of a search that are not the workload's."""
 
     most_virtual_stages: int
     """On one pipeline rank."""
-    least_tokens: int
-    """Of a sequence, on every rank and in every chunk."""
+    pieces: Pieces
 
 
 class LeftOut(NamedTuple):
@@ -75,12 +83,15 @@ class Space:
     left_out: tuple[LeftOut, ...]
 
 
-def whole_space(work: Workload, *, least_tokens: int = LEAST_TOKENS) -> Space:
+def whole_space(
+    work: Workload, *, least_tokens: int = LEAST_TOKENS, pieces: Pieces | None = None
+) -> Space:
     """Return every value that divides the workload and that its runtime runs.
 
     Args:
         work: what is planned.
         least_tokens: of a sequence, on every rank and in every chunk.
+        pieces: both limits, where they differ. Neither applies to what the job asks for.
     """
     left_out: list[LeftOut] = []
     constraints = runtime_constraints(work)
@@ -91,7 +102,7 @@ def whole_space(work: Workload, *, least_tokens: int = LEAST_TOKENS) -> Space:
         reason = "the profile has no measurements of other sizes"
         left_out.append(LeftOut("micro_batch_size", "sizes without rows", reason))
         sizes = [Split(*size) for size in work.sizes]
-    limits = Limits(MOST_VIRTUAL_STAGES, least_tokens)
+    limits = Limits(MOST_VIRTUAL_STAGES, pieces or Pieces(least_tokens, least_tokens))
     splits = _permitted_splits(work, sizes, constraints, limits, left_out)
     return _space(work, splits, constraints, limits, left_out)
 
@@ -109,7 +120,7 @@ def listed_space(work: Workload, *, most_virtual_stages: int = 8) -> Space:
         Split(*size) for size in work.sizes if _has_pieces(work, Split(*size))
     )
     splits = tuple(split for split in splits if _keeps_parameters_whole(work, split))
-    limits = Limits(most_virtual_stages, least_tokens=1)
+    limits = Limits(most_virtual_stages, Pieces(1, 1))
     return _space(work, splits, constraints, limits, left_out)
 
 
@@ -144,9 +155,12 @@ def _space(
         LeftOut("virtual_stages_per_rank", above, "the limit of this search")
     )
     can_chunk = _chunks_have_prices(work, schedules, limits, left_out)
-    counts = CHUNK_COUNTS if can_chunk else ()
+    counts = _counts_of_interest(work) if can_chunk else ()
+    asks = can_chunk and asks_chunks(work, schedules)
+    chunk_tokens = 1 if asks else limits.pieces.chunk_tokens
     chunks = tuple(
-        _chunk_counts(work, split, counts, constraints, limits) for split in splits
+        _chunk_counts(work, split, counts, constraints, chunk_tokens)
+        for split in splits
     )
     return Space(splits, schedules, virtual, chunks, tuple(left_out))
 
@@ -176,7 +190,8 @@ def _permitted_splits(
 ) -> tuple[Split, ...]:
     """Return the sizes that divide the model and have enough tokens per rank."""
     known = work.sizes
-    asks_context = "context_parallel_degree" in constraints
+    asks_context = "context_parallel_degree" in work.job.constraints
+    least = limits.pieces.context_tokens
     found = []
     short: set[int] = set()
     for split in sizes:
@@ -187,16 +202,14 @@ def _permitted_splits(
         if isinstance(known, DerivedRows) and not known.divides(split):
             continue
         length = work.job.sequence_length
-        is_short = split.context > 1 and length < limits.least_tokens * split.context
+        is_short = split.context > 1 and length < least * split.context
         if is_short and not asks_context:
             short.add(split.context)
             continue
         found.append(split)
     if short:
         values = ", ".join(map(str, sorted(short)))
-        reason = (
-            f"a rank would have fewer than {limits.least_tokens} tokens of a sequence"
-        )
+        reason = f"a rank would have fewer than {least} tokens of a sequence"
         left_out.append(LeftOut("context_parallel_degree", values, reason))
     return tuple(found)
 
@@ -272,7 +285,7 @@ def _chunks_have_prices(
     if reason:
         left_out.append(LeftOut("sequence_chunks", "above 1", reason))
         return False
-    reason = f"a chunk would have fewer than {limits.least_tokens} tokens"
+    reason = f"a chunk would have fewer than {limits.pieces.chunk_tokens} tokens"
     left_out.append(LeftOut("sequence_chunks", "many", reason))
     return True
 
@@ -308,19 +321,40 @@ def _has_attention(rows: Rows) -> bool:
     return has_kernels and attends
 
 
+def asks_chunks(work: Workload, schedules: Iterable[str]) -> bool:
+    """Return whether the job asks for sequence chunks, or for a schedule of theirs.
+
+    Args:
+        work: what is planned.
+        schedules: that the job permits.
+    """
+    asked = work.job.constraints
+    if "sequence_chunks" in asked:
+        return True
+    is_chunked = (find(name).takes_sequence_chunks for name in schedules)
+    return "schedule" in asked and any(is_chunked)
+
+
+def _counts_of_interest(work: Workload) -> tuple[int, ...]:
+    """Return the chunk counts that are searched, and others that the job lists."""
+    asked = work.job.constraints.get("sequence_chunks")
+    values = asked if isinstance(asked, tuple) else (asked,)
+    counts = {value for value in values if type(value) is int and value > 1}
+    return tuple(sorted(counts.union(CHUNK_COUNTS)))
+
+
 def _chunk_counts(
     work: Workload,
     split: Split,
     counts: tuple[int, ...],
     constraints: Mapping[str, Constraint],
-    limits: Limits,
+    chunk_tokens: int,
 ) -> tuple[int, ...]:
     asked = constraints.get("sequence_chunks")
     length = work.job.sequence_length
     found = [1] if allows(asked, 1) else []
     for count in counts:
-        is_short = length < limits.least_tokens * count * split.context
-        if is_short and asked is None:
+        if length < chunk_tokens * count * split.context:
             continue
         if length % (count * split.sequence_ranks) or not allows(asked, count):
             continue
