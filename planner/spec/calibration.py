@@ -229,16 +229,28 @@ class SupportedChoices(Document):
     chunk_tokens: int = Field(default=8192, ge=1)
     """Fewest tokens that a sequence chunk has on a rank. Those of Seq1F1B have 8,192
     and 16,384; TeraPipe's smaller ones are of one model on one kind of device."""
-    chunk_price_error: float = Field(default=1.23, ge=1)
-    """Largest predicted / measured speed-up of sequence chunks: Seq1F1B with two stages
-    per rank 1.09 to 1.23, with one 1.01 to 1.06; TeraPipe .84 to .99."""
+    chunk_price_ratios: tuple[float, float] = (0.84, 1.23)
+    """Least and largest predicted / measured speed-up of sequence chunks: TeraPipe .84
+    to .99; Seq1F1B 1.01 to 1.06 with one stage per rank, 1.09 to 1.23 with two."""
     context_tokens: int = Field(default=2048, ge=1)
     """Fewest tokens of a sequence on a rank under context parallelism. Published runs
     of large models have 4,096 and more."""
-    context_price_error: float | None = Field(default=None, ge=1)
-    """Largest predicted / measured speed-up of context parallelism with fewer tokens;
-    None: it was not measured, and the interval of a runtime and an architecture without
-    measured runs applies."""
+    context_price_ratios: tuple[float, float] | None = None
+    """Least and largest predicted / measured speed-up of context parallelism with fewer
+    tokens; None: not measured, so that the 80 % interval of a runtime and an
+    architecture without measured runs applies."""
+
+    @field_validator("chunk_price_ratios", "context_price_ratios")
+    @classmethod
+    def _ratios_are_ordered(
+        cls, ratios: tuple[float, float] | None
+    ) -> tuple[float, float] | None:
+        if ratios is not None and not 0 < ratios[0] <= ratios[1]:
+            raise ValueError(
+                f"the ratios {ratios[0]:g} and {ratios[1]:g} are not positive and in "
+                "ascending order; give the least, then the largest"
+            )
+        return ratios
 
 
 class CalibrationTable(Document):
