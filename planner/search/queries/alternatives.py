@@ -1,0 +1,237 @@
+"""The next best plans: other degrees first, then other choices of the same degrees.
+
+Every alternative is a real plan with an evaluated cut. Of a group of rows, such as those
+of equal degrees, only a few are looked at, so that an alternative is not proven to be
+the best of its group. The work is counted and not timed: equal searches have equal
+alternatives.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.search.engine.bound import IMPOSSIBLE, splits_backward
+from planner.search.engine.engine import FIRST_SCHEDULES, Node, Search
+from planner.search.engine.options import Option, Row
+from planner.search.engine.result import Candidate
+from planner.search.engine.stop import OPTION_WORK
+from planner.search.queries.outcome import Outcome
+from planner.search.result import Limits
+
+DEGREES = ("data", "tensor", "pipeline", "context", "expert")
+CHOICES = (*DEGREES, "schedule", "micro_batch_size")
+WORK = 400_000
+"""Work for every alternative, in units of `planner.search.engine.stop`."""
+CLOSE = 1.03
+"""No further row is solved that is at most this factor faster."""
+FAR = 1.5
+"""Slower plans, by this factor, are looked for only where there are too few others."""
+MOST_GROUPS = 64
+"""Groups of rows that are looked at."""
+MOST_ROWS = 12
+"""Rows of a group with one schedule that are bounded."""
+FITTING_ROWS = 3
+"""Of those, how many whose bounds are low enough."""
+TRIED_NODES = 3
+"""Rows of a group, each with an option, whose cuts are simulated."""
+_BELOW = 1 - 1e-8
+"""Bounds at a limit are rounded down."""
+
+Key = tuple[int, ...]
+"""What distinguishes one alternative from another."""
+
+
+def alternatives(outcome: Outcome, top: int, limits: Limits) -> tuple[Candidate, ...]:
+    """Return the next best plans, fastest first.
+
+    Plans whose degrees differ from the best plan's and from each other's come first;
+    then plans with another schedule or micro-batch size, then any other plans.
+
+    Args:
+        outcome: of the search.
+        top: number of plans.
+        limits: when to stop looking.
+    """
+    best = outcome.best
+    if best is None or top == 0:
+        return ()
+    similar = {outcome.search.space.schedules[best.row.schedule], *FIRST_SCHEDULES}
+    far = int(FAR * best.total)
+    passes = (
+        _Pass(DEGREES, frozenset(similar), far),
+        _Pass(DEGREES, None, far),
+        _Pass(DEGREES, None, IMPOSSIBLE),
+        _Pass(CHOICES, None, far),
+        _Pass(CHOICES, None, IMPOSSIBLE),
+        _Pass(Row._fields, None, IMPOSSIBLE),
+    )
+    found: list[Candidate] = []
+    for one in passes:
+        ranking = _Ranking(outcome.search, (best, *found), one, limits)
+        found += ranking.best(top - len(found))
+        if len(found) == top:
+            break
+    return tuple(sorted(found, key=_step))
+
+
+class _Pass(NamedTuple):
+    """What plans differ in, and which rows are looked at."""
+
+    columns: Sequence[str]
+    schedules: frozenset[str] | None
+    """None: all."""
+    ceiling: int
+    """Nanoseconds; slower plans do not count."""
+
+
+def _step(candidate: Candidate) -> int:
+    return candidate.total
+
+
+@dataclass
+class _Ranking:
+    """Best plans that differ from known plans, and from each other, in some columns."""
+
+    search: Search
+    known: Sequence[Candidate]
+    rule: _Pass
+    limits: Limits
+    work: int = 0
+    """Done so far."""
+    plans: dict[Key, Candidate] = field(default_factory=dict)
+
+    def best(self, top: int) -> list[Candidate]:
+        """Return up to a number of plans, fastest first."""
+        nodes = self._nodes(WORK * top // 2)
+        tried: Counter[Key] = Counter()
+        while nodes and self.work < WORK * top and not self.limits.should_stop():
+            node = heapq.heappop(nodes)
+            if self._last_step(top) <= CLOSE * node.nanoseconds:
+                break
+            key = self._key(node.item.row)
+            if tried[key] == TRIED_NODES:
+                continue
+            if node.is_exact:
+                tried[key] += self._solve(node, key)
+                continue
+            self.work += OPTION_WORK
+            branched = node.branch()
+            if branched.nanoseconds < self.rule.ceiling:
+                heapq.heappush(nodes, branched)
+        return sorted(self.plans.values(), key=_step)[:top]
+
+    def _last_step(self, top: int) -> int:
+        """Return nanoseconds of the last plan that counts."""
+        if len(self.plans) < top:
+            return IMPOSSIBLE
+        return sorted(map(_step, self.plans.values()))[top - 1]
+
+    def _solve(self, node: Node, key: Key) -> bool:
+        """Solve a node; return whether any cut was simulated."""
+        before = self.plans.get(key)
+        limit = self.rule.ceiling if before is None else before.total
+        if node.nanoseconds >= limit:
+            return False
+        found, actions = node.solve(limit, moves=False)
+        self.work += actions
+        if found is not None and found.total < limit:
+            self.plans[key] = found
+        return actions > 0
+
+    def _nodes(self, work: int) -> list[Node]:
+        """Return a queue of the rows that are looked at, with all their options."""
+        nodes: list[Node] = []
+        for rows in self._groups():
+            if self.work >= work or self.limits.should_stop():
+                break
+            nodes += self._nodes_of(rows)
+        heapq.heapify(nodes)
+        return nodes
+
+    def _nodes_of(self, rows: Sequence[int]) -> list[Node]:
+        """Return nodes of the first rows whose bounds are low enough."""
+        nodes: list[Node] = []
+        fitting = 0
+        for index in rows[:MOST_ROWS]:
+            options = list(self._options(index))
+            nodes += options
+            fitting += bool(options)
+            if fitting == FITTING_ROWS:
+                break
+        return nodes
+
+    def _options(self, index: int) -> Iterator[Node]:
+        """Yield the options of a row whose bounds are low enough."""
+        search = self.search
+        row = Row.of(search.table, index)
+        for place, option in search.pricing.undominated(row):
+            if option.shard_degree is not None or self._is_known(row, option):
+                continue
+            self.work += OPTION_WORK
+            node = search.node(index, place, row, option, self.rule.ceiling)
+            if node.nanoseconds < self.rule.ceiling * _BELOW:
+                yield node
+
+    def _is_known(self, row: Row, option: Option) -> bool:
+        return any(one.row == row and one.option == option for one in self.known)
+
+    def _groups(self) -> list[list[int]]:
+        """Return rows that may be looked at, by key and schedule, in order."""
+        table = self.search.table
+        rows = self._rows()
+        names = (*self.rule.columns, "schedule")
+        keys = np.stack([getattr(table, name)[rows] for name in names], axis=1)
+        taken = self._known_keys()
+        groups: dict[Key, dict[int, list[int]]] = {}
+        for index, whole in zip(rows.tolist(), keys.tolist(), strict=True):
+            key, schedule = tuple(whole[:-1]), whole[-1]
+            if key in taken:
+                continue
+            if key not in groups and len(groups) == MOST_GROUPS:
+                continue
+            groups.setdefault(key, {}).setdefault(schedule, []).append(index)
+        return [rows for group in groups.values() for rows in group.values()]
+
+    def _rows(self) -> NDArray[np.intp]:
+        """Return the rows that may be looked at, in the order of their estimates."""
+        search, rule = self.search, self.rule
+        rows = search.rows[search.row_bounds[search.rows] < rule.ceiling]
+        if rule.schedules is not None:
+            names = enumerate(search.space.schedules)
+            places = [place for place, name in names if name in rule.schedules]
+            rows = rows[np.isin(search.table.schedule[rows], places)]
+        estimates = estimated_steps(search)[rows]
+        return rows[np.argsort(estimates, kind="stable")]
+
+    def _known_keys(self) -> set[Key]:
+        """Return keys without other plans; a row's other options are other plans."""
+        if self.rule.columns == Row._fields:
+            return set()
+        return {self._key(one.row) for one in self.known}
+
+    def _key(self, row: Row) -> Key:
+        return tuple(getattr(row, name) for name in self.rule.columns)
+
+
+def estimated_steps(search: Search) -> NDArray[np.float64]:
+    """Return nanoseconds of every row with the time to fill its pipeline.
+
+    The bounds of rows include that time for few schedules, so that they compare badly
+    with those of others. A schedule that splits backwards fills it with weight
+    gradients, down to a third.
+    """
+    table, names = search.table, search.space.schedules
+    is_included = [name in ("1f1b", "gpipe") for name in names]
+    shares = np.array([1 / 3 if splits_backward(name) else 1.0 for name in names])
+    units = table.micro_batches * table.virtual_stages * table.sequence_chunks
+    fill = shares[table.schedule] * (table.pipeline - 1) / units
+    is_plain = np.array(is_included)[table.schedule] & (table.virtual_stages == 1)
+    estimates: NDArray[np.float64] = search.row_bounds * np.where(is_plain, 1, 1 + fill)
+    return estimates
