@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,10 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.search.engine.bound import IMPOSSIBLE, splits_backward
-from planner.search.engine.engine import FIRST_SCHEDULES, Node, Search
+from planner.search.engine.engine import Search
+from planner.search.engine.first_plan import SCHEDULES
 from planner.search.engine.options import Option, Row
 from planner.search.engine.result import Candidate
-from planner.search.engine.stop import OPTION_WORK
+from planner.search.engine.solve import Item, RowSolver
+from planner.search.queries.masked import masked
 from planner.search.queries.outcome import Outcome
 from planner.search.result import Limits
 
@@ -41,9 +43,6 @@ FITTING_ROWS = 3
 """Of those, how many whose bounds are low enough."""
 TRIED_NODES = 3
 """Rows of a group, each with an option, whose cuts are simulated."""
-_BELOW = 1 - 1e-8
-"""Bounds at a limit are rounded down."""
-
 Key = tuple[int, ...]
 """What distinguishes one alternative from another."""
 
@@ -62,7 +61,7 @@ def alternatives(outcome: Outcome, top: int, limits: Limits) -> tuple[Candidate,
     best = outcome.best
     if best is None or top == 0:
         return ()
-    similar = {outcome.search.space.schedules[best.row.schedule], *FIRST_SCHEDULES}
+    similar = {outcome.search.space.schedules[best.row.schedule], *SCHEDULES}
     far = int(FAR * best.total)
     passes = (
         _Pass(DEGREES, frozenset(similar), far),
@@ -74,7 +73,7 @@ def alternatives(outcome: Outcome, top: int, limits: Limits) -> tuple[Candidate,
     )
     found: list[Candidate] = []
     for one in passes:
-        ranking = _Ranking(outcome.search, (best, *found), one, limits)
+        ranking = _Ranking(outcome, (best, *found), one, limits)
         found += ranking.best(top - len(found))
         if len(found) == top:
             break
@@ -99,32 +98,34 @@ def _step(candidate: Candidate) -> int:
 class _Ranking:
     """Best plans that differ from known plans, and from each other, in some columns."""
 
-    search: Search
+    outcome: Outcome
     known: Sequence[Candidate]
     rule: _Pass
     limits: Limits
-    work: int = 0
-    """Done so far."""
     plans: dict[Key, Candidate] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Start a search that compares rows with the ceiling instead of a plan."""
+        self.search = masked(self.outcome.search, ceiling=self.rule.ceiling)
 
     def best(self, top: int) -> list[Candidate]:
         """Return up to a number of plans, fastest first."""
-        nodes = self._nodes(WORK * top // 2)
+        search = self.search
+        self._queue_rows(WORK * top // 2)
         tried: Counter[Key] = Counter()
-        while nodes and self.work < WORK * top and not self.limits.should_stop():
-            node = heapq.heappop(nodes)
-            if self._last_step(top) <= CLOSE * node.nanoseconds:
+        while search.queue and search.done < WORK * top:
+            node = heapq.heappop(search.queue)
+            is_enough = self._last_step(top) <= CLOSE * node.nanoseconds
+            if is_enough or self.limits.should_stop():
                 break
-            key = self._key(node.item.row)
+            row = Row.of(search.table, node.index)
+            key = self._key(row)
             if tried[key] == TRIED_NODES:
                 continue
-            if node.is_exact:
-                tried[key] += self._solve(node, key)
-                continue
-            self.work += OPTION_WORK
-            branched = node.branch()
-            if branched.nanoseconds < self.rule.ceiling:
-                heapq.heappush(nodes, branched)
+            if node.item is None:
+                search.expand(node, options=self._options(row))
+            else:
+                tried[key] += self._solve(node.item, key)
         return sorted(self.plans.values(), key=_step)[:top]
 
     def _last_step(self, top: int) -> int:
@@ -133,51 +134,35 @@ class _Ranking:
             return IMPOSSIBLE
         return sorted(map(_step, self.plans.values()))[top - 1]
 
-    def _solve(self, node: Node, key: Key) -> bool:
-        """Solve a node; return whether any cut was simulated."""
+    def _solve(self, item: Item, key: Key) -> bool:
+        """Solve a row with an option; return whether any cut was simulated."""
         before = self.plans.get(key)
         limit = self.rule.ceiling if before is None else before.total
-        if node.nanoseconds >= limit:
-            return False
-        found, actions = node.solve(limit, moves=False)
-        self.work += actions
+        solver = RowSolver(item)
+        found = solver.solve(limit, moves=False)
+        self.search.done += solver.actions
         if found is not None and found.total < limit:
             self.plans[key] = found
-        return actions > 0
+        return solver.actions > 0
 
-    def _nodes(self, work: int) -> list[Node]:
-        """Return a queue of the rows that are looked at, with all their options."""
-        nodes: list[Node] = []
+    def _queue_rows(self, work: int) -> None:
+        """Bound and queue the rows that are looked at, up to an amount of work."""
         for rows in self._groups():
-            if self.work >= work or self.limits.should_stop():
-                break
-            nodes += self._nodes_of(rows)
-        heapq.heapify(nodes)
-        return nodes
+            if self.search.done >= work or self.limits.should_stop():
+                return
+            before = len(self.search.queue)
+            for index in rows[:MOST_ROWS]:
+                self.search.bound_rows([index])
+                if len(self.search.queue) - before == FITTING_ROWS:
+                    break
 
-    def _nodes_of(self, rows: Sequence[int]) -> list[Node]:
-        """Return nodes of the first rows whose bounds are low enough."""
-        nodes: list[Node] = []
-        fitting = 0
-        for index in rows[:MOST_ROWS]:
-            options = list(self._options(index))
-            nodes += options
-            fitting += bool(options)
-            if fitting == FITTING_ROWS:
-                break
-        return nodes
-
-    def _options(self, index: int) -> Iterator[Node]:
-        """Yield the options of a row whose bounds are low enough."""
-        search = self.search
-        row = Row.of(search.table, index)
-        for place, option in search.pricing.undominated(row):
-            if option.shard_degree is not None or self._is_known(row, option):
-                continue
-            self.work += OPTION_WORK
-            node = search.node(index, place, row, option, self.rule.ceiling)
-            if node.nanoseconds < self.rule.ceiling * _BELOW:
-                yield node
+    def _options(self, row: Row) -> list[tuple[int, Option]]:
+        """Return options of a row that shard states over all replicas or not at all."""
+        return [
+            (place, option)
+            for place, option in self.search.pricing.undominated(row)
+            if option.shard_degree is None and not self._is_known(row, option)
+        ]
 
     def _is_known(self, row: Row, option: Option) -> bool:
         return any(one.row == row and one.option == option for one in self.known)
@@ -208,7 +193,9 @@ class _Ranking:
             places = [place for place, name in names if name in rule.schedules]
             rows = rows[np.isin(search.table.schedule[rows], places)]
         estimates = estimated_steps(search)[rows]
-        return rows[np.argsort(estimates, kind="stable")]
+        order = np.argsort(estimates, kind="stable")
+        found: NDArray[np.intp] = rows[order]
+        return found
 
     def _known_keys(self) -> set[Key]:
         """Return keys without other plans; a row's other options are other plans."""
@@ -233,5 +220,5 @@ def estimated_steps(search: Search) -> NDArray[np.float64]:
     units = table.micro_batches * table.virtual_stages * table.sequence_chunks
     fill = shares[table.schedule] * (table.pipeline - 1) / units
     is_plain = np.array(is_included)[table.schedule] & (table.virtual_stages == 1)
-    estimates: NDArray[np.float64] = search.row_bounds * np.where(is_plain, 1, 1 + fill)
-    return estimates
+    growth: NDArray[np.float64] = np.where(is_plain, 1.0, 1.0 + fill)
+    return growth * search.row_bounds.astype(np.float64)
