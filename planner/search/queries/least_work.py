@@ -1,0 +1,106 @@
+"""A lower bound on the step of every part of a cluster, before its layouts are bounded.
+
+For every split of the model's layers (micro-batch size m; tensor, context and expert
+degree t, c, e) W is the least time of one micro-batch through all layers. On n devices,
+with p pipeline ranks and d = n / (t c p) replicas, some rank is busy for
+
+    T >= M W / p,   M = ceil(batch / (d m))
+
+The bound of a part is the least T over its splits and degrees. Parts share the times of
+their splits, so that a part costs a sum and no prices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from planner.cost import Workload, layout_costs
+from planner.cost.placement import widest_expert_group
+from planner.cost.workload import on_part
+from planner.search.engine.bound import IMPOSSIBLE
+from planner.search.engine.constraints import recompute_modes
+from planner.search.engine.options import RANK_ORDERS
+from planner.search.engine.prices import Prices
+from planner.search.engine.space import Split, divisors, runtime_constraints
+from planner.search.layouts.parts import Part
+from planner.search.support import supported_space
+from planner.spec.layout import Layout
+
+_ROUNDING = 1 - 1e-9
+
+
+class LeastWork:
+    """Times of splits, shared by all parts of one cluster."""
+
+    def __init__(self, whole: Workload) -> None:
+        """Start without any time.
+
+        Args:
+            whole: the workload on all devices of the cluster.
+        """
+        self.whole = whole
+        constraint = runtime_constraints(whole).get("recompute")
+        supported = whole.framework.supports.allowed("recompute")
+        self._modes = recompute_modes(constraint, supported)
+        self._times: dict[tuple[object, ...], float] = {}
+
+    def of_parts(self, parts: Sequence[Part]) -> list[int]:
+        """Return nanoseconds that no layout of each part beats."""
+        return [self._of_part(on_part(self.whole, part.cluster)) for part in parts]
+
+    def _of_part(self, work: Workload) -> int:
+        space = supported_space(work)
+        batch = work.job.global_batch_size
+        least = float(IMPOSSIBLE)
+        for split, chunks in zip(space.splits, space.chunks, strict=True):
+            for count in chunks:
+                for layout in _layouts(work, split, count):
+                    replicas = layout.data_parallel_degree
+                    micro_batches = -(-batch // (replicas * split.micro_batch_size))
+                    time = self._time(work, split, layout)
+                    busy = time * micro_batches / layout.pipeline_parallel_degree
+                    least = min(least, busy)
+        return int(least * _ROUNDING)
+
+    def _time(self, work: Workload, split: Split, layout: Layout) -> float:
+        """Return the least nanoseconds of one micro-batch through all layers."""
+        if split.expert == 1:
+            return self._priced(work, split, layout, None)
+        found = []
+        for order in RANK_ORDERS:
+            placed = layout.model_copy(update={"rank_order": order})
+            group = widest_expert_group(placed, work.domain_devices)
+            found.append(self._priced(work, split, placed, group))
+        return min(found)
+
+    def _priced(
+        self, work: Workload, split: Split, layout: Layout, group: object
+    ) -> float:
+        links = (work.intra_node, work.inter_node, work.domain_devices)
+        key = (split, layout.sequence_chunks, group, links)
+        if key not in self._times:
+            prices = Prices.of(layout_costs(work, layout), self._modes)
+            self._times[key] = prices.total_work
+        return self._times[key]
+
+
+def _layouts(work: Workload, split: Split, chunks: int) -> Iterator[Layout]:
+    """Yield every way to give the ranks of a split to pipelines and replicas."""
+    ranks = split.tensor * split.context
+    if work.devices % ranks:
+        return
+    left = work.devices // ranks
+    for pipeline in divisors(left):
+        data = left // pipeline
+        if pipeline > len(work.profile.layers) or data * split.context % split.expert:
+            continue
+        yield Layout.model_construct(
+            data_parallel_degree=data,
+            tensor_parallel_degree=split.tensor,
+            pipeline_parallel_degree=pipeline,
+            context_parallel_degree=split.context,
+            expert_parallel_degree=split.expert,
+            micro_batch_size=split.micro_batch_size,
+            sequence_parallel=split.sequence_parallel,
+            sequence_chunks=chunks,
+        )
