@@ -38,6 +38,7 @@ from planner.api.pages.plan_search import (
     proof,
     relaxations,
     sensitivity,
+    space,
 )
 from planner.api.pages.plan_stages import stage_map
 from planner.api.pages.timeline import timeline_picture
@@ -77,6 +78,8 @@ def _plan(plan: Plan, row: PlanRow, parts: Services) -> Iterator[Node]:
     measured = parts.store.measurements(plan.id)
     yield section("Prediction and measured runs", runs(plan, measured))
     yield section("Alternatives", alternatives(plan))
+    if plan.search.space:
+        yield section("Search space", *space(plan.search))
     for title, found in (
         ("Sensitivity", sensitivity(plan)),
         ("Pareto front", pareto(plan)),

@@ -8,6 +8,12 @@ from planner.api.pages.html import Element, Node, bullets, table, tag
 from planner.spec import Plan
 from planner.spec.layout_words import layout_line
 from planner.spec.plan import Miss, ParetoPoint, Relaxation, SearchReport, Sensitivity
+from planner.spec.search_words import (
+    change_text,
+    cuts_text,
+    searched_sentence,
+    space_rows,
+)
 from planner.spec.units import gibibytes, percent, seconds
 from planner.spec.words import counted
 
@@ -34,7 +40,20 @@ def counts(search: SearchReport) -> str:
     ]
     if left:
         numbers.append(f"{left} open")
+    cuts = cuts_text(search)
+    if cuts:
+        numbers.append(cuts)
     return f"{', '.join(numbers)}, in {seconds(search.seconds)}"
+
+
+def space(search: SearchReport) -> tuple[Element, ...]:
+    """What was searched and left out: a sentence, and a table by dimension."""
+    if not search.space:
+        return ()
+    head = ("Dimension", "Searched", "Left out")
+    caption = "Values that are combined, and values that are left out with the reason"
+    sentence = f"Searched: {searched_sentence(search)}."
+    return tag("p", sentence), table(caption, head, space_rows(search))
 
 
 def alternatives(plan: Plan) -> Element:
@@ -45,13 +64,13 @@ def alternatives(plan: Plan) -> Element:
         (
             layout_line(each.layout),
             seconds(each.step_seconds),
-            f"+{percent(each.slowdown)}",
+            change_text(each),
             gibibytes(each.peak_bytes),
             each.reason,
         )
         for each in plan.alternatives
     ]
-    head = ("Layout", "Step", "Slower by", "Peak memory", "Why it is slower")
+    head = ("Layout", "Step", "Change", "Peak memory", "Reason")
     return table("The best plans of other layouts", head, rows, numbers=(1, 2, 3))
 
 

@@ -46,18 +46,26 @@ def check_search(plan: Plan, findings: Findings) -> None:
 
 
 def check_alternatives(plan: Plan, context: Context, findings: Findings) -> None:
-    """Check that alternatives are valid, in order, and none is faster than the plan."""
+    """Check that alternatives are valid and in order.
+
+    Only an unsupported one may be faster than the plan; it comes after the others.
+    """
     step = fastest = plan.prediction.step_seconds
     for position, other in enumerate(plan.alternatives):
         where, seconds = f"alternatives[{position}]", other.step_seconds
-        holds = seconds >= fastest * (1 - ROUNDING)
-        rule = f"it comes after {fastest!r}"
-        findings.rule(f"{where}.step_seconds", seconds, holds, rule)
-        fastest = max(fastest, seconds)
+        if other.supported:
+            holds = seconds >= fastest * (1 - ROUNDING)
+            rule = f"it comes after {fastest!r}"
+            findings.rule(f"{where}.step_seconds", seconds, holds, rule)
+            fastest = max(fastest, seconds)
+        is_last = position == len(plan.alternatives) - 1
+        rule = "an unsupported alternative comes last"
+        holds = other.supported or is_last
+        findings.rule(f"{where}.supported", other.supported, holds, rule)
         findings.close(f"{where}.slowdown", other.slowdown, seconds / step - 1)
         _check_other(where, other, context.possible_devices, context, findings)
     findings.checked.append(
-        "alternatives are valid layouts, in order, none faster than the plan"
+        "alternatives are valid layouts, in order, no supported one faster than the plan"
     )
 
 

@@ -14,11 +14,18 @@ from planner.spec.prediction_words import (
     memory_risk,
     step_interval,
 )
+from planner.spec.search_words import (
+    change_text,
+    cuts_text,
+    searched_sentence,
+    space_rows,
+)
 from planner.spec.units import GIB, gibibytes, percent, scaled, seconds
 from planner.spec.words import counted
 from planner.spec.words import gibibytes as needed
 
 BAR_WIDTH = 20
+NAME_WIDTH = 29
 
 
 def plan_tables(plan: Plan) -> str:
@@ -36,6 +43,8 @@ def plan_tables(plan: Plan) -> str:
         _memory(plan.prediction.memory, plan.request.job),
         proof_line(plan.search),
     ]
+    if plan.search.space:
+        parts.append(_space(plan.search))
     if plan.explanation:
         parts.append(
             "\n".join(
@@ -102,9 +111,11 @@ def _counts(search: SearchReport) -> str:
         if search.clusters_considered > 1
         else ""
     )
+    cuts = cuts_text(search)
     return (
         f"{counted(search.layouts_considered, 'layout')}{parts} considered, {search.layouts_pruned} pruned by their "
-        f"bound, {search.layouts_solved} solved{f', {left} left open' if left else ''}, in {seconds(search.seconds)}"
+        f"bound, {search.layouts_solved} solved{f', {left} left open' if left else ''}"
+        f"{f', {cuts}' if cuts else ''}, in {seconds(search.seconds)}"
     )
 
 
@@ -278,8 +289,19 @@ def _filled(used_bytes: int, capacity_bytes: int) -> str:
     return f"{bar(fraction, BAR_WIDTH)} {share}{over}"
 
 
+def _space(search: SearchReport) -> str:
+    """What was searched and left out, in a sentence and by dimension."""
+    lines = [f"{bold('searched')} {searched_sentence(search)}"]
+    for name, searched, left_out in space_rows(search):
+        lines.append(f"  {name:<{NAME_WIDTH}}{searched}")
+        if left_out:
+            lines.append(f"  {'':<{NAME_WIDTH}}left out: {left_out}")
+    return "\n".join(lines)
+
+
 def _alternative(alternative: Alternative) -> str:
-    line = f"  +{percent(alternative.slowdown)}  {seconds(alternative.step_seconds)}  {layout_line(alternative.layout)}"
+    step = seconds(alternative.step_seconds)
+    line = f"  {change_text(alternative)}  {step}  {layout_line(alternative.layout)}"
     return f"{line}\n      {alternative.reason}" if alternative.reason else line
 
 

@@ -21,6 +21,7 @@ from planner.spec.prediction_words import (
     memory_risk,
     step_interval,
 )
+from planner.spec.search_words import change_text, cuts_text, searched_sentence
 from planner.spec.units import percent, seconds, significant
 from planner.spec.words import counted
 
@@ -52,6 +53,7 @@ def plan_text(plan: Plan, next_command: str) -> str:
     lines = [
         *_summary(plan, subject),
         _line("Optimal", _optimal(plan.search)),
+        *_wrapped("Searched", searched_sentence(plan.search)),
         *_calibration(plan.prediction),
     ]
     if plan.cost_per_token is not None:
@@ -136,11 +138,15 @@ def _line(label: str, text: str) -> str:
 
 def _calibration(prediction: Prediction) -> list[str]:
     """The measured runs behind the prediction, on as many lines as needed."""
-    text = calibration_text(prediction)
-    first, *more = wrap(text, LINE_WIDTH - LABEL_WIDTH) or [""]
-    if not first:
+    return _wrapped("Calibration", calibration_text(prediction))
+
+
+def _wrapped(label: str, text: str) -> list[str]:
+    """A labelled text on as many lines as needed; none for an empty text."""
+    if not text:
         return []
-    return [_line("Calibration", first), *(_line("", line) for line in more)]
+    first, *more = wrap(text, LINE_WIDTH - LABEL_WIDTH)
+    return [_line(label, first), *(_line("", line) for line in more)]
 
 
 def _subject_line(subject: Subject) -> str:
@@ -317,6 +323,9 @@ def _shares(prediction: Prediction) -> str:
 
 def _optimal(search: SearchReport) -> str:
     count = f"{search.layouts_considered:,} layouts"
+    cuts = cuts_text(search)
+    if cuts:
+        count = f"{count}, {cuts}"
     if search.optimal:
         return f"proven over {count}, {seconds(search.seconds)}"
     if not search.lower_bound_seconds:
@@ -371,12 +380,16 @@ def _alternatives(plan: Plan) -> str:
     rows = [
         (
             _difference(alternative.layout, plan.layout),
-            f"+{percent(alternative.slowdown)}",
+            f"{change_text(alternative)}{'' if alternative.supported else '*'}",
             f"{alternative.peak_bytes / GB:.1f} GB",
         )
         for alternative in plan.alternatives
     ]
-    return table(("Alternatives", "Step", "Memory"), rows)
+    lines = [table(("Alternatives", "Step", "Memory"), rows)]
+    for alternative in plan.alternatives:
+        if not alternative.supported:
+            lines += wrap(f"* {alternative.reason}", LINE_WIDTH)
+    return "\n".join(lines)
 
 
 def _difference(layout: Layout, best: Layout) -> str:

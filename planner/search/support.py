@@ -23,6 +23,7 @@ from planner.search.queries.outcome import Outcome
 from planner.spec.calibration import SupportedChoices, shipped
 from planner.spec.layout import Layout
 from planner.spec.plan import Alternative
+from planner.spec.search_words import UNSUPPORTED
 from planner.spec.units import percent
 
 LEAST_TOKENS = 512
@@ -167,8 +168,8 @@ def gain_text(work: Workload, layout: Layout, speed_up: float) -> str:
     interval = f"{_change_text(least)} to {_change_text(most)}"
     pieces = " and ".join(_short_pieces(work, layout))
     return (
-        f"predicted {gain}, {interval} by the errors of earlier predictions; "
-        f"measured runs do not support {pieces}"
+        f"{pieces}: {UNSUPPORTED}; predicted {gain}, {interval} by the errors of earlier "
+        "predictions"
     )
 
 

@@ -18,6 +18,7 @@ from planner.spec import Infeasible, Layout, ModelProfile, Plan, PlanRequest, Pr
 from planner.spec.plan import (
     Alternative,
     Breakdown,
+    LeftOutValues,
     Miss,
     Overtaking,
     ParetoPoint,
@@ -27,6 +28,7 @@ from planner.spec.plan import (
     Relaxation,
     SearchReport,
     Sensitivity,
+    SpaceDimension,
     Stage,
 )
 from tests.api.documents import GIB
@@ -132,7 +134,14 @@ class Rich(Instant):
                 "explanation": (f"There is one rank {MARKUP}.",),
                 "alternatives": (
                     Alternative(**found, slowdown=1.0, reason=f"slower {MARKUP}"),
+                    Alternative(
+                        **found | {"step_seconds": 0.4},
+                        slowdown=-0.2,
+                        reason=f"unsupported {MARKUP}",
+                        supported=False,
+                    ),
                 ),
+                "search": plan.search.model_copy(update={"space": (CONTEXT,)}),
                 "pareto": (ParetoPoint(**found, devices=2, cost_per_token=1e-6),),
                 "relaxations": (
                     Relaxation(
@@ -154,6 +163,13 @@ class Rich(Instant):
                 "cost_per_token": 2e-6,
             }
         )
+
+
+CONTEXT = SpaceDimension(
+    field="context_parallel_degree",
+    searched=("1", "2"),
+    left_out=(LeftOutValues(values="4", reason=f"too short {MARKUP}"),),
+)
 
 
 @dataclass(frozen=True)

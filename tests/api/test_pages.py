@@ -73,6 +73,7 @@ def test_a_plan_has_a_page_of_all_that_it_says(
         words = page.all("main")[0].text
         assert "data 1 x tensor 1 x pipeline 1" in words
         assert "optimal, proven" in words
+        assert "without context degree 4" in words
         assert "2 per million tokens" in words
         assert words.count(MARKUP) > 8
         for caption, cell in (
@@ -80,6 +81,9 @@ def test_a_plan_has_a_page_of_all_that_it_says(
             ("Predicted peak memory", "1.00"),
             ("Pipeline stages", f"block0{MARKUP} .. block3{MARKUP}"),
             ("best plans of other layouts", f"slower {MARKUP}"),
+            ("best plans of other layouts", f"unsupported {MARKUP}"),
+            ("best plans of other layouts", "-20.0 %"),
+            ("Values that are combined", f"4: too short {MARKUP}"),
             ("Errors of the inputs", "alternative 1 at -23%"),
             ("Fastest plans by", "1.00 s"),
             ("under relaxed limits", f"4 GiB more {MARKUP}"),

@@ -219,6 +219,12 @@ ALTERATIONS: dict[str, tuple[Alteration, str]] = {
         ),
         "alternatives[0].step_seconds: ",
     ),
+    "unsupported alternative first": (
+        lambda d: d["alternatives"].insert(
+            0, d["alternatives"][0] | {"supported": False}
+        ),
+        "alternatives[0].supported: ",
+    ),
     "slowdown": (
         lambda d: d["alternatives"][0].update(slowdown=9.0),
         "alternatives[0].slowdown: ",

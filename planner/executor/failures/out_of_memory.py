@@ -104,7 +104,8 @@ def _host_hint(plan: Plan) -> str:
         (
             each
             for each in plan.alternatives
-            if not (each.layout.activation_offload or each.layout.optimizer_offload)
+            if each.supported
+            and not (each.layout.activation_offload or each.layout.optimizer_offload)
         ),
         None,
     )
@@ -139,11 +140,15 @@ def telling_out_of_memory(
 def next_that_fits(
     plan: Plan, needed_bytes: int, predicted_bytes: int
 ) -> Alternative | None:
-    """The fastest alternative that fits even if its prediction is as far below the truth as the plan's was."""
+    """The fastest supported alternative that fits even if its prediction is as far below the truth as the plan's."""
     factor = max(needed_bytes / predicted_bytes, 1.0) if predicted_bytes else 1.0
     capacity = min(row.capacity_bytes for row in plan.prediction.memory)
     return next(
-        (each for each in plan.alternatives if each.peak_bytes * factor <= capacity),
+        (
+            each
+            for each in plan.alternatives
+            if each.supported and each.peak_bytes * factor <= capacity
+        ),
         None,
     )
 
