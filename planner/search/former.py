@@ -34,12 +34,12 @@ from planner.search.answer.rivals import rivals
 from planner.search.answer.sensitivity import sensitivity
 from planner.search.answer.words import degrees_text
 from planner.search.contenders import Contest
-from planner.search.engine.constraints import schedule_names
 from planner.search.layouts.offloading import NOTHING
 from planner.search.layouts.orders import SYNTHESIZED
 from planner.search.layouts.parts import token_price
-from planner.search.layouts.space import Space
+from planner.search.layouts.space import Space, constraints_without_layouts
 from planner.search.objectives import contest
+from planner.search.queries.refusals import ImpossibleConstraint, asked_schedules
 from planner.search.result import Callbacks, Found, Limits, improved
 from planner.search.stages import stages_of
 from planner.spec.cluster import Cluster
@@ -49,16 +49,10 @@ from planner.spec.profile import ModelProfile
 from planner.spec.words import counted, gibibytes
 
 
-def is_needed(cluster: Cluster, job: Job) -> bool:
+def is_former(cluster: Cluster, job: Job) -> bool:
     """Return whether only the former search plans this request."""
     has_several_groups = len(cluster.node_groups) > 1
-    return has_several_groups or asks_synthesis(job)
-
-
-def asks_synthesis(job: Job) -> bool:
-    """Return whether the job's constraints ask for synthesized orders."""
-    names = schedule_names(job.constraints.get("schedule"))
-    return names is not None and SYNTHESIZED in names
+    return has_several_groups or SYNTHESIZED in (asked_schedules(job) or ())
 
 
 def former_plan(
@@ -89,6 +83,14 @@ def former_plan(
         return _infeasible(work, space, found, limits)
     answer = _answer(request, work, found)
     return _explained(answer, profile, found, limits.afterwards())
+
+
+def former_impossible(work: Workload) -> tuple[ImpossibleConstraint, ...]:
+    """Return the constraints of a job that leave no layout by themselves."""
+    found = []
+    for one in constraints_without_layouts(work):
+        found.append(ImpossibleConstraint(one.field, one.value, one.allowed))
+    return tuple(found)
 
 
 def _explained(

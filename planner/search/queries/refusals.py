@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -22,7 +23,10 @@ from planner.search.engine.space import (
     whole_space,
 )
 from planner.search.engine.table import Table, enumerate_table
-from planner.search.layouts.offloading import check_offload_constraints
+from planner.search.layouts.offloading import (
+    check_offload_constraints,
+    is_offloading_known,
+)
 from planner.search.queries.counts import layouts_of_rows
 from planner.search.stage_maps.division import check_division
 from planner.spec.job import (
@@ -33,8 +37,9 @@ from planner.spec.job import (
     Scalar,
     allows,
 )
+from planner.spec.plan import SearchReport
 from planner.spec.profile import ModelProfile
-from planner.spec.words import counted, written
+from planner.spec.words import counted, gibibytes, written
 
 RECOMPUTE_WORDS = ("none", "selective", "full", "per-layer")
 _PIECES = ("sequence_chunks", "context_parallel_degree")
@@ -202,7 +207,7 @@ class ImpossibleConstraint:
     """Values that layouts have; empty for choices that rows leave open."""
 
 
-def impossible_constraints(work: Workload) -> tuple[ImpossibleConstraint, ...]:
+def constraints_without_layouts(work: Workload) -> tuple[ImpossibleConstraint, ...]:
     """Return the constraints of a job that leave no layout by themselves."""
     everything = _Candidates.of(_constrained(work, {}))
     found = []
@@ -222,7 +227,7 @@ def empty_reasons(work: Workload) -> tuple[str, ...]:
     if not count:
         return (_without_constraints(work),)
     reasons = []
-    for one in impossible_constraints(work):
+    for one in constraints_without_layouts(work):
         values = _values_text(one)
         cause = _cause(work, one.field)
         reasons.append(
@@ -230,6 +235,49 @@ def empty_reasons(work: Workload) -> tuple[str, ...]:
             f"layouts{values}{cause}"
         )
     return tuple(reasons) or ("no layout meets all constraints together",)
+
+
+def unfit_text(work: Workload, report: SearchReport) -> str:
+    """Return that no layout fits in memory, and how much the job may use."""
+    layouts = counted(report.layouts_considered, "layout")
+    cuts = "" if report.gap_all_cuts is None else " with the cuts that were evaluated"
+    used = gibibytes(work.capacity_bytes, is_room=True)
+    whole = gibibytes(work.device.memory_bytes, is_room=True)
+    text = (
+        f"none of the {layouts} fits in memory{cuts}: the job may use {used} of the "
+        f"{whole} of {work.device.id}"
+    )
+    if is_offloading_known(work):
+        host = gibibytes(work.host_capacity_bytes or 0, is_room=True)
+        text += f", and {host} of host memory per device"
+    return text
+
+
+def not_found_text(report: SearchReport) -> str:
+    """Return that the time limit ended a search without a plan."""
+    layouts = counted(report.layouts_considered, "layout")
+    return (
+        f"no plan was found within the time limit over {layouts}; there may be one"
+    )
+
+
+def too_slow_text(job: Job, devices: int, fastest: float) -> str:
+    """Return that no plan meets the deadline, and the shortest step.
+
+    The step is rounded up, so that it is a deadline that a plan meets.
+
+    Args:
+        job: has the deadline.
+        devices: of the part with the shortest step.
+        fastest: that step in seconds.
+    """
+    digits = max(0, 5 - math.floor(math.log10(fastest)))
+    met = math.ceil(fastest * 10**digits) / 10**digits
+    return (
+        "no plan on any part of the cluster meets the deadline of "
+        f"{job.deadline_seconds} s per step; the fastest on "
+        f"{counted(devices, 'device')} takes {met:.{digits}f} s"
+    )
 
 
 @dataclass(frozen=True, slots=True)
