@@ -13,6 +13,7 @@ their splits, so that a part costs a sum and no prices.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from planner.cost import Workload, layout_costs
 from planner.cost.placement import widest_expert_group
@@ -79,9 +80,20 @@ class LeastWork:
         links = (work.intra_node, work.inter_node, work.domain_devices)
         key = (split, layout.sequence_chunks, group, links)
         if key not in self._times:
-            prices = Prices.of(layout_costs(work, layout), self._modes)
+            replicas = layout.data_parallel_degree
+            even = _with_batch(work, replicas * split.micro_batch_size)
+            prices = Prices.of(layout_costs(even, layout), self._modes)
             self._times[key] = prices.total_work
         return self._times[key]
+
+
+def _with_batch(work: Workload, batch: int) -> Workload:
+    """Return the workload with a batch that a layout divides; layers cost the same."""
+    job = work.job.model_copy(update={"global_batch_size": batch})
+    found = replace(work, job=job)
+    for name in ("sizes", "_alike", "spent"):
+        found.__dict__[name] = getattr(work, name)
+    return found
 
 
 def _layouts(work: Workload, split: Split, chunks: int) -> Iterator[Layout]:

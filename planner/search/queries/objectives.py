@@ -116,18 +116,24 @@ class PartSearch:
         return None if self.search is None else self.search.best
 
     @property
+    def limit(self) -> int:
+        """Nanoseconds that a plan has to beat."""
+        return self.ceiling if self.search is None else self.search.limit
+
+    @property
     def is_open(self) -> bool:
-        """Whether a layout that was not evaluated may beat the ceiling."""
+        """Whether a layout that was not evaluated may beat the limit."""
         if self.search is None:
             return self.least < self.ceiling
         return self.search.is_open
 
     @property
     def open_bound(self) -> int:
-        """The least bound of all that is open; the ceiling if nothing is."""
-        if self.search is None:
-            return min(self.least, self.ceiling)
-        return min(max(self.least, self.search.least), self.search.limit)
+        """The least bound of all that is open; the limit if nothing is."""
+        least = self.least
+        if self.search is not None:
+            least = max(least, self.search.least)
+        return min(least, self.limit)
 
     @property
     def bound_all_cuts(self) -> int:
@@ -395,9 +401,13 @@ class Portfolio:
             best = self.price(winner, total)
             bound = self._bound_on(winner, [best, *open_bounds])
             gap = (total - bound) / total
-            all_cuts = [self.price(one, one.bound_all_cuts) for one in self._relevant]
+            all_cuts = [
+                self.price(one, one.bound_all_cuts)
+                for one in self.searches
+                if one.bound_all_cuts < one.limit
+            ]
             bound_all = min(bound, self._bound_on(winner, [best, *all_cuts]))
-            gap_all_cuts = (total - bound_all) / total if bound_all < bound else None
+            gap_all_cuts = _wider_gap(gap, (total - bound_all) / total)
         is_proven = gap <= OPTIMAL_GAP
         if winner is None:
             is_proven = not open_bounds
@@ -414,14 +424,6 @@ class Portfolio:
             gap_all_cuts=gap_all_cuts,
             clusters_considered=max(1, len(started)),
         )
-
-    @property
-    def _relevant(self) -> list[PartSearch]:
-        """Parts whose other cuts might beat the best plan."""
-        if self.job.objective != "devices" or self.winner is None:
-            return self.searches
-        most = self.winner.part.devices
-        return [one for one in self.searches if one.part.devices <= most]
 
     def report_progress(self, *, is_last: bool = False) -> None:
         """Call the caller's progress callback, at most every `_REPORT_SECONDS`."""
@@ -503,9 +505,14 @@ def _joint_report(report: SearchReport, search: Search, result: Result) -> Searc
             "lower_bound_seconds": bound * TICK_SECONDS,
             "gap": gap,
             "optimal": gap <= OPTIMAL_GAP,
-            "gap_all_cuts": result.gap_all_cuts if result.gap_all_cuts > gap else None,
+            "gap_all_cuts": _wider_gap(gap, result.gap_all_cuts),
         }
     )
+
+
+def _wider_gap(gap: float, gap_all_cuts: float) -> float | None:
+    """Return the gap over all cuts; None: it is that over the evaluated cuts."""
+    return gap_all_cuts if gap_all_cuts - gap > OPTIMAL_GAP else None
 
 
 def deadline_nanoseconds(job: Job) -> int:
