@@ -8,7 +8,7 @@ from planner.cost import LayoutCosts, StageMap, Step
 from planner.schedule import Schedule
 from planner.search.engine.options import Option, Row
 from planner.search.engine.space import Space
-from planner.spec.layout import Layout
+from planner.spec.layout import Layout, RecomputeWord
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,15 @@ class Candidate:
 
     @property
     def layout(self) -> Layout:
-        """The layout, with the recompute mode of its layers."""
-        modes = {mode for stage in self.stage_map for _, mode in stage}
-        word = modes.pop() if len(modes) == 1 else "per-layer"
+        """The layout, with the recompute mode of its layers.
+
+        Layers that have only one mode make no choice.
+        """
+        pairs = [pair for stage in self.stage_map for pair in stage]
+        modes = {mode for layer, mode in pairs if len(self.costs.layers[layer]) > 1}
+        if not modes:
+            modes = {mode for _, mode in pairs}
+        word: RecomputeWord = modes.pop() if len(modes) == 1 else "per-layer"
         return self.costs.layout.model_copy(update={"recompute": word})
 
 

@@ -256,9 +256,7 @@ def unfit_text(work: Workload, report: SearchReport) -> str:
 def not_found_text(report: SearchReport) -> str:
     """Return that the time limit ended a search without a plan."""
     layouts = counted(report.layouts_considered, "layout")
-    return (
-        f"no plan was found within the time limit over {layouts}; there may be one"
-    )
+    return f"no plan was found within the time limit over {layouts}; there may be one"
 
 
 def too_slow_text(job: Job, devices: int, fastest: float) -> str:
