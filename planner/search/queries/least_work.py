@@ -15,13 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from planner.cost import Workload, layout_costs
+from planner.cost import LayoutCosts, Workload, layout_costs
 from planner.cost.placement import widest_expert_group
 from planner.cost.workload import on_part
 from planner.search.engine.bound import IMPOSSIBLE
 from planner.search.engine.constraints import recompute_modes
 from planner.search.engine.options import RANK_ORDERS
-from planner.search.engine.prices import Prices
 from planner.search.engine.space import Split, divisors, runtime_constraints
 from planner.search.layouts.parts import Part
 from planner.search.support import supported_space
@@ -82,9 +81,20 @@ class LeastWork:
         if key not in self._times:
             replicas = layout.data_parallel_degree
             even = _with_batch(work, replicas * split.micro_batch_size)
-            prices = Prices.of(layout_costs(even, layout), self._modes)
-            self._times[key] = prices.total_work
+            self._times[key] = self._total(layout_costs(even, layout))
         return self._times[key]
+
+    def _total(self, costs: LayoutCosts) -> float:
+        """Return nanoseconds of all layers, each in its shortest permitted mode."""
+        total = 0.0
+        for first, count in costs.kinds:
+            modes = costs.layers[first]
+            permitted = [one for mode, one in modes.items() if mode in self._modes]
+            every = permitted or list(modes.values())
+            total += count * min(
+                one.forward_ticks + one.backward_ticks for one in every
+            )
+        return total
 
 
 def _with_batch(work: Workload, batch: int) -> Workload:
