@@ -1,0 +1,488 @@
+"""Look for layouts that beat plans: ``python -m benchmarks.attack --requests N --seed S``.
+
+Random requests are planned. Then neighbours of every plan's layout are priced as
+``planner predict`` does: other degrees, micro-batch sizes, schedules, stages per rank,
+recompute modes, ZeRO stages, rank orders, chunks. A neighbour of the searched space that
+fits and is faster than the plan is printed, and the exit code is 1. Where no plan fits,
+simple layouts are priced, and one that fits is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from benchmarks.arguments import positive_int, positive_seconds, whole_number
+from planner.cli.console import note
+from planner.cli.failures import DONE, FAILED
+from planner.cost import Workload, workload
+from planner.errors import PlannerError
+from planner.profiler.resolve import catalogue_profile
+from planner.schedule import find
+from planner.search import make_request, plan, predict
+from planner.search.engine.space import Space, Split, divisors, runtime_constraints
+from planner.search.support import supported_space
+from planner.spec import Cluster, Infeasible, Job, ModelProfile, Options
+from planner.spec.job import CONSTRAINABLE, Constraint, allows
+from planner.spec.layout import Layout, PredictionLayout
+from planner.spec.layout_words import layout_line
+from planner.spec.short_form import cluster_of
+from planner.spec.units import percent, seconds
+
+MODELS = (
+    "gpt2",
+    "gpt2-xl",
+    "bert-large",
+    "llama-3.2-1b",
+    "llama-3.2-3b",
+    "llama-3.1-8b",
+    "qwen3-0.6b",
+    "qwen3-30b-a3b",
+    "gemma-2-9b",
+    "mixtral-8x7b",
+    "llama-3.1-70b",
+    "resnet-50",
+)
+LONGEST = {"gpt2": 1024, "gpt2-xl": 1024, "bert-large": 512}
+"""Tokens of the longest sequence; other models take all of `LENGTHS`."""
+WITHOUT_TOKENS = ("resnet-50",)
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+DEVICES = (
+    "h100-sxm5-80gb",
+    "a100-sxm4-80gb",
+    "a100-sxm4-40gb",
+    "l4-24gb",
+    "rtx4090-24gb",
+    "h200-sxm-141gb",
+)
+COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+BATCHES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
+RUNTIMES = ("planner", "planner", "megatron-core")
+FIXED: tuple[tuple[str, Constraint], ...] = (
+    ("tensor_parallel_degree", 1),
+    ("tensor_parallel_degree", 2),
+    ("pipeline_parallel_degree", 2),
+    ("pipeline_parallel_degree", 4),
+    ("data_parallel_degree", 1),
+    ("context_parallel_degree", 1),
+    ("zero_stage", 1),
+    ("zero_stage", (0, 1)),
+    ("recompute", "none"),
+    ("recompute", "full"),
+    ("recompute", ("none", "full")),
+    ("schedule", "1f1b"),
+    ("schedule", "interleaved-1f1b"),
+    ("micro_batch_size", 1),
+    ("sequence_chunks", (1, 2, 4)),
+    ("virtual_stages_per_rank", 1),
+)
+FIXED_SHARE = 0.3
+"""Share of requests with a constraint."""
+DEGREES = (
+    "data_parallel_degree",
+    "tensor_parallel_degree",
+    "pipeline_parallel_degree",
+    "context_parallel_degree",
+)
+FACTORS = (2, 3)
+MODES = ("none", "selective", "full", "per-layer")
+TOLERANCE = 1e-6
+SIMPLE_LAYOUTS = 60
+"""Layouts that are priced where no plan fits."""
+
+Change = dict[str, Any]
+
+
+class Case(NamedTuple):
+    """A request."""
+
+    model: str
+    devices: int
+    device: str
+    batch: int
+    length: int
+    runtime: str = "planner"
+    constraints: Mapping[str, Constraint] = {}
+
+    @property
+    def command(self) -> str:
+        """The request as a command."""
+        parts = [
+            f"planner plan {self.model} --devices {self.devices}x{self.device}",
+            f"--batch {self.batch}",
+        ]
+        if self.length:
+            parts.append(f"--sequence {self.length}")
+        if self.runtime != "planner":
+            parts.append(f"--runtime {self.runtime}")
+        for name, value in self.constraints.items():
+            values = value if isinstance(value, tuple) else (value,)
+            parts.append(f"--fix {name}={','.join(map(str, values))}")
+        return " ".join(parts)
+
+    @property
+    def job(self) -> Job:
+        """The job document."""
+        return Job(
+            global_batch_size=self.batch,
+            sequence_length=self.length,
+            runtime=self.runtime,
+            constraints=dict(self.constraints),
+        )
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster document."""
+        return cluster_of(f"{self.devices}x{self.device}")
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """A request's documents; the job has the memory margin that plans leave free."""
+
+    profile: ModelProfile
+    cluster: Cluster
+    job: Job
+
+    @property
+    def work(self) -> Workload:
+        """What is planned."""
+        return workload(self.profile, self.cluster, self.job)
+
+
+class Winner(NamedTuple):
+    """A plan, as far as it is attacked."""
+
+    layout: Layout
+    step_seconds: float
+    lower_bound_seconds: float
+    is_optimal: bool
+
+
+class Better(NamedTuple):
+    """A layout that the plan should have had."""
+
+    layout: Layout
+    step_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    """What the neighbours of a plan are worth."""
+
+    winner: Winner | None
+    """None: no plan fits."""
+    priced: int
+    """Neighbours that fit."""
+    better: tuple[Better, ...]
+    """Fastest first."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print one line per request and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=positive_int, default=200)
+    parser.add_argument("--seed", type=whole_number, default=0)
+    parser.add_argument("--first", type=whole_number, default=0, help="skip so many")
+    parser.add_argument(
+        "--time-limit", type=positive_seconds, default=5.0, help="of a plan, in seconds"
+    )
+    arguments = parser.parse_args(argv)
+    rng = random.Random(arguments.seed)
+    cases = [random_case(rng) for _ in range(arguments.requests)]
+    failed = 0
+    for number, case in enumerate(cases[arguments.first :], arguments.first):
+        note(f"request {number}: {case.command}")
+        started = time.process_time()
+        try:
+            found = attack(case, arguments.time_limit)
+        except PlannerError as error:
+            print(f"{number}  refused: {error}", flush=True)
+            continue
+        spent = time.process_time() - started
+        print(f"{number}  {line(found)}, {spent:.1f} CPU s", flush=True)
+        if found.better:
+            failed += 1
+            print(report(case, found), flush=True)
+    print(f"{len(cases)} requests, {failed} with a better layout")
+    return FAILED if failed else DONE
+
+
+def random_case(rng: random.Random) -> Case:
+    """Return a random request."""
+    model = rng.choice(MODELS)
+    longest = LONGEST.get(model, LENGTHS[-1])
+    lengths = [length for length in LENGTHS if length <= longest]
+    constraints: dict[str, Constraint] = {}
+    if rng.random() < FIXED_SHARE:
+        name, value = rng.choice(FIXED)
+        constraints[name] = value
+    return Case(
+        model=model,
+        devices=rng.choice(COUNTS),
+        device=rng.choice(DEVICES),
+        batch=rng.choice(BATCHES),
+        length=0 if model in WITHOUT_TOKENS else rng.choice(lengths),
+        runtime=rng.choice(RUNTIMES),
+        constraints=constraints,
+    )
+
+
+def attack(case: Case, time_limit: float) -> Attack:
+    """Plan a request and price the neighbours of the plan.
+
+    Args:
+        case: the request.
+        time_limit: of the search, in seconds.
+
+    Raises:
+        PlannerError: the request is refused.
+    """
+    options = Options(top=0, time_limit_seconds=time_limit)
+    profile = catalogue_profile(case.model, case.job)
+    request = make_request(profile, case.cluster, case.job, options, model=case.model)
+    documents = Documents(profile, request.cluster, request.job)
+    found = plan(request, profile)
+    if isinstance(found, Infeasible):
+        return attack_nothing(documents)
+    search = found.search
+    winner = Winner(
+        found.layout,
+        found.prediction.step_seconds,
+        search.lower_bound_seconds,
+        search.optimal,
+    )
+    return attack_winner(documents, winner)
+
+
+def attack_winner(documents: Documents, winner: Winner) -> Attack:
+    """Price all neighbours of a plan's layout."""
+    limit = winner.step_seconds * (1 - TOLERANCE)
+    found = _priced(documents, neighbours(documents, winner.layout))
+    better = [each for each in found if each.step_seconds < limit]
+    better.sort(key=lambda each: each.step_seconds)
+    return Attack(winner, len(found), tuple(better))
+
+
+def attack_nothing(documents: Documents) -> Attack:
+    """Price simple layouts where no plan fits."""
+    found = _priced(documents, simple_layouts(documents))
+    return Attack(None, len(found), tuple(found))
+
+
+def _priced(documents: Documents, layouts: Iterator[Layout]) -> list[Better]:
+    """Return the layouts of the searched space that fit, with their steps."""
+    work = documents.work
+    space = supported_space(work)
+    found = []
+    for layout in layouts:
+        try:
+            is_searched = is_inside(work, space, layout)
+        except PlannerError:
+            continue
+        if not is_searched:
+            continue
+        priced = _price(documents, layout)
+        if priced is not None:
+            found.append(priced)
+    return found
+
+
+def _price(documents: Documents, layout: Layout) -> Better | None:
+    """Return a layout with its step; None if it is invalid or does not fit."""
+    given = PredictionLayout.model_construct(**dict(layout), layers_per_stage=None)
+    try:
+        forecast = predict(documents.profile, documents.cluster, documents.job, given)
+    except PlannerError:
+        return None
+    if not forecast.fits:
+        return None
+    return Better(layout, forecast.prediction.step_seconds)
+
+
+def is_inside(work: Workload, space: Space, layout: Layout) -> bool:
+    """Return whether a search of the space covers a layout, if it divides the work.
+
+    Raises:
+        LayoutError: the layout does not divide the batch.
+    """
+    split = Split(
+        layout.micro_batch_size,
+        layout.tensor_parallel_degree,
+        layout.context_parallel_degree,
+        layout.expert_parallel_degree,
+        layout.sequence_parallel,
+    )
+    if split not in space.splits:
+        return False
+    if layout.sequence_chunks not in space.chunks[space.splits.index(split)]:
+        return False
+    if layout.sequence_chunks > 1 and layout.zero_stage > 1:
+        return False
+    has_chunks = layout.sequence_chunks > 1
+    if find(layout.schedule).takes_sequence_chunks != has_chunks:
+        return False
+    if layout.schedule not in space.schedules:
+        return False
+    if layout.virtual_stages_per_rank not in space.virtual_stages:
+        return False
+    return _is_permitted(work, layout)
+
+
+def _is_permitted(work: Workload, layout: Layout) -> bool:
+    """Return whether job and runtime permit a layout."""
+    if work.framework.supports.violation(layout, work.job) is not None:
+        return False
+    constraints = runtime_constraints(work)
+    for name in CONSTRAINABLE:
+        if not allows(constraints.get(name), layout.constrained(name)):
+            return False
+    return True
+
+
+def neighbours(documents: Documents, layout: Layout) -> Iterator[Layout]:
+    """Yield layouts that differ in one choice, each with every recompute mode.
+
+    The layout itself is one of them, with the stage map that ``predict`` finds.
+    """
+    seen = {layout}
+    yield layout
+    for change in _changes(documents, layout):
+        for mode in dict.fromkeys((layout.recompute, *MODES)):
+            found = _changed(layout, change | {"recompute": mode})
+            if found is not None and found not in seen:
+                seen.add(found)
+                yield found
+
+
+def _changes(documents: Documents, layout: Layout) -> Iterator[Change]:
+    yield {}
+    yield from _other_degrees(layout)
+    yield from _scaled(layout, "micro_batch_size")
+    yield from _scaled(layout, "expert_parallel_degree")
+    yield from _other_orders(documents, layout)
+    for stage in (0, 1, 2, 3):
+        yield {"zero_stage": stage, "zero_shard_degree": None}
+        for size in divisors(layout.replicas)[1:-1]:
+            if stage:
+                yield {"zero_stage": stage, "zero_shard_degree": size}
+    for order in ("tp-cp-dp-pp", "tp-cp-pp-dp"):
+        yield {"rank_order": order}
+    yield {"sequence_parallel": not layout.sequence_parallel}
+
+
+def _other_degrees(layout: Layout) -> Iterator[Change]:
+    """Yield degrees of which one is larger and another smaller by a factor."""
+    for more in DEGREES:
+        for less in DEGREES:
+            for factor in FACTORS:
+                smaller, rest = divmod(getattr(layout, less), factor)
+                if more == less or rest:
+                    continue
+                change = {more: getattr(layout, more) * factor, less: smaller}
+                yield change
+                if change.get("tensor_parallel_degree", 1) > 1:
+                    yield change | {"sequence_parallel": True}
+                if change.get("tensor_parallel_degree") == 1:
+                    yield change | {"sequence_parallel": False}
+                if change.get("pipeline_parallel_degree") == 1:
+                    yield change | {"schedule": "1f1b", "virtual_stages_per_rank": 1}
+                yield change | {"micro_batch_size": layout.micro_batch_size * factor}
+                size, rest = divmod(layout.micro_batch_size, factor)
+                if not rest:
+                    yield change | {"micro_batch_size": size}
+
+
+def _scaled(layout: Layout, name: str) -> Iterator[Change]:
+    """Yield a field's value times and divided by each factor."""
+    value = getattr(layout, name)
+    for factor in FACTORS:
+        yield {name: value * factor}
+        if value % factor == 0:
+            yield {name: value // factor}
+
+
+def _other_orders(documents: Documents, layout: Layout) -> Iterator[Change]:
+    """Yield other schedules, stages per rank and chunks."""
+    space = supported_space(documents.work)
+    stages = layout.virtual_stages_per_rank
+    counts = {1, 2, stages - 1, stages + 1, stages * 2, stages // 2}
+    chunks = {count for each in space.chunks for count in each}
+    for name in space.schedules:
+        entry = find(name)
+        for count in sorted(counts):
+            if count < 1 or not entry.takes_virtual_stages(count):
+                continue
+            for pieces in sorted(chunks) if entry.takes_sequence_chunks else (1,):
+                yield {
+                    "schedule": name,
+                    "virtual_stages_per_rank": count,
+                    "sequence_chunks": pieces,
+                }
+
+
+def _changed(layout: Layout, change: Change) -> Layout | None:
+    """Return the layout with other values; None if they are invalid."""
+    try:
+        return Layout.model_validate(dict(layout) | change)
+    except ValidationError:
+        return None
+
+
+def simple_layouts(documents: Documents) -> Iterator[Layout]:
+    """Yield some factorisations of the devices, with ZeRO and full recomputation."""
+    devices = documents.cluster.devices
+    count = 0
+    for tensor in divisors(devices):
+        for pipeline in divisors(devices // tensor):
+            for context in divisors(devices // tensor // pipeline):
+                for stage in (1, 3):
+                    count += 1
+                    if count > SIMPLE_LAYOUTS:
+                        return
+                    yield Layout(
+                        data_parallel_degree=devices // tensor // pipeline // context,
+                        tensor_parallel_degree=tensor,
+                        pipeline_parallel_degree=pipeline,
+                        context_parallel_degree=context,
+                        zero_stage=stage,
+                        sequence_parallel=tensor > 1,
+                        recompute="full",
+                    )
+
+
+def line(found: Attack) -> str:
+    """Return the result of one attack in a line."""
+    if found.winner is None:
+        return f"no plan, {found.priced} simple layouts fit"
+    word = "proven" if found.winner.is_optimal else "not proven"
+    step = seconds(found.winner.step_seconds)
+    return f"{step} {word}, {found.priced} neighbours, {len(found.better)} better"
+
+
+def report(case: Case, found: Attack) -> str:
+    """Return the request, its plan and the best layout that beats it."""
+    lines = [f"    {case.command}"]
+    best = found.better[0]
+    if found.winner is not None:
+        gain = 1 - best.step_seconds / found.winner.step_seconds
+        is_wrong = best.step_seconds < found.winner.lower_bound_seconds
+        what = "below the lower bound" if is_wrong else "within the gap"
+        lines.append(f"    plan    {layout_line(found.winner.layout)}")
+        lines.append(f"    better  {layout_line(best.layout)}")
+        step = seconds(best.step_seconds)
+        lines.append(f"    {step}, {percent(gain)} faster, {what}")
+    else:
+        lines.append(f"    fits    {layout_line(best.layout)}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
