@@ -62,7 +62,7 @@ DEVICES = (
     "rtx4090-24gb",
     "h200-sxm-141gb",
 )
-COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+COUNTS = (1, 2, 3, 4, 6, 8, 16, 24, 32, 48, 64)
 BATCHES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
 RUNTIMES = ("planner", "planner", "megatron-core")
 FIXED: tuple[tuple[str, Constraint], ...] = (
