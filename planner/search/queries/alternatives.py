@@ -29,17 +29,19 @@ from planner.search.result import Limits
 
 DEGREES = ("data", "tensor", "pipeline", "context", "expert")
 CHOICES = (*DEGREES, "schedule", "micro_batch_size")
-WORK = 400_000
+WORK = 300_000
 """Work for every alternative, in units of `planner.search.engine.stop`."""
+IMPROVEMENT_WORK = 50_000
+"""The same to improve it by a search over its group."""
 CLOSE = 1.03
 """No further row is solved that is at most this factor faster."""
 FAR = 1.5
 """Slower plans, by this factor, are looked for only where there are too few others."""
-MOST_GROUPS = 64
-"""Groups of rows that are looked at."""
-MOST_ROWS = 12
+MOST_GROUPS = 24
+"""Groups of rows that are looked at, and as many more as plans are wanted."""
+MOST_ROWS = 8
 """Rows of a group with one schedule that are bounded."""
-FITTING_ROWS = 3
+FITTING_ROWS = 2
 """Of those, how many whose bounds are low enough."""
 TRIED_NODES = 3
 """Rows of a group, each with an option, whose cuts are simulated."""
@@ -111,7 +113,7 @@ class _Ranking:
     def best(self, top: int) -> list[Candidate]:
         """Return up to a number of plans, fastest first."""
         search = self.search
-        self._queue_rows(WORK * top // 2)
+        self._queue_rows(top)
         tried: Counter[Key] = Counter()
         while search.queue and search.done < WORK * top:
             node = heapq.heappop(search.queue)
@@ -126,7 +128,23 @@ class _Ranking:
                 search.expand(node, options=self._options(row))
             else:
                 tried[key] += self._solve(node.item, key)
-        return sorted(self.plans.values(), key=_step)[:top]
+        found = sorted(self.plans.values(), key=_step)[:top]
+        return sorted(map(self._improved, found), key=_step)
+
+    def _improved(self, plan: Candidate) -> Candidate:
+        """Return the best plan that a short search over a plan's group finds."""
+        if self.rule.columns == Row._fields:
+            return plan
+        table = self.search.table
+        mask = np.ones(len(table), dtype=np.bool_)
+        for name, value in zip(self.rule.columns, self._key(plan.row), strict=True):
+            mask &= getattr(table, name) == value
+        group = masked(self.outcome.search, mask, plan.total)
+        while group.done < IMPROVEMENT_WORK and not self.limits.should_stop():
+            if group.limit <= CLOSE * group.least:
+                break
+            group.advance()
+        return group.best or plan
 
     def _last_step(self, top: int) -> int:
         """Return nanoseconds of the last plan that counts."""
@@ -145,10 +163,10 @@ class _Ranking:
             self.plans[key] = found
         return solver.actions > 0
 
-    def _queue_rows(self, work: int) -> None:
-        """Bound and queue the rows that are looked at, up to an amount of work."""
-        for rows in self._groups():
-            if self.search.done >= work or self.limits.should_stop():
+    def _queue_rows(self, top: int) -> None:
+        """Bound and queue the rows that are looked at, for a number of plans."""
+        for rows in self._groups(MOST_GROUPS + top):
+            if self.search.done >= WORK * top or self.limits.should_stop():
                 return
             before = len(self.search.queue)
             for index in rows[:MOST_ROWS]:
@@ -167,7 +185,7 @@ class _Ranking:
     def _is_known(self, row: Row, option: Option) -> bool:
         return any(one.row == row and one.option == option for one in self.known)
 
-    def _groups(self) -> list[list[int]]:
+    def _groups(self, most: int) -> list[list[int]]:
         """Return rows that may be looked at, by key and schedule, in order."""
         table = self.search.table
         rows = self._rows()
@@ -179,13 +197,16 @@ class _Ranking:
             key, schedule = tuple(whole[:-1]), whole[-1]
             if key in taken:
                 continue
-            if key not in groups and len(groups) == MOST_GROUPS:
+            if key not in groups and len(groups) == most:
                 continue
             groups.setdefault(key, {}).setdefault(schedule, []).append(index)
         return [rows for group in groups.values() for rows in group.values()]
 
     def _rows(self) -> NDArray[np.intp]:
-        """Return the rows that may be looked at, in the order of their estimates."""
+        """Return the rows that may be looked at, in order.
+
+        Degrees near those of the best plan come first, then short estimates.
+        """
         search, rule = self.search, self.rule
         rows = search.rows[search.row_bounds[search.rows] < rule.ceiling]
         if rule.schedules is not None:
@@ -193,9 +214,20 @@ class _Ranking:
             places = [place for place, name in names if name in rule.schedules]
             rows = rows[np.isin(search.table.schedule[rows], places)]
         estimates = estimated_steps(search)[rows]
-        order = np.argsort(estimates, kind="stable")
-        found: NDArray[np.intp] = rows[order]
+        distances = self._distances()[rows]
+        found: NDArray[np.intp] = rows[np.lexsort((estimates, distances))]
         return found
+
+    def _distances(self) -> NDArray[np.float64]:
+        """Return how far the degrees of every row are from those of the best plan.
+
+        The distance is the number of factors of 2 in which they differ, rounded.
+        """
+        table, best = self.search.table, self.known[0].row
+        found = np.zeros(len(table))
+        for name in DEGREES:
+            found += np.abs(np.log2(getattr(table, name) / getattr(best, name)))
+        return np.rint(found)
 
     def _known_keys(self) -> set[Key]:
         """Return keys without other plans; a row's other options are other plans."""
