@@ -32,24 +32,22 @@ Capacity
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from planner.cost import LayoutCosts
 from planner.schedule import find
 from planner.schedule.entry import Shape
 from planner.schedule.in_flight import most_held
-from planner.schedule.rows import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, Row
+from planner.schedule.rows import BACKWARD_INPUT, BACKWARD_WEIGHT, Row
 from planner.search.engine.prices import Floats, Prices
 
 IMPOSSIBLE = 2**62
 """Nanoseconds of a row that fits under no cut."""
 _ROUNDING = 1 - 1e-9
-_ROUNDS = 2
-_MOST_UNITS = 1 << 19
 _BISECTIONS = 5
 _ANY_WORK = 1e30
 _MAIN_SHARE = 0.8
@@ -90,78 +88,66 @@ class Traits:
 
 @lru_cache(maxsize=1 << 14)
 def traits_of(order: Order) -> Traits:
-    """Return traits of a schedule, from one with few micro-batches.
+    """Return traits of a schedule from its closed forms, else from the one built."""
+    units = _held_by_stage(order)
+    is_split = splits_backward(order.schedule)
+    held = np.full(order.ranks, np.inf)
+    np.minimum.at(held, np.array(stage_ranks(order)), units)
+    held = np.maximum(1.0, held / order.chunks)
+    return Traits(held, units, ends_low=not is_split, is_split=is_split)
 
-    No rank holds fewer micro-batches when there are more of them.
-    """
-    short = min(order.micro_batches, _ROUNDS * order.ranks)
-    shape = Shape(order.ranks, short, order.virtual_stages, order.chunks)
-    if shape.units > _MOST_UNITS:
-        is_split = splits_backward(order.schedule)
-        ones = np.ones(order.ranks)
-        units = np.ones(order.ranks * order.virtual_stages)
-        return Traits(ones, units, ends_low=False, is_split=is_split)
+
+def _held_by_stage(order: Order) -> Floats:
+    """Return units of every stage that its rank holds at one moment, the peak."""
+    numbers = (order.ranks, order.micro_batches, order.virtual_stages, order.chunks)
+    ranks = np.array(stage_ranks(order))
+    places = np.zeros(len(ranks), dtype=np.int64)
+    seen: Counter[int] = Counter()
+    for stage, rank in enumerate(ranks.tolist()):
+        places[stage] = seen[rank]
+        seen[rank] += 1
     entry = find(order.schedule)
-    held = np.ones(order.ranks)
-    units = np.zeros(order.ranks * order.virtual_stages)
-    ends_low = True
-    is_split = False
+    units = entry.held_by_stage(*numbers, ranks, places)
+    if units is not None:
+        return units.astype(np.float64)
+    built = np.zeros(len(ranks))
     for rank in range(order.ranks):
-        actions = Row.read(entry.rank_actions(shape, rank))
-        mine = most_held(entry.rank_actions(shape, rank))
-        units[list(mine)] = list(mine.values())
-        least = min(mine.values()) if len(mine) == order.virtual_stages else 0
-        held[rank] = max(1.0, least / order.chunks)
-        is_last = actions.stages[-1] == actions.stages.min()
-        ends_low &= bool(actions.kinds[-1] == BACKWARD and is_last)
-        is_split |= bool(
-            np.isin(actions.kinds, (BACKWARD_INPUT, BACKWARD_WEIGHT)).any()
-        )
-    if order.schedule == "gpipe":
-        held[:] = order.micro_batches
-        units[:] = order.micro_batches
-    return Traits(held, units, ends_low=ends_low, is_split=is_split)
+        mine = most_held(entry.rank_actions(Shape(*numbers), rank))
+        built[list(mine)] = list(mine.values())
+    return built
 
 
+@lru_cache(maxsize=1 << 14)
+def stage_ranks(order: Order) -> tuple[int, ...]:
+    """Return the pipeline rank of every stage."""
+    numbers = (order.ranks, order.micro_batches, order.virtual_stages, order.chunks)
+    return find(order.schedule).stage_ranks(Shape(*numbers))
+
+
+@lru_cache(maxsize=64)
 def splits_backward(name: str) -> bool:
-    """Return whether a schedule splits backwards."""
-    stages = find(name).least_virtual_stages
-    return traits_of(Order(name, 2, 4, stages, 1)).is_split
+    """Return whether a schedule splits backwards.
+
+    One that does not ends every rank with the backward of its lowest stage.
+    """
+    entry = find(name)
+    shape = Shape(2, 4, entry.least_virtual_stages, 1)
+    for rank in range(2):
+        kinds = Row.read(entry.rank_actions(shape, rank)).kinds
+        if np.isin(kinds, (BACKWARD_INPUT, BACKWARD_WEIGHT)).any():
+            return True
+    return False
 
 
-class Timing(NamedTuple):
-    """Nanoseconds between stages."""
-
-    waiting: float
-    """Of every action, in addition to its layers."""
-    transfer: float
-    """Least between two neighbouring stages."""
-
-
-def timing_of(costs: LayoutCosts) -> Timing:
-    """Return the least nanoseconds between stages of a layout."""
-    layout = costs.layout
-    boundaries = layout.pipeline_parallel_degree - 1
-    if not boundaries:
-        return Timing(0.0, 0.0)
-    if layout.virtual_stages_per_rank > 1:
-        boundaries = 1
-    least = min(min(costs.transfers_behind(s)) for s in range(boundaries))
-    return Timing(float(costs.waiting_ticks), float(least))
-
-
-def lower_bound(
-    prices: Prices, order: Order, timing: Timing, limit: int = IMPOSSIBLE
-) -> Bound:
+def lower_bound(prices: Prices, order: Order, limit: int = IMPOSSIBLE) -> Bound:
     """Return a bound on the step of every cut and recomputation of a row.
 
     Args:
         prices: of the row's layers with their option.
         order: of the row.
-        timing: of the layout.
         limit: nanoseconds of a known step; a bound above it need not be exact.
     """
-    model = _Model(prices, order, timing, traits_of(order))
+    model = _Model(prices, order, traits_of(order))
     fill = model.fill()
     if fill >= limit:
         return Bound(int(fill * _ROUNDING), "fill")
@@ -174,12 +160,10 @@ def lower_bound(
 class _Model:
     """Inequalities of one row."""
 
-    def __init__(
-        self, prices: Prices, order: Order, timing: Timing, traits: Traits
-    ) -> None:
+    def __init__(self, prices: Prices, order: Order, traits: Traits) -> None:
         self.prices = prices
         self.order = order
-        self.timing = timing
+        self.timing = prices.timing(order.virtual_stages)
         self.traits = traits
         layout = prices.costs.layout
         is_plain = order.virtual_stages == order.chunks == 1

@@ -7,45 +7,32 @@ equal requests have equal answers on every machine.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.cost import Workload
-from planner.cost.placement import widest_expert_group
-from planner.schedule import find
 from planner.search.engine.bound import (
     IMPOSSIBLE,
-    Bound,
     Order,
     lower_bound,
     splits_backward,
-    timing_of,
-    traits_of,
 )
-from planner.search.engine.options import RANK_ORDERS, Option, Options, Row
-from planner.search.engine.prices import Prices, Pricing
+from planner.search.engine.first_plan import find_first_plan
+from planner.search.engine.options import Option, Options, Row
+from planner.search.engine.prices import Pricing
 from planner.search.engine.result import Candidate, Progress, Result
-from planner.search.engine.solve import PROMISING, Item, RowSolver
+from planner.search.engine.row_bounds import RowBounds
+from planner.search.engine.rule import RuleCuts, Sizes
+from planner.search.engine.solve import PROMISING, Item, RowSolver, has_few_cuts
 from planner.search.engine.space import Space, whole_space
 from planner.search.engine.stop import OPTION_WORK, GapStop, Stop
-from planner.search.engine.table import Table, enumerate_table
+from planner.search.engine.table import enumerate_table
+from planner.search.stage_maps.division import given_sizes
 
 BATCH = 64
 """Rows whose options are bounded at a time."""
-FIRST_ROWS = 256
-"""Rows of the coarse grid that the first plan comes from."""
-FIRST_TRIED = 48
-"""Rows that are solved for the first plan."""
-FIRST_SOLVED = 6
-"""Of those, how many after the first that fits."""
-FIRST_ROUNDS = 3
-"""Rounds of rows around the best plan."""
-FIRST_AROUND = 512
-FIRST_SCHEDULES = ("1f1b", "interleaved-1f1b", "seqpipe")
-_ROUNDING = 1 - 1e-9
 
 
 def plan_space(
@@ -71,45 +58,26 @@ def plan_space(
 
 @dataclass(order=True)
 class Node:
-    """A row with an option, and a bound on its step."""
+    """A row, or a row with an option, and a bound on its step."""
 
     nanoseconds: int
+    """No cut that is evaluated is faster."""
     index: int
     """Of the row."""
     place: int
-    """Of the option."""
-    bound: Bound = field(compare=False)
-    item: Item = field(compare=False)
-    is_exact: bool = field(compare=False, default=False)
-    """Its bound includes that of the cuts that are evaluated."""
-
-    def branch(self) -> Node:
-        """Return the node with a bound on the cuts of the schedule's rule.
-
-        Moves of a layer start from a cut that is at most `PROMISING` times the best
-        step; so much less than the bound of the rule's cuts is the node's.
-        """
-        solver = RowSolver(self.item)
-        order = self.item.order
-        nanoseconds = self.nanoseconds
-        if order.ranks > 1 and not solver.has_few_cuts and not solver.fixed_sizes:
-            named = min(float(IMPOSSIBLE), solver.first_bound() / PROMISING)
-            nanoseconds = max(nanoseconds, int(named * _ROUNDING))
-        return replace(self, nanoseconds=nanoseconds, is_exact=True)
-
-    def solve(self, limit: int, *, moves: bool) -> tuple[Candidate | None, int]:
-        """Return the best plan of the row, and the actions that were simulated."""
-        solver = RowSolver(self.item)
-        found = solver.solve(limit, moves=moves)
-        return found, solver.actions
+    """Of the option; -1: the option is open."""
+    all_cuts: int = field(compare=False)
+    """Nanoseconds that no cut at all beats."""
+    cuts: tuple[Sizes, ...] = field(compare=False)
+    """Of the rule of the row's schedule."""
+    item: Item | None = field(compare=False, default=None)
+    """What to solve; None: the option is open."""
 
 
 class Search:
     """One search and its state."""
 
-    def __init__(
-        self, work: Workload, space: Space, ceiling: int = IMPOSSIBLE
-    ) -> None:
+    def __init__(self, work: Workload, space: Space, ceiling: int = IMPOSSIBLE) -> None:
         """Enumerate the table and bound all rows by their work."""
         self.work = work
         self.space = space
@@ -117,14 +85,16 @@ class Search:
         self.options = Options(work, space)
         self.pricing = Pricing(work, self.options)
         self.table = enumerate_table(work, space)
-        self.row_bounds = RowBounds(self).of(self.table)
+        self.row_bounds = RowBounds(self.space, self.options, self.pricing).of(
+            self.table
+        )
         order = np.argsort(self.row_bounds, kind="stable")
         self.rows = order[self.row_bounds[order] < IMPOSSIBLE]
         self.next_row = 0
         self.is_taken = np.zeros(len(self.table), dtype=np.bool_)
         self.queue: list[Node] = []
         self.best: Candidate | None = None
-        self.least_solved = IMPOSSIBLE
+        self.least_excluded = IMPOSSIBLE
         self.done = 0
         self.bounded = 0
         self.solved = 0
@@ -143,9 +113,11 @@ class Search:
     @property
     def least(self) -> int:
         """The least bound of all that is open."""
-        return min(self._least_node(), self._least_row())
+        return min(self.least_node, self._least_row())
 
-    def _least_node(self) -> int:
+    @property
+    def least_node(self) -> int:
+        """The least bound of the queue."""
         return self.queue[0].nanoseconds if self.queue else IMPOSSIBLE
 
     def run(
@@ -163,7 +135,7 @@ class Search:
 
     def start(self) -> None:
         """Look for a first plan."""
-        self._first_plan()
+        find_first_plan(self)
 
     @property
     def is_open(self) -> bool:
@@ -172,10 +144,10 @@ class Search:
 
     def advance(self) -> None:
         """Bound the next rows, or take up the node of least bound."""
-        if self._least_row() <= self._least_node():
-            self._bound_rows(self._next_rows())
+        if self._least_row() <= self.least_node:
+            self.bound_rows(self._next_rows())
         else:
-            self._expand(heapq.heappop(self.queue))
+            self.expand(heapq.heappop(self.queue))
 
     def progress(self) -> Progress:
         """Return the state of the search."""
@@ -209,144 +181,106 @@ class Search:
             self.next_row = len(self.rows)
         return found
 
-    def _first_plan(self) -> None:
-        """Solve the best rows of a coarse grid, then those around the best plan."""
-        self._solve_some(self._coarse_rows(), FIRST_SOLVED, moves=False)
-        for _ in range(FIRST_ROUNDS):
-            if self.best is None:
-                return
-            before = self.best.row
-            self._solve_some(self._rows_around(before), FIRST_SOLVED, moves=False)
-            if self.best.row == before:
-                break
-        self._solve_some(self._same_rows(), 1, moves=True)
-
-    def _solve_some(self, indices: list[int], count: int, *, moves: bool) -> None:
-        """Solve up to a number of rows that fit, least bound first."""
-        for index in indices:
-            row = Row.of(self.table, index)
-            rule = self._rule_bound(row)
-            for place, option in self.pricing.undominated(row):
-                is_slow = option.zero_stage <= 1 and rule >= self.limit
-                if option.shard_degree is None and not is_slow:
-                    self._queue(index, place, row, option)
-        tried = fitting = 0
-        while self.queue and fitting < count and self._least_node() < self.limit:
-            if tried >= FIRST_TRIED and self.best is not None:
-                break
-            if self._expand(heapq.heappop(self.queue), moves=moves):
-                tried += 1
-                fitting += self.best is not None
-        self.queue.clear()
-        self.least_solved = IMPOSSIBLE
-
-    def _rows_around(self, row: Row) -> list[int]:
-        """Return rows whose degrees and size are a factor of 2 from a row's or equal."""
-        table = self.table
-        is_near = table.schedule == row.schedule
-        for name in ("tensor", "pipeline", "micro_batch_size", "sequence_chunks"):
-            value = getattr(row, name)
-            is_near &= np.isin(getattr(table, name), (value // 2, value, 2 * value))
-        is_near &= (table.context == row.context) & (table.expert == row.expert)
-        return self._in_order(is_near)[:FIRST_AROUND]
-
-    def _same_rows(self) -> list[int]:
-        """Return the rows with the degrees and stages of the best plan."""
-        if self.best is None:
-            return []
-        row = self.best.row
-        is_same = self.table.split == row.split
-        is_same &= self.table.pipeline == row.pipeline
-        is_same &= self.table.virtual_stages == row.virtual_stages
-        is_same &= self.table.sequence_chunks == row.sequence_chunks
-        return self._in_order(is_same)
-
-    def _in_order(self, mask: NDArray[np.bool_]) -> list[int]:
-        """Return rows in the order of their bounds, as far as below the best step."""
-        rows = self.rows[mask[self.rows]]
-        found: list[int] = rows[self.row_bounds[rows] < self.limit].tolist()
-        return found
-
-    def _coarse_rows(self) -> list[int]:
-        """Return the best row for every split of the model and few stages per rank."""
-        table = self.table
-        names = self.space.schedules
-        simple = [i for i, name in enumerate(names) if name in FIRST_SCHEDULES]
-        is_coarse = np.isin(table.schedule, simple)
-        is_coarse &= np.isin(table.virtual_stages, (1, 2, 4, 8))
-        is_coarse &= np.isin(table.micro_batch_size, (1, 2, 4))
-        seen: set[tuple[int, ...]] = set()
-        chosen: list[int] = []
-        for index in self.rows[is_coarse[self.rows]].tolist():
-            row = Row.of(table, index)
-            key = (*row[1:6], row.virtual_stages)
-            if key in seen:
-                continue
-            seen.add(key)
-            chosen.append(index)
-            if len(chosen) == FIRST_ROWS:
-                break
-        return chosen
-
-    def _bound_rows(self, indices: list[int]) -> None:
-        """Bound all options of some rows, and queue those below the best step."""
+    def bound_rows(self, indices: Iterable[int]) -> None:
+        """Bound some rows over all their options, and queue those below the limit."""
         for index in indices:
             self.is_taken[index] = True
-            row = Row.of(self.table, index)
-            rule = self._rule_bound(row)
-            for place, option in self.pricing.undominated(row):
-                if option.zero_stage <= 1 and rule >= self.limit:
-                    bound = int(self.row_bounds[index])
-                    self.least_solved = min(self.least_solved, bound)
-                    continue
-                self._queue(index, place, row, option)
+            node = self.bound_row(index)
+            self.done += OPTION_WORK
+            self.push(node)
 
-    def _rule_bound(self, row: Row) -> int:
-        """Return a bound on the cuts of the schedule's rule under ZeRO 0 and 1.
-
-        Layers have equal forwards and backwards under both, so that the cuts are the
-        same, and the fewest states under ZeRO 1 over all replicas. See `Node.branch`.
-        """
-        if self.best is None or row.pipeline == 1 or row.expert > 1:
-            return 0
-        order = self.order(row)
-        is_split = traits_of(order).is_split
-        option = Option(1, None, RANK_ORDERS[0])
-        prices = self.pricing.prices(row, option, is_split=is_split)
-        costs = self.pricing.costs(row, option)
-        solver = RowSolver(Item(row, option, prices, costs, order))
-        if solver.has_few_cuts or solver.fixed_sizes:
-            return 0
-        least = solver.first_bound() - prices.fixed_tail
-        return int(min(float(IMPOSSIBLE), least / PROMISING) * _ROUNDING)
-
-    def _queue(self, index: int, place: int, row: Row, option: Option) -> None:
-        node = self.node(index, place, row, option, self.limit)
-        self.bounded += 1
-        self.done += OPTION_WORK
+    def push(self, node: Node) -> None:
+        """Queue a node that may beat the limit."""
         if node.nanoseconds < self.limit:
             heapq.heappush(self.queue, node)
+        else:
+            self.least_excluded = min(self.least_excluded, node.all_cuts)
 
-    def node(
-        self, index: int, place: int, row: Row, option: Option, limit: int
-    ) -> Node:
-        """Return a row with an option and its bound.
+    def bound_row(self, index: int) -> Node:
+        """Return a row with a bound on its step over all its options."""
+        row = Row.of(self.table, index)
+        order = self.order(row)
+        prices = self.pricing.least(row, is_split=splits_backward(order.schedule))
+        work_only = int(self.row_bounds[index])
+        bound = lower_bound(prices, order, self.limit).nanoseconds
+        all_cuts = max(work_only, bound)
+        if all_cuts >= self.limit:
+            return Node(all_cuts, index, -1, all_cuts, ())
+        rule = RuleCuts(prices, order)
+        cuts = self._rule_cuts(rule)
+        least = max(all_cuts, self._rule_bound(rule, cuts))
+        return Node(least, index, -1, all_cuts, cuts)
+
+    def _rule_cuts(self, rule: RuleCuts) -> tuple[Sizes, ...]:
+        """Return the cuts that a row is solved with; empty: all of them."""
+        stages = rule.order.ranks * rule.order.virtual_stages
+        fixed = given_sizes(self.work, stages)
+        if fixed is not None:
+            return (fixed,)
+        if has_few_cuts(len(rule.prices.kind_of), stages):
+            return ()
+        return rule.sizes
+
+    def _rule_bound(self, rule: RuleCuts, cuts: tuple[Sizes, ...]) -> int:
+        """Return nanoseconds that no evaluated cut beats.
+
+        Moves of a layer start from a cut of the rule that is at most `PROMISING` times
+        the best step, so that a bound on those cuts counts that much less.
+        """
+        if not cuts:
+            return 0
+        least = min(rule.bound(sizes) for sizes in cuts)
+        if given_sizes(self.work, len(cuts[0])) is None and len(cuts[0]) > 1:
+            least /= PROMISING
+        return int(min(float(IMPOSSIBLE), least))
+
+    def expand(
+        self,
+        node: Node,
+        *,
+        moves: bool = True,
+        options: Iterable[tuple[int, Option]] | None = None,
+    ) -> bool:
+        """Bound the options of a row, or solve a row with an option.
 
         Args:
-            index: of the row.
-            place: of the option.
-            row: of the table.
-            option: for the row.
-            limit: nanoseconds; a bound above them need not be exact.
+            node: least of the queue.
+            moves: try to move layers between stages.
+            options: those that count; None: all that no other one dominates.
+
+        Returns:
+            Whether it was solved.
         """
+        if node.item is not None:
+            self._solve(node, node.item, moves=moves)
+            return True
+        row = Row.of(self.table, node.index)
+        for place, option in options or self.pricing.undominated(row):
+            self.push(self._bounded_option(node, row, place, option))
+            self.bounded += 1
+            self.done += OPTION_WORK
+        return False
+
+    def _bounded_option(self, node: Node, row: Row, place: int, option: Option) -> Node:
         order = self.order(row)
-        is_split = traits_of(order).is_split
+        is_split = splits_backward(order.schedule)
         prices = self.pricing.prices(row, option, is_split=is_split)
-        costs = self.pricing.costs(row, option)
-        bound = lower_bound(prices, order, timing_of(costs), limit)
-        least = max(bound.nanoseconds, int(self.row_bounds[index]))
-        item = Item(row, option, prices, costs, order, self._uniform_modes(is_split))
-        return Node(least, index, place, bound, item)
+        bound = lower_bound(prices, order, self.limit).nanoseconds
+        all_cuts = max(node.all_cuts, bound)
+        if all_cuts >= self.limit:
+            return Node(all_cuts, node.index, place, all_cuts, ())
+        rule = RuleCuts(prices, order)
+        least = max(node.nanoseconds, all_cuts, self._rule_bound(rule, node.cuts))
+        item = Item(
+            row=row,
+            option=option,
+            prices=prices,
+            costs=self.pricing.costs(row, option),
+            order=order,
+            cuts=node.cuts,
+            modes=self._uniform_modes(is_split),
+        )
+        return Node(least, node.index, place, all_cuts, node.cuts, item)
 
     def order(self, row: Row) -> Order:
         """Return the schedule of a row and its numbers."""
@@ -363,26 +297,14 @@ class Search:
             return ()
         return self.pricing.wanted
 
-    def _expand(self, node: Node, *, moves: bool = True) -> bool:
-        """Bound a node's cuts or solve it; return whether it was solved."""
-        if node.is_exact:
-            self._solve(node, moves=moves)
-            return True
-        self.done += OPTION_WORK
-        branched = node.branch()
-        if branched.nanoseconds < self.limit:
-            heapq.heappush(self.queue, branched)
-        else:
-            self.least_solved = min(self.least_solved, node.bound.nanoseconds)
-        return False
-
-    def _solve(self, node: Node, *, moves: bool) -> None:
-        self.least_solved = min(self.least_solved, node.bound.nanoseconds)
-        if node.nanoseconds >= self.limit:
-            return
-        found, actions = node.solve(self.limit, moves=moves)
+    def _solve(self, node: Node, item: Item, *, moves: bool) -> None:
+        """Solve a row with an option, and keep its plan if it is the best."""
+        if node.cuts:
+            self.least_excluded = min(self.least_excluded, node.all_cuts)
+        solver = RowSolver(item)
+        found = solver.solve(self.limit, moves=moves)
         self.solved += 1
-        self.done += actions
+        self.done += solver.actions
         if found is not None and found.total < self.limit:
             self.best = found
 
@@ -392,81 +314,8 @@ class Search:
         return Result(
             best=self.best,
             lower_bound=least,
-            lower_bound_all_cuts=min(least, self.least_solved),
+            lower_bound_all_cuts=min(least, self.least_excluded),
             open_nodes=len(self.queue) + len(self.rows) - self.next_row,
             space=self.space,
             progress=self.progress(),
         )
-
-
-class RowBounds:
-    """Bounds of all rows by the work of their layers, before options are chosen."""
-
-    def __init__(self, search: Search) -> None:
-        """Price every split once, without ZeRO and with the nearest experts."""
-        self.search = search
-        self._prices: dict[tuple[object, ...], Prices] = {}
-
-    def of(self, table: Table) -> NDArray[np.int64]:
-        """Return a bound in nanoseconds for every row."""
-        keys = np.stack(
-            [table.split, table.sequence_chunks, table.data, table.pipeline], axis=1
-        )
-        if not len(table):
-            return np.zeros(0, dtype=np.int64)
-        is_dense = table.expert == 1
-        keys[is_dense, 2:] = 0
-        _, firsts, inverse = np.unique(
-            keys, axis=0, return_index=True, return_inverse=True
-        )
-        work = np.zeros(len(firsts))
-        saved = np.zeros(len(firsts))
-        free = np.zeros(len(firsts))
-        states = np.zeros(len(firsts))
-        for place, first in enumerate(firsts.tolist()):
-            row = Row.of(table, first)
-            options = list(self._priced(row))
-            work[place] = min(each.total_work for each in options)
-            prices = options[0]
-            saved[place] = float(prices.counts @ prices.least_activations)
-            states[place] = float(prices.counts @ prices.states)
-            free[place] = prices.free_bytes
-        inverse = inverse.reshape(-1)
-        steps = work[inverse] * self._growth(table)
-        lean = states[inverse] / table.replicas + saved[inverse] / table.sequence_chunks
-        is_impossible = lean > table.pipeline * free[inverse]
-        steps[is_impossible] = IMPOSSIBLE
-        return (steps * _ROUNDING).astype(np.int64)
-
-    def _growth(self, table: Table) -> NDArray[np.float64]:
-        """Return the least step / work of one micro-batch."""
-        names = self.search.space.schedules
-        simple = [names.index(name) for name in ("1f1b", "gpipe") if name in names]
-        count = table.micro_batches.astype(np.float64)
-        plain = np.isin(table.schedule, simple) & (table.sequence_chunks == 1)
-        plain &= (count > table.pipeline) | (table.pipeline == 1)
-        filled = 1 + (count - 1) / table.pipeline
-        busy = count / table.pipeline
-        growth: NDArray[np.float64] = np.where(plain, filled, busy)
-        whole = [
-            index
-            for index, name in enumerate(names)
-            if not splits_backward(name) and not find(name).takes_sequence_chunks
-        ]
-        is_whole = np.isin(table.schedule, whole)
-        return np.where(is_whole, np.maximum(1.0, growth), growth)
-
-    def _priced(self, row: Row) -> Iterator[Prices]:
-        """Yield the prices of a row's split for every distinct group of experts."""
-        search = self.search
-        orders = RANK_ORDERS if row.expert > 1 else RANK_ORDERS[:1]
-        for order in orders:
-            option = Option(0, None, order)
-            layout = search.options.layout(row, option)
-            group: object = None
-            if row.expert > 1:
-                group = widest_expert_group(layout, search.work.domain_devices)
-            key = (row.split, row.sequence_chunks, group)
-            if key not in self._prices:
-                self._prices[key] = search.pricing.prices(row, option, is_split=False)
-            yield self._prices[key]

@@ -79,6 +79,23 @@ class Options:
             if self.work.framework.supports.violation(layout, self.work.job) is None:
                 yield option
 
+    def extremes(self, row: Row) -> list[Option]:
+        """Return options that together have the least prices of all options of a row.
+
+        Per ZeRO stage and order of ranks, those with the most and the fewest ranks that
+        share one set of states.
+        """
+        groups: dict[tuple[object, ...], list[Option]] = {}
+        for option in self.of(row):
+            key = option._replace(shard_degree=None)
+            groups.setdefault(key, []).append(option)
+        replicas = row.data * row.context
+        found: list[Option] = []
+        for options in groups.values():
+            options.sort(key=lambda each: each.shard_degree or replicas)
+            found += dict.fromkeys((options[0], options[-1]))
+        return found
+
     def layout(
         self, row: Row, option: Option, recompute: RecomputeWord = "none"
     ) -> Layout:

@@ -6,26 +6,47 @@ sizes whole bytes, exactly those of `planner.cost`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost import LayerCost, LayoutCosts, Workload, layout_costs, reserved_bytes
+from planner.cost import (
+    LayerCost,
+    LayoutCosts,
+    SharedCost,
+    Workload,
+    layout_costs,
+    reserved_bytes,
+)
 from planner.search.engine.constraints import recompute_modes
 from planner.search.engine.options import Option, Options, Row
 from planner.spec.layout import Layout
+from planner.spec.profile import RecomputeMode
 
 Floats = NDArray[np.float64]
 Modes = tuple[LayerCost, ...]
 """Costs of one layer in every recompute mode that it may have."""
 
 
+class Timing(NamedTuple):
+    """Nanoseconds between stages."""
+
+    waiting: float
+    """Of every action, in addition to its layers."""
+    transfer: float
+    """Least between two neighbouring stages."""
+
+
 @dataclass(frozen=True)
 class Prices:
-    """Layers of one layout by kind; arrays have one value per kind."""
+    """Layers of one layout by kind; arrays have one value per kind.
+
+    For several layouts at once, every price is the least of theirs.
+    """
 
     costs: LayoutCosts
     modes: tuple[Modes, ...]
@@ -33,15 +54,18 @@ class Prices:
     kind_of: tuple[int, ...]
     """Per layer: its kind."""
     counts: Floats
+    layouts: tuple[LayoutCosts, ...]
+    """Costs of every layout that these prices are the least of."""
 
     @classmethod
-    def of(cls, costs: LayoutCosts, wanted: Sequence[str]) -> Prices:
-        """Return the prices of a layout.
+    def of(cls, layouts: Sequence[LayoutCosts], wanted: Sequence[str]) -> Prices:
+        """Return the prices of a layout, or the least prices of several.
 
         Args:
-            costs: of the layout.
+            layouts: costs of every one; they differ in options alone.
             wanted: recompute modes; a layer that has none of them may have any.
         """
+        costs = layouts[0] if len(layouts) == 1 else least_costs(layouts)
         firsts = [first for first, _ in costs.kinds]
         place = {first: kind for kind, first in enumerate(firsts)}
         return cls(
@@ -49,7 +73,21 @@ class Prices:
             modes=tuple(_modes(costs, first, wanted) for first in firsts),
             kind_of=tuple(place[first] for first in costs.alike),
             counts=np.array([count for _, count in costs.kinds], dtype=np.float64),
+            layouts=tuple(layouts),
         )
+
+    def timing(self, virtual_stages: int) -> Timing:
+        """Return the least nanoseconds between stages."""
+        is_interleaved = virtual_stages > 1
+        if is_interleaved not in self._timings:
+            found = [timing_of(each, virtual_stages) for each in self.layouts]
+            least = Timing(*(min(values) for values in zip(*found, strict=True)))
+            self._timings[is_interleaved] = least
+        return self._timings[is_interleaved]
+
+    @cached_property
+    def _timings(self) -> dict[bool, Timing]:
+        return {}
 
     def _by_kind(self, value: Callable[[Modes], float]) -> Floats:
         return np.array([value(modes) for modes in self.modes], dtype=np.float64)
@@ -214,7 +252,27 @@ class Pricing:
         if found is None:
             layout = self.options.layout(row, option)
             costs = self._base(row, option, layout)
-            found = Prices.of(costs, ("none",) if is_split else self.wanted)
+            found = Prices.of([costs], ("none",) if is_split else self.wanted)
+            if is_split:
+                found = _without_recompute(found)
+            self._prices[key] = found
+        return found
+
+    def least(self, row: Row, *, is_split: bool) -> Prices:
+        """Return the least prices of all options of a row.
+
+        Args:
+            row: of the table.
+            is_split: backwards are split, so that no layer recomputes.
+        """
+        key = (row.degrees, None, is_split)
+        found = self._prices.get(key)
+        if found is None:
+            layouts = [
+                self._base(row, option, self.options.layout(row, option))
+                for option in self.options.extremes(row)
+            ]
+            found = Prices.of(layouts, ("none",) if is_split else self.wanted)
             if is_split:
                 found = _without_recompute(found)
             self._prices[key] = found
@@ -243,6 +301,79 @@ class Pricing:
         if key not in self._known:
             self._known[key] = layout_costs(self.work, layout)
         return self._known[key]
+
+
+def timing_of(costs: LayoutCosts, virtual_stages: int) -> Timing:
+    """Return the least nanoseconds between stages of a layout."""
+    layout = costs.layout
+    boundaries = layout.pipeline_parallel_degree - 1
+    if not boundaries:
+        return Timing(0.0, 0.0)
+    costs = costs.under(
+        layout.model_copy(update={"virtual_stages_per_rank": virtual_stages})
+    )
+    if virtual_stages > 1:
+        boundaries = 1
+    least = min(min(costs.transfers_behind(s)) for s in range(boundaries))
+    return Timing(float(costs.waiting_ticks), float(least))
+
+
+def least_costs(layouts: Sequence[LayoutCosts]) -> LayoutCosts:
+    """Return costs of which each is the least of several layouts'.
+
+    The layouts have the same degrees and sizes. Nothing is reduced, and a parameter
+    that layers share saves as much as in the layout where it saves most.
+    """
+    first = min(layouts, key=lambda each: each.layout.zero_stage)
+    kinds = {
+        layer: _least_layer([each.layers[layer] for each in layouts])
+        for layer, _ in first.kinds
+    }
+    shared = tuple(
+        _most_shared(copies)
+        for copies in zip(*(each.shared for each in layouts), strict=True)
+    )
+    return replace(
+        first,
+        layers=tuple(kinds[layer] for layer in first.alike),
+        shared=shared,
+        reduction_latency_ticks=min(each.reduction_latency_ticks for each in layouts),
+    )
+
+
+def _least_layer(
+    layers: Sequence[Mapping[RecomputeMode, LayerCost]],
+) -> dict[RecomputeMode, LayerCost]:
+    found = {}
+    for mode in layers[0]:
+        costs = [layer[mode] for layer in layers if mode in layer]
+        least = {name: min(getattr(one, name) for one in costs) for name in _LEAST}
+        weight = max(one.backward_weight_ticks for one in costs)
+        least["backward_weight_ticks"] = min(weight, least["backward_ticks"])
+        found[mode] = costs[0]._replace(reduction_ticks=0, update_ticks=0, **least)
+    return found
+
+
+_LEAST = (
+    "optimizer_ticks",
+    "parameters_bytes",
+    "gradients_bytes",
+    "optimizer_bytes",
+    "gathered_bytes",
+    "forward_ticks",
+    "backward_ticks",
+    "activation_bytes",
+    "temporary_bytes",
+)
+
+
+def _most_shared(copies: Sequence[SharedCost]) -> SharedCost:
+    most = {
+        name: max(getattr(one, name) for one in copies)
+        for name in ("parameters_bytes", "gradients_bytes", "optimizer_bytes")
+    }
+    tail = max(one.tail_ticks for one in copies)
+    return replace(copies[0], tail_ticks=tail, **most)
 
 
 def dominates(better: LayoutCosts, worse: LayoutCosts) -> bool:
@@ -296,7 +427,7 @@ def _modes(costs: LayoutCosts, layer: int, wanted: Sequence[str]) -> Modes:
 def _without_recompute(prices: Prices) -> Prices:
     """Return the prices with only the mode that recomputes least."""
     modes = tuple(each[:1] for each in prices.modes)
-    return Prices(prices.costs, modes, prices.kind_of, prices.counts)
+    return replace(prices, modes=modes)
 
 
 def _first_forward(cost: LayerCost, chunks: int) -> int:

@@ -6,40 +6,39 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from math import comb
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.cost import LayoutCosts, StageMap, choose, evaluate, rank_memory
 from planner.cost.memory import StageLayers, kept_bytes, unit_bytes
 from planner.cost.step import schedule_of
 from planner.schedule import Schedule
 from planner.schedule.in_flight import in_flight_vectors
-from planner.search.engine.bound import Order, Traits, lower_hull, traits_of
+from planner.search.engine.bound import Order
 from planner.search.engine.cut import all_cuts
 from planner.search.engine.options import Option, Row
-from planner.search.engine.prices import Floats, Prices
+from planner.search.engine.prices import Prices
 from planner.search.engine.recompute import Choice, Group, fewest_nanoseconds
 from planner.search.engine.result import Candidate
-from planner.search.stage_maps.dealing import deal
+from planner.search.engine.rule import MOST_REPAIRS, RuleCuts, Sizes
 from planner.search.stage_maps.division import given_sizes
 from planner.spec.plan import RankMemory
 from planner.spec.profile import RecomputeMode
 
 _Chosen = list[list[tuple[int, RecomputeMode]]]
 """Per stage: (layer, mode)."""
-Sizes = tuple[int, ...]
-"""Layers of every stage."""
 PROMISING = 1.015
 """A cut is improved by moves if its step is below this multiple of the best step."""
 FEW_CUTS = 64
 """All cuts of a row are evaluated if they are not more than this."""
-MOST_REPAIRS = 12
-"""Layers that are moved to make a cut fit."""
 MOST_MOVES = 40
 """Accepted moves per row."""
+
+
+def has_few_cuts(layers: int, stages: int) -> bool:
+    """Return whether all cuts of a row are evaluated."""
+    return comb(layers - 1, stages - 1) <= FEW_CUTS
 
 
 @dataclass
@@ -51,53 +50,10 @@ class Item:
     prices: Prices
     costs: LayoutCosts
     order: Order
+    cuts: tuple[Sizes, ...]
+    """Cuts to start from; empty: all cuts are evaluated."""
     modes: tuple[str, ...] = ()
     """Modes that all layers have together; empty: each layer has its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """Bytes of the first n layers, and what recomputation frees."""
-
-    fast: Floats
-    """Saved bytes in fastest modes."""
-    free: Floats
-    """Of those, what kinds other than the main one may free."""
-    states: Floats
-    main: Floats
-    """Number of layers of the main kind."""
-    rates: tuple[tuple[float, float], ...]
-    """Of a layer of the main kind: bytes freed and nanoseconds per byte, ascending."""
-
-    @classmethod
-    def of(cls, prices: Prices) -> _Memory:
-        """Return the bytes of a layout's layers."""
-        kinds = np.array(prices.kind_of)
-        main = int((prices.counts * prices.work).argmax())
-        fast = np.array([float(one.activation_bytes) for one in prices.fastest])
-        free = fast - prices.least_activations
-        free[main] = 0.0
-
-        def cumulative(values: Floats) -> Floats:
-            return np.concatenate([[0.0], np.cumsum(values[kinds])])
-
-        points = {
-            (float(one.activation_bytes), float(one.backward_ticks))
-            for one in prices.modes[main]
-        }
-        rates = []
-        hull = lower_hull(points)
-        for (bytes_, spent), (fewer, longer) in pairwise(hull):
-            rates.append((bytes_ - fewer, (longer - spent) / (bytes_ - fewer)))
-        is_main = np.zeros(len(fast))
-        is_main[main] = 1.0
-        return cls(
-            fast=cumulative(fast),
-            free=cumulative(free),
-            states=cumulative(prices.states),
-            main=cumulative(is_main),
-            rates=tuple(rates),
-        )
 
 
 @dataclass
@@ -125,14 +81,13 @@ class RowSolver:
             moves: try to move layers between stages.
         """
         stages = self.schedule.stages
-        layers = len(self.item.prices.kind_of)
-        if self.fixed_sizes:
-            return self._best_of([self.fixed_sizes])
-        if self.has_few_cuts:
+        if not self.item.cuts:
             self.cutoff = float(limit)
-            return self._best_of(all_cuts(layers, stages))
+            return self._best_of(all_cuts(len(self.item.prices.kind_of), stages))
+        if given_sizes(self.item.costs.work, stages) or stages == 1:
+            return self._best_of(self.item.cuts)
         self.cutoff = PROMISING * limit
-        best = self._best_of(self._first_cuts())
+        best = self._best_of(self.item.cuts)
         if best is None:
             best = self._best_of(self._fitting_cuts())
         if best is None or not moves or best.total > PROMISING * limit:
@@ -149,81 +104,9 @@ class RowSolver:
         return best
 
     @cached_property
-    def fixed_sizes(self) -> Sizes | None:
-        """Layers of every stage as the job or the runtime fixes them; None: free."""
-        order = self.item.order
-        stages = order.ranks * order.virtual_stages
-        return given_sizes(self.item.costs.work, stages)
-
-    @property
-    def has_few_cuts(self) -> bool:
-        """Whether all cuts of the row are evaluated."""
-        layers = len(self.item.prices.kind_of)
-        stages = self.item.order.ranks * self.item.order.virtual_stages
-        return comb(layers - 1, stages - 1) <= FEW_CUTS
-
-    def first_bound(self) -> float:
-        """Return nanoseconds that the cuts of the schedule's rule take at least."""
-        return min(self.cut_bound(sizes) for sizes in self._first_cuts())
-
-    def cut_bound(self, sizes: Sizes) -> float:
-        """Return nanoseconds that a cut takes at least: (W1) of `bound` per rank.
-
-        What the saved bytes of a rank exceed its memory by is recomputed at the lowest
-        rates of the main kind, by the stage that holds most units.
-        """
-        prices, order = self.item.prices, self.item.order
-        ends = np.cumsum(np.array(sizes, dtype=np.intp))
-        starts = ends - np.array(sizes, dtype=np.intp)
-        works = self._cumulative_work[ends] - self._cumulative_work[starts]
-        ranks = np.array(self.item.costs.stage_ranks)
-        extra = self._recompute_bound(starts, ends, ranks)
-        once: Floats = np.bincount(ranks, weights=works) + extra
-        busy = once * order.micro_batches
-        if not self.item.costs.work.framework.staggers_steps:
-            busy = busy + prices.first_forward[starts[: order.ranks]]
-            if self.traits.ends_low:
-                busy = busy + prices.first_backward[starts[: order.ranks]]
-        return float(busy.max()) + prices.fixed_tail
-
-    def _recompute_bound(
-        self, starts: NDArray[np.intp], ends: NDArray[np.intp], ranks: NDArray[np.intp]
-    ) -> Floats:
-        """Return the least recomputation of every rank for one micro-batch."""
-        prices, order = self.item.prices, self.item.order
-        memory = self._memory
-        units = self.traits.units / order.chunks
-        fast = memory.fast[ends] - memory.fast[starts]
-        fixed = memory.states[ends] - memory.states[starts]
-        free = memory.free[ends] - memory.free[starts]
-        taken = np.bincount(ranks, weights=units * (fast - free) + fixed)
-        excess = np.maximum(0.0, taken - prices.free_bytes)
-        most = np.zeros(order.ranks)
-        np.maximum.at(most, ranks, units)
-        layers = memory.main[ends] - memory.main[starts]
-        held = np.bincount(ranks, weights=units * layers)
-        extra = np.zeros(order.ranks)
-        for saved, rate in memory.rates:
-            freed = np.minimum(excess, held * saved)
-            extra += freed * rate / np.maximum(1e-9, most)
-            excess = excess - freed
-        return np.where(excess > 1, np.inf, extra)
-
-    @cached_property
-    def _memory(self) -> _Memory:
-        return _Memory.of(self.item.prices)
-
-    @cached_property
-    def traits(self) -> Traits:
-        """Traits of the order."""
-        return traits_of(self.item.order)
-
-    @cached_property
-    def _cumulative_work(self) -> Floats:
-        """Work of the first n layers, in the fastest modes."""
-        prices = self.item.prices
-        each = prices.work[np.array(prices.kind_of)]
-        return np.concatenate([[0.0], np.cumsum(each)])
+    def rule(self) -> RuleCuts:
+        """Cuts of the schedule's rule, and the bound on a cut."""
+        return RuleCuts(self.item.prices, self.item.order)
 
     def evaluate(self, sizes: Sizes) -> Candidate | None:
         """Return the plan of a cut with the least recomputation.
@@ -231,27 +114,16 @@ class RowSolver:
         None: it does not fit, or its bound is not below the cutoff.
         """
         if sizes not in self._known:
-            if self.cut_bound(sizes) * (1 - 1e-9) >= self.cutoff:
+            if self.rule.bound(sizes) >= self.cutoff:
                 return None
             self._known[sizes] = self._evaluated(sizes)
         return self._known[sizes]
 
-    def _first_cuts(self) -> Iterator[Sizes]:
-        """Yield the cut of the schedule's rule, by work without and with recompute."""
-        prices, ranks = self.item.prices, self.item.costs.stage_ranks
-        seen: set[Sizes] = set()
-        for works in (self._fast_works(), self._full_works()):
-            layers = tuple(max(1, works[kind]) for kind in prices.kind_of)
-            sizes = deal(layers, ranks)
-            if sizes not in seen:
-                seen.add(sizes)
-                yield sizes
-
     def _fitting_cuts(self) -> Iterator[Sizes]:
         """Yield cuts with one more layer moved from the fullest rank to the emptiest."""
-        sizes = list(next(self._first_cuts()))
+        sizes = list(self.item.cuts[0])
         for _ in range(MOST_REPAIRS):
-            if self.cut_bound(tuple(sizes)) * (1 - 1e-9) >= self.cutoff:
+            if self.rule.bound(tuple(sizes)) >= self.cutoff:
                 return
             moved = self._moved_to_free_memory(sizes)
             if moved is None:
@@ -281,19 +153,6 @@ class RowSolver:
         moved[max(givers, key=lambda stage: sizes[stage])] -= 1
         moved[min(takers, key=lambda stage: sizes[stage])] += 1
         return moved
-
-    def _fast_works(self) -> list[int]:
-        return [int(work) for work in self.item.prices.work]
-
-    def _full_works(self) -> list[int]:
-        """Return the work of every kind in the mode that saves least."""
-        return [
-            max(1, one.forward_ticks + one.backward_ticks)
-            for one in (
-                min(modes, key=lambda each: each.activation_bytes)
-                for modes in self.item.prices.modes
-            )
-        ]
 
     def _improve(self, best: Candidate) -> Candidate:
         """Return the best plan that moves of one layer reach."""

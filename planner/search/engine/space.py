@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
+from math import isqrt
 from typing import NamedTuple
 
 from planner.cost import Workload
 from planner.cost.derived import DerivedRows
 from planner.schedule import find, names
+from planner.schedule.synthesized import NAME as SYNTHESIZED
 from planner.search.engine.constraints import schedule_names
+from planner.search.layouts.offloading import is_offloading_known
 from planner.spec.job import WHOLE_PARAMETERS, Constraint, allows
 from planner.spec.profile import Measurement, RecomputeMode
 
@@ -71,6 +74,24 @@ class LeftOut(NamedTuple):
     reason: str
 
 
+class Dimension(NamedTuple):
+    """Values of one field of the layout that a search covers, and those it does not."""
+
+    field: str
+    """Of the layout."""
+    searched: tuple[str, ...]
+    """Values as text, in ascending order."""
+    left_out: tuple[LeftOut, ...]
+
+
+class Offload(NamedTuple):
+    """What a layout has in the host's memory."""
+
+    activations: bool = False
+    optimizer: bool = False
+    """States of the optimizer and master copies."""
+
+
 @dataclass(frozen=True, slots=True)
 class Space:
     """Values of every dimension that the search covers."""
@@ -81,6 +102,10 @@ class Space:
     chunks: tuple[tuple[int, ...], ...]
     """Per split: sequence chunks per micro-batch, 1 first."""
     left_out: tuple[LeftOut, ...]
+    offloads: tuple[Offload, ...] = (Offload(),)
+    """Nothing first, if the job permits it."""
+    has_uneven_shares: bool = True
+    """Replicas may have unequal numbers of micro-batches."""
 
 
 def whole_space(
@@ -132,7 +157,9 @@ def runtime_constraints(work: Workload) -> dict[str, Constraint]:
 
 def divisors(number: int) -> tuple[int, ...]:
     """Return all divisors of a positive number, in ascending order."""
-    return tuple(d for d in range(1, number + 1) if number % d == 0)
+    small = [each for each in range(1, isqrt(number) + 1) if number % each == 0]
+    large = [number // each for each in reversed(small)]
+    return tuple(dict.fromkeys((*small, *large)))
 
 
 def _space(
@@ -143,18 +170,8 @@ def _space(
     left_out: list[LeftOut],
 ) -> Space:
     schedules = _schedules(work, constraints.get("schedule"), left_out)
-    _report_fixed(work, left_out)
-    most = limits.most_virtual_stages
-    virtual = tuple(
-        count
-        for count in range(1, most + 1)
-        if allows(constraints.get("virtual_stages_per_rank"), count)
-    )
-    above = f"above {most}"
-    left_out.append(
-        LeftOut("virtual_stages_per_rank", above, "the limit of this search")
-    )
-    can_chunk = _chunks_have_prices(work, schedules, limits, left_out)
+    virtual = _virtual_stages(work, schedules, constraints, limits, left_out)
+    can_chunk = _chunks_have_prices(work, schedules, left_out)
     counts = _counts_of_interest(work) if can_chunk else ()
     asks = can_chunk and asks_chunks(work, schedules)
     chunk_tokens = 1 if asks else limits.pieces.chunk_tokens
@@ -162,7 +179,79 @@ def _space(
         _chunk_counts(work, split, counts, constraints, chunk_tokens)
         for split in splits
     )
-    return Space(splits, schedules, virtual, chunks, tuple(left_out))
+    if can_chunk:
+        _report_chunks(work, splits, chunks, chunk_tokens, left_out)
+    reason = "experts have the tensor degree of all layers"
+    if any(split.expert > 1 for split in splits):
+        left_out.append(LeftOut("expert_tensor_parallel_degree", "others", reason))
+    return Space(
+        splits=splits,
+        schedules=schedules,
+        virtual_stages=virtual,
+        chunks=chunks,
+        left_out=tuple(left_out),
+        offloads=_offloads(work, constraints, left_out),
+        has_uneven_shares=_has_uneven_shares(work, left_out),
+    )
+
+
+def _virtual_stages(
+    work: Workload,
+    schedules: Iterable[str],
+    constraints: Mapping[str, Constraint],
+    limits: Limits,
+    left_out: list[LeftOut],
+) -> tuple[int, ...]:
+    """Return the permitted numbers of stages per rank, up to the limit."""
+    constraint = constraints.get("virtual_stages_per_rank")
+    most = _most_virtual_stages(work, schedules)
+    permitted = [each for each in range(1, most + 1) if allows(constraint, each)]
+    limit = limits.most_virtual_stages
+    if permitted and permitted[-1] > limit:
+        reason = "the limit of this search"
+        left_out.append(LeftOut("virtual_stages_per_rank", f"above {limit}", reason))
+    return tuple(each for each in permitted if each <= limit)
+
+
+def _most_virtual_stages(work: Workload, schedules: Iterable[str]) -> int:
+    """Return the most stages per rank that the layers and a schedule permit."""
+    pipelines = [degree for degree in divisors(work.devices) if degree > 1]
+    if not pipelines:
+        return 1
+    most = len(work.profile.layers) // pipelines[0]
+    entries = [find(name) for name in schedules]
+    while most > 1:
+        if any(entry.takes_virtual_stages(most) for entry in entries):
+            return most
+        most -= 1
+    return 1
+
+
+def _offloads(
+    work: Workload, constraints: Mapping[str, Constraint], left_out: list[LeftOut]
+) -> tuple[Offload, ...]:
+    """Return what layouts may have in the host's memory, nothing first."""
+    flags = (False, True)
+    if not is_offloading_known(work):
+        flags = (False,)
+        reason = "the cluster does not state the memory of hosts and the link to them"
+        left_out.append(LeftOut("activation_offload", "true", reason))
+        left_out.append(LeftOut("optimizer_offload", "true", reason))
+    return tuple(
+        Offload(activations, optimizer)
+        for activations, optimizer in product(flags, flags)
+        if allows(constraints.get("activation_offload"), activations)
+        and allows(constraints.get("optimizer_offload"), optimizer)
+    )
+
+
+def _has_uneven_shares(work: Workload, left_out: list[LeftOut]) -> bool:
+    """Return whether replicas may have unequal numbers of micro-batches."""
+    framework = work.framework
+    if not framework.supports.uneven_shares:
+        reason = f"{framework.name} runs equal shares only"
+        left_out.append(LeftOut("micro_batch_shares", "unequal", reason))
+    return framework.supports.uneven_shares
 
 
 def _derived_sizes(work: Workload) -> Iterator[Split]:
@@ -244,50 +333,67 @@ def _schedules(
     asked = schedule_names(constraint)
     found: list[str] = []
     paired: list[str] = []
+    lacking: list[str] = []
     for name in names(runnable_only=True, fixed_only=True):
         entry = find(name)
-        if allowed is not None and name not in allowed:
-            continue
         if asked is not None and name not in asked:
+            continue
+        if allowed is not None and name not in allowed:
+            lacking.append(name)
             continue
         if entry.has_pairs or entry.recompute_modes or entry.is_asynchronous:
             paired.append(name)
             continue
         found.append(name)
+    if lacking:
+        reason = f"plans for {work.framework.name} do not support them"
+        left_out.append(LeftOut("schedule", ", ".join(lacking), reason))
     if paired:
         reason = "their order has a price only in `planner predict`"
         left_out.append(LeftOut("schedule", ", ".join(paired), reason))
+    if asked is None and (allowed is None or SYNTHESIZED in allowed):
+        reason = "searched on request (schedule=synthesized)"
+        left_out.append(LeftOut("schedule", SYNTHESIZED, reason))
     return tuple(found)
 
 
-def _report_fixed(work: Workload, left_out: list[LeftOut]) -> None:
-    """Report dimensions that this search does not vary."""
-    left_out.append(
-        LeftOut("micro_batch_shares", "unequal", "all replicas have equal shares")
-    )
-    left_out.append(
-        LeftOut("expert_tensor_parallel_degree", "own degrees", "not searched")
-    )
-    left_out.append(LeftOut("optimizer_offload", "true", "not searched by this engine"))
-    left_out.append(
-        LeftOut("activation_offload", "true", "not searched by this engine")
-    )
-
-
 def _chunks_have_prices(
-    work: Workload,
-    schedules: tuple[str, ...],
-    limits: Limits,
-    left_out: list[LeftOut],
+    work: Workload, schedules: tuple[str, ...], left_out: list[LeftOut]
 ) -> bool:
     """Return whether sequence chunks have a price; report the reason if not."""
     reason = _why_no_chunks(work, schedules)
     if reason:
         left_out.append(LeftOut("sequence_chunks", "above 1", reason))
-        return False
-    reason = f"a chunk would have fewer than {limits.pieces.chunk_tokens} tokens"
-    left_out.append(LeftOut("sequence_chunks", "many", reason))
-    return True
+    return not reason
+
+
+def _report_chunks(
+    work: Workload,
+    splits: Iterable[Split],
+    chunks: Iterable[tuple[int, ...]],
+    chunk_tokens: int,
+    left_out: list[LeftOut],
+) -> None:
+    """Report counts of chunks that are left out."""
+    length = work.job.sequence_length
+    found = {count for counts in chunks for count in counts}
+    most = max((length // split.context for split in splits), default=0)
+    short = [count for count in CHUNK_COUNTS if most < chunk_tokens * count]
+    constraint = work.job.constraints.get("sequence_chunks")
+    short = [count for count in short if allows(constraint, count)]
+    if short:
+        values = ", ".join(map(str, short))
+        reason = f"a chunk would have fewer than {chunk_tokens} tokens"
+        left_out.append(LeftOut("sequence_chunks", values, reason))
+    others = [
+        count
+        for count in divisors(length)
+        if count not in found and most >= chunk_tokens * count
+    ]
+    if any(allows(constraint, count) for count in others if count not in CHUNK_COUNTS):
+        counts = ", ".join(map(str, (1, *CHUNK_COUNTS)))
+        reason = f"counts other than {counts} are searched on request"
+        left_out.append(LeftOut("sequence_chunks", "other counts", reason))
 
 
 def _why_no_chunks(work: Workload, schedules: tuple[str, ...]) -> str:

@@ -41,7 +41,7 @@ class Table:
     expert: Column
     micro_batch_size: Column
     micro_batches: Column
-    """Per step of one data-parallel rank."""
+    """Per step of one data-parallel rank, the largest share."""
     sequence_parallel: Column
     """0 or 1."""
     sequence_chunks: Column
@@ -50,6 +50,11 @@ class Table:
     virtual_stages: Column
     split: Column
     """Index into `Space.splits`."""
+    offload: Column
+    """Index into `Space.offloads`."""
+    larger_shares: Column
+    """Data-parallel ranks that have one micro-batch more than the others; 0: all have
+    equal shares."""
 
     def __len__(self) -> int:
         return len(self.data)
@@ -75,7 +80,10 @@ def enumerate_table(work: Workload, space: Space) -> Table:
     degrees = _degrees(work, space)
     table = _with_orders(work, space, degrees)
     constraints = runtime_constraints(work)
-    return table.take(permitted(table, constraints))
+    table = table.take(permitted(table, constraints))
+    table = _with_offloads(work, space, table)
+    options = Options(work, space)
+    return table.take(options.are_any(table))
 
 
 def _degrees(work: Workload, space: Space) -> dict[str, Column]:
@@ -94,12 +102,18 @@ def _degrees(work: Workload, space: Space) -> dict[str, Column]:
     )
     others = tensor * context * pipelines
     data = work.devices // others
-    batch = work.job.global_batch_size
     divides_devices = data * others == work.devices
     divides_experts = (data * context) % expert == 0
-    per_round = np.maximum(1, data * micro_batch_size)
-    divides_batch = (batch % per_round == 0) & (data >= 1)
-    rows, columns = np.nonzero(divides_devices & divides_experts & divides_batch)
+    every_round, remainder = np.divmod(work.job.global_batch_size, micro_batch_size)
+    smaller, larger = np.divmod(every_round, np.maximum(1, data))
+    divides_batch = (remainder == 0) & (data >= 1) & (smaller >= 1)
+    if space.has_uneven_shares:
+        has_shares = (larger == 0) | ((expert == 1) & (chunks[:, None] == 1))
+    else:
+        has_shares = larger == 0
+    divides = divides_devices & divides_experts & divides_batch & has_shares
+    rows, columns = np.nonzero(divides)
+    more = larger[rows, columns]
     return {
         "data": data[rows, columns],
         "tensor": tensor[rows, 0],
@@ -107,19 +121,20 @@ def _degrees(work: Workload, space: Space) -> dict[str, Column]:
         "context": context[rows, 0],
         "expert": expert[rows, 0],
         "micro_batch_size": micro_batch_size[rows, 0],
-        "micro_batches": batch // per_round[rows, columns],
+        "micro_batches": smaller[rows, columns] + (more > 0),
         "sequence_parallel": sequence_parallel[rows, 0],
         "sequence_chunks": chunks[rows],
         "split": index[rows],
+        "offload": np.zeros(len(rows), dtype=np.int64),
+        "larger_shares": more,
     }
 
 
 def _with_orders(work: Workload, space: Space, degrees: Mapping[str, Column]) -> Table:
     """Return one row for every schedule and number of stages that the degrees take."""
-    shapes = np.stack(
-        [degrees["pipeline"], degrees["micro_batches"], degrees["sequence_chunks"]],
-        axis=1,
-    )
+    has_equal_shares = degrees["larger_shares"] == 0
+    names = ("pipeline", "micro_batches", "sequence_chunks")
+    shapes = np.stack([*(degrees[name] for name in names), has_equal_shares], axis=1)
     distinct, inverse = np.unique(shapes, axis=0, return_inverse=True)
     constraints = runtime_constraints(work)
     orders = [
@@ -146,10 +161,12 @@ def _orders(
     constraints: Mapping[str, Constraint],
 ) -> list[Order]:
     """Return the schedules and virtual stages that a number of ranks can take."""
-    pipeline, micro_batches, chunks = shape
+    pipeline, micro_batches, chunks, has_equal_shares = shape
     layers = len(work.profile.layers)
     found = []
     for index, name in enumerate(space.schedules):
+        if not (has_equal_shares or name in MIXED_SCHEDULES):
+            continue
         is_chunked = find(name).takes_sequence_chunks
         if is_chunked != (chunks > 1) or (pipeline == 1 and name not in SIMPLE):
             continue
@@ -162,6 +179,18 @@ def _orders(
             if divides(work.profile, constraints, work.framework, stages):
                 found.append((index, virtual))
     return found
+
+
+def _with_offloads(work: Workload, space: Space, table: Table) -> Table:
+    """Return the rows once for everything that may be offloaded, nothing first."""
+    parts = [
+        replace(
+            table.take(_may_offload(work, space, table, offload)),
+            offload=place,
+        )
+        for place, offload in enumerate(space.offloads)
+    ]
+    return parts
 
 
 @lru_cache(maxsize=1 << 18)

@@ -16,7 +16,7 @@ from planner.cost import (
     rank_memory,
     schedule_of,
 )
-from planner.search.engine.bound import Order, lower_bound, timing_of, traits_of
+from planner.search.engine.bound import Order, lower_bound, traits_of
 from planner.search.engine.options import Option, Options, Row
 from planner.search.engine.prices import Prices, Pricing
 from planner.search.engine.space import Space
@@ -58,10 +58,7 @@ class Layouts:
 
     def bound(self, row: Row, option: Option) -> int:
         """The bound of a row when no step is known."""
-        timing = timing_of(self.pricing.costs(row, option))
-        return lower_bound(
-            self.prices(row, option), self.order(row), timing
-        ).nanoseconds
+        return lower_bound(self.prices(row, option), self.order(row)).nanoseconds
 
 
 def step_of(costs: LayoutCosts, stage_map: StageMap) -> int | None:

@@ -10,9 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cost import workload
-from planner.search.engine.bound import traits_of
+from planner.search.engine.bound import splits_backward, traits_of
 from planner.search.engine.cut import all_cuts
+from planner.search.engine.engine import Search
+from planner.search.engine.options import Row
 from planner.search.engine.recompute import Group, fewest_nanoseconds
+from planner.search.engine.rule import RuleCuts
 from planner.search.engine.solve import Item, RowSolver
 from planner.search.engine.space import whole_space
 from tests.search.engine.exact import Layouts, all_maps, step_of
@@ -27,7 +30,9 @@ def item_of(layouts: Layouts, chooser: random.Random) -> Item:
     option = chooser.choice(list(layouts.options.of(row)))
     prices = layouts.prices(row, option)
     costs = layouts.pricing.costs(row, option)
-    return Item(row, option, prices, costs, layouts.order(row))
+    order = layouts.order(row)
+    cuts = RuleCuts(prices, order).sizes
+    return Item(row, option, prices, costs, order, cuts)
 
 
 @settings(max_examples=80, deadline=None)
@@ -49,7 +54,7 @@ def test_bound_of_a_cut_is_below_all_its_modes(instance: Instance, seed: int) ->
         step_of(item.costs, stage_map) for stage_map in all_maps(item.prices, sizes)
     ]
     fitting = [step for step in steps if step is not None]
-    assert all(solver.cut_bound(sizes) * (1 - 1e-9) <= step for step in fitting)
+    assert all(solver.rule.bound(sizes) <= step for step in fitting)
     found = solver.evaluate(sizes)
     if found is not None:
         assert found.total in fitting
@@ -75,14 +80,45 @@ def test_bound_of_a_cut_at_scale(case: tuple[str, int, int, int]) -> None:
         solver = RowSolver(item)
         if traits_of(item.order).is_split:
             solver.item.modes = ("none",)
-        for sizes in solver._first_cuts():
+        for sizes in solver.item.cuts:
             found = solver.evaluate(sizes)
             if found is None:
                 continue
-            assert solver.cut_bound(sizes) * (1 - 1e-9) <= found.total, item.order
+            assert solver.rule.bound(sizes) <= found.total, item.order
             assert layouts.bound(item.row, item.option) <= found.total, item.order
             compared += 1
     assert compared > 10
+
+
+@pytest.mark.parametrize(
+    "case",
+    [("llama-3.1-70b", 64, 128, 8192), ("mixtral-8x7b", 64, 128, 4096)],
+    ids=lambda case: case[0],
+)
+def test_bound_of_a_row_is_below_its_options(case: tuple[str, int, int, int]) -> None:
+    """No option of a row is faster under the row's cuts than the row's bounds."""
+    work = decoder(*case)
+    search = Search(work, whole_space(work))
+    chooser = random.Random(11)
+    compared = 0
+    for _ in range(150):
+        node = search.bound_row(chooser.randrange(len(search.table)))
+        row = Row.of(search.table, node.index)
+        order = search.order(row)
+        is_split = splits_backward(order.schedule)
+        option = chooser.choice(list(search.options.of(row)))
+        prices = search.pricing.prices(row, option, is_split=is_split)
+        if row.micro_batches * row.pipeline * row.virtual_stages > 512:
+            continue
+        costs = search.pricing.costs(row, option)
+        cuts = node.cuts or RuleCuts(prices, order).sizes
+        modes = ("none",) if is_split else ()
+        item = Item(row, option, prices, costs, order, cuts, modes)
+        found = RowSolver(item).solve(10**15, moves=False)
+        if found is not None:
+            assert node.all_cuts <= node.nanoseconds <= found.total, (order, option)
+            compared += 1
+    assert compared > 5
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,0 +1,121 @@
+"""A good plan first: the best rows of a coarse grid, then the rows around them."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.search.engine.bound import IMPOSSIBLE
+from planner.search.engine.options import Option, Row
+
+if TYPE_CHECKING:
+    from planner.search.engine.engine import Search
+
+MOST_ROWS = 256
+"""Rows of the coarse grid."""
+MOST_TRIED = 48
+"""Rows that are solved in one round."""
+MOST_SOLVED = 6
+"""Of those, how many after the first that fits."""
+ROUNDS = 3
+"""Rounds of rows around the best plan."""
+MOST_AROUND = 512
+SCHEDULES = ("1f1b", "interleaved-1f1b", "seqpipe")
+"""Of the coarse grid."""
+VIRTUAL_STAGES = (1, 2, 4, 8)
+MICRO_BATCH_SIZES = (1, 2, 4)
+
+
+def find_first_plan(search: Search) -> None:
+    """Give a search a plan to beat, if one of the rows that are tried fits."""
+    _solve_some(search, _coarse_rows(search), MOST_SOLVED, moves=False)
+    for _ in range(ROUNDS):
+        if search.best is None:
+            return
+        before = search.best.row
+        _solve_some(search, _rows_around(search, before), MOST_SOLVED, moves=False)
+        if search.best.row == before:
+            break
+    _solve_some(search, _same_rows(search), 1, moves=True)
+
+
+def _solve_some(
+    search: Search, indices: Iterable[int], count: int, *, moves: bool
+) -> None:
+    """Solve up to a number of rows that fit, least bound first."""
+    for index in indices:
+        search.push(search.bound_row(index))
+    tried = fitting = 0
+    while search.queue and fitting < count and search.least_node < search.limit:
+        if tried >= MOST_TRIED and search.best is not None:
+            break
+        node = heapq.heappop(search.queue)
+        row = Row.of(search.table, node.index)
+        if search.expand(node, moves=moves, options=_simple_options(search, row)):
+            tried += 1
+            fitting += search.best is not None
+    search.queue.clear()
+    search.least_excluded = IMPOSSIBLE
+
+
+def _simple_options(search: Search, row: Row) -> list[tuple[int, Option]]:
+    """Return the options that shard states over all replicas or not at all."""
+    options = enumerate(search.options.of(row))
+    return [pair for pair in options if pair[1].shard_degree is None]
+
+
+def _rows_around(search: Search, row: Row) -> list[int]:
+    """Return rows whose degrees and size are a factor of 2 from a row's or equal."""
+    table = search.table
+    is_near = table.schedule == row.schedule
+    for name in ("tensor", "pipeline", "micro_batch_size", "sequence_chunks"):
+        value = getattr(row, name)
+        is_near &= np.isin(getattr(table, name), (value // 2, value, 2 * value))
+    is_near &= (table.context == row.context) & (table.expert == row.expert)
+    return _in_order(search, is_near)[:MOST_AROUND]
+
+
+def _same_rows(search: Search) -> list[int]:
+    """Return the rows with the degrees and stages of the best plan."""
+    if search.best is None:
+        return []
+    row = search.best.row
+    is_same = search.table.split == row.split
+    is_same &= search.table.pipeline == row.pipeline
+    is_same &= search.table.virtual_stages == row.virtual_stages
+    is_same &= search.table.sequence_chunks == row.sequence_chunks
+    return _in_order(search, is_same)
+
+
+def _in_order(search: Search, mask: NDArray[np.bool_]) -> list[int]:
+    """Return rows in the order of their bounds, as far as below the limit."""
+    rows = search.rows[mask[search.rows]]
+    found: list[int] = rows[search.row_bounds[rows] < search.limit].tolist()
+    return found
+
+
+def _coarse_rows(search: Search) -> list[int]:
+    """Return the best row for every split of the model and few stages per rank."""
+    table = search.table
+    names = search.space.schedules
+    simple = [place for place, name in enumerate(names) if name in SCHEDULES]
+    is_coarse = np.isin(table.schedule, simple)
+    is_coarse &= np.isin(table.virtual_stages, VIRTUAL_STAGES)
+    is_coarse &= np.isin(table.micro_batch_size, MICRO_BATCH_SIZES)
+    seen: set[tuple[int, ...]] = set()
+    chosen: list[int] = []
+    for index in search.rows[is_coarse[search.rows]].tolist():
+        row = Row.of(table, index)
+        degrees = (row.tensor, row.pipeline, row.context, row.expert)
+        key = (*degrees, row.micro_batch_size, row.virtual_stages)
+        if key in seen:
+            continue
+        seen.add(key)
+        chosen.append(index)
+        if len(chosen) == MOST_ROWS:
+            break
+    return chosen

@@ -1,0 +1,92 @@
+"""Bounds of all rows at once, by the work of their layers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.cost.placement import widest_expert_group
+from planner.schedule import find
+from planner.search.engine.bound import IMPOSSIBLE, splits_backward
+from planner.search.engine.options import RANK_ORDERS, Option, Options, Row
+from planner.search.engine.prices import Prices, Pricing
+from planner.search.engine.space import Space
+from planner.search.engine.table import Table
+
+_ROUNDING = 1 - 1e-9
+
+
+class RowBounds:
+    """Bounds of all rows by the work of their layers, before options are chosen."""
+
+    def __init__(self, space: Space, options: Options, pricing: Pricing) -> None:
+        """Start without any price."""
+        self.space = space
+        self.options = options
+        self.pricing = pricing
+        self._prices: dict[tuple[object, ...], Prices] = {}
+
+    def of(self, table: Table) -> NDArray[np.int64]:
+        """Return a bound in nanoseconds for every row."""
+        keys = np.stack(
+            [table.split, table.sequence_chunks, table.data, table.pipeline], axis=1
+        )
+        if not len(table):
+            return np.zeros(0, dtype=np.int64)
+        is_dense = table.expert == 1
+        keys[is_dense, 2:] = 0
+        _, firsts, inverse = np.unique(
+            keys, axis=0, return_index=True, return_inverse=True
+        )
+        work = np.zeros(len(firsts))
+        saved = np.zeros(len(firsts))
+        free = np.zeros(len(firsts))
+        states = np.zeros(len(firsts))
+        for place, first in enumerate(firsts.tolist()):
+            row = Row.of(table, first)
+            options = list(self._priced(row))
+            work[place] = min(each.total_work for each in options)
+            prices = options[0]
+            saved[place] = float(prices.counts @ prices.least_activations)
+            states[place] = float(prices.counts @ prices.states)
+            free[place] = prices.free_bytes
+        inverse = inverse.reshape(-1)
+        steps = work[inverse] * self._growth(table)
+        lean = states[inverse] / table.replicas + saved[inverse] / table.sequence_chunks
+        is_impossible = lean > table.pipeline * free[inverse]
+        steps[is_impossible] = IMPOSSIBLE
+        return (steps * _ROUNDING).astype(np.int64)
+
+    def _growth(self, table: Table) -> NDArray[np.float64]:
+        """Return the least step / work of one micro-batch."""
+        names = self.space.schedules
+        simple = [names.index(name) for name in ("1f1b", "gpipe") if name in names]
+        count = table.micro_batches.astype(np.float64)
+        plain = np.isin(table.schedule, simple) & (table.sequence_chunks == 1)
+        plain &= (count > table.pipeline) | (table.pipeline == 1)
+        filled = 1 + (count - 1) / table.pipeline
+        busy = count / table.pipeline
+        growth: NDArray[np.float64] = np.where(plain, filled, busy)
+        whole = [
+            index
+            for index, name in enumerate(names)
+            if not splits_backward(name) and not find(name).takes_sequence_chunks
+        ]
+        is_whole = np.isin(table.schedule, whole)
+        return np.where(is_whole, np.maximum(1.0, growth), growth)
+
+    def _priced(self, row: Row) -> Iterator[Prices]:
+        """Yield the prices of a row's split for every distinct group of experts."""
+        orders = RANK_ORDERS if row.expert > 1 else RANK_ORDERS[:1]
+        for order in orders:
+            option = Option(0, None, order)
+            layout = self.options.layout(row, option)
+            group: object = None
+            if row.expert > 1:
+                group = widest_expert_group(layout, self.pricing.work.domain_devices)
+            key = (row.split, row.sequence_chunks, group)
+            if key not in self._prices:
+                self._prices[key] = self.pricing.prices(row, option, is_split=False)
+            yield self._prices[key]
