@@ -2,7 +2,7 @@
 
 from planner.search.answer.account import Account, RankAccount, StageAccount, account
 from planner.search.given import plan_layout
-from planner.search.layouts.space import ImpossibleConstraint
+from planner.search.queries.refusals import ImpossibleConstraint
 from planner.search.planning import (
     impossible_constraints,
     make_request,

@@ -1,8 +1,7 @@
-"""From request to plan: space -> bounds -> solve -> simulate -> plan. The search's front door."""
+"""From a request to its plan, and from one layout to its prediction."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 
@@ -16,48 +15,49 @@ from planner.cost import (
     placement,
     predict_step,
     schedule_of,
-    stage_ranks,
     workload,
 )
 from planner.cost.interval import usable_bytes, with_headroom
 from planner.errors import LayoutError, MismatchError
 from planner.schedule import Requirement, Schedule, canonical_name, find, requirements
-from planner.search.answer.explain import (
-    alternatives,
-    division_text,
-    explanation,
-    misses,
-    predictions,
-    relaxations_text,
-    remedy_text,
-    sensitivity_text,
-    with_recompute,
-)
-from planner.search.answer.nearest import unfit
-from planner.search.answer.pareto import front
-from planner.search.answer.relaxations import (
-    BRIEF_WORK,
-    FULL_WORK,
-    freely_divided,
-    relaxations,
-    remedies,
-)
-from planner.search.answer.rivals import rivals
-from planner.search.answer.sensitivity import sensitivity
-from planner.search.answer.words import degrees_text
 from planner.search.bounds.layout import BOUNDED
-from planner.search.contenders import Contest
-from planner.search.layouts.offloading import NOTHING
+from planner.search.engine.result import Candidate
+from planner.search.former import former_impossible, former_plan, is_former
 from planner.search.layouts.orders import SYNTHESIZED
 from planner.search.layouts.parts import token_price
-from planner.search.layouts.space import (
-    ImpossibleConstraint,
-    Space,
-    constraints_without_layouts,
-)
 from planner.search.layouts.whole_sequences import check_pieces_of
-from planner.search.objectives import contest
-from planner.search.result import Callbacks, Found, Limits, improved
+from planner.search.queries.alternatives import alternatives
+from planner.search.queries.explain import (
+    change_text,
+    described_alternatives,
+    division_text,
+    explanation,
+    miss_text,
+    predictions,
+    relaxations_text,
+    sensitivity_text,
+)
+from planner.search.queries.misses import misses
+from planner.search.queries.objectives import search_parts, with_best
+from planner.search.queries.outcome import Outcome
+from planner.search.queries.pareto import pareto_front
+from planner.search.queries.refusals import (
+    ImpossibleConstraint,
+    constraints_without_layouts,
+    empty_reasons,
+    not_found_text,
+    too_slow_text,
+    unfit_text,
+)
+from planner.search.queries.relaxations import (
+    BRIEF_WORK,
+    FULL_WORK,
+    feasible_changes,
+    freely_divided,
+    relaxations,
+)
+from planner.search.queries.sensitivity import sensitivity
+from planner.search.result import Callbacks, Limits
 from planner.search.stage_maps.dealt import Uniform, ranks_of
 from planner.search.stage_maps.dealt_on_groups import uniform
 from planner.search.stage_maps.dealt_recompute import (
@@ -73,6 +73,8 @@ from planner.search.stage_maps.synthesized import (
     check_synthesis,
     given_order,
 )
+from planner.search.stages import stages_of
+from planner.search.support import unsupported_alternative
 from planner.spec.calibration import CalibrationTable, Constants
 from planner.spec.cluster import Cluster
 from planner.spec.document import digest
@@ -83,10 +85,8 @@ from planner.spec.plan import (
     Infeasible,
     Options,
     Plan,
-    PlannedLayer,
     PlanRequest,
     RankMemory,
-    Stage,
 )
 from planner.spec.profile import ModelProfile
 from planner.spec.words import counted, gibibytes
@@ -142,7 +142,12 @@ def _profile_id(profile: ModelProfile) -> str:
 def plan(
     request: PlanRequest, profile: ModelProfile, *, callbacks: Callbacks | None = None
 ) -> Plan | Infeasible:
-    """The best plan by the job's objective, proven; or why none fits.
+    """Return the best plan by the job's objective, with its proof; or why none fits.
+
+    Args:
+        request: as `make_request` returns it.
+        profile: the one that the request names.
+        callbacks: progress, and whether to stop.
 
     Raises:
         SpecError: the documents do not belong together, or ask for what cannot be run.
@@ -154,186 +159,121 @@ def plan(
             hint="give the profile that the request names.",
         )
     callbacks = callbacks or Callbacks()
+    if is_former(request.cluster, request.job):
+        return former_plan(request, profile, callbacks)
     deadline = time.monotonic() + request.options.time_limit_seconds
-    ended = contest(request, profile, callbacks)
-    work, space = ended.winner.work, ended.winner.space
-    limits = Limits(
-        FULL_WORK if request.options.explain == "full" else BRIEF_WORK,
-        deadline,
-        callbacks,
-    )
-    if not space.families:
-        helps = remedies(work, (), limits)
-        return Infeasible(
-            reasons=(*space.reasons, *map(remedy_text, helps)), relaxations=helps
-        )
-    found = _found(ended, request.options.top, limits.for_alternatives())
-    if ended.missed_seconds is not None:
-        return _too_slow(request.job, ended)
-    if not found.candidates:
-        return _infeasible(work, space, found, limits)
-    answer = _answer(request, work, found)
-    return _explained(answer, profile, found, limits.afterwards())
+    work = FULL_WORK if request.options.explain == "full" else BRIEF_WORK
+    limits = Limits(work, deadline, callbacks)
+    outcome = search_parts(request, profile, callbacks)
+    if outcome.best is None:
+        return _infeasible(request, outcome, limits)
+    return _explained(request, profile, outcome, limits)
 
 
 def _explained(
-    answer: Plan, profile: ModelProfile, found: Found, limits: Limits
+    request: PlanRequest, profile: ModelProfile, outcome: Outcome, limits: Limits
 ) -> Plan:
-    """The plan with what else was asked about it."""
-    options, is_full = answer.request.options, answer.request.options.explain == "full"
-    swayed = sensitivity(found.candidates, limits, is_full=is_full)
-    sentences = sensitivity_text(swayed, answer.layout, answer.alternatives)
-    more: dict[str, object] = {"sensitivity": swayed}
+    """Return the plan with its alternatives, and with what the options ask for."""
+    assert outcome.best is not None
+    options = request.options
+    is_full = options.explain == "full"
+    others = alternatives(outcome, options.top, limits.for_alternatives())
+    candidates = sorted((outcome.best, *others), key=lambda one: one.total)
+    outcome = with_best(outcome, candidates[0])
+    limits = limits.afterwards()
+    answer = _answer(request, outcome, candidates)
+    swayed = sensitivity(candidates, limits, is_full=is_full)
+    sentences = list(answer.explanation)
+    sentences += sensitivity_text(swayed, answer.layout, answer.alternatives)
+    update: dict[str, object] = {"sensitivity": swayed}
     if is_full:
-        more["relaxations"] = gained = relaxations(found.candidates[0], limits)
+        gained = relaxations(outcome, limits)
+        update["relaxations"] = gained
         sentences += relaxations_text(gained)
     else:
-        sentences += division_text(
-            answer.request.job, freely_divided(found.candidates[0], limits)
-        )
+        saved = freely_divided(outcome, limits)
+        sentences += division_text(request.job, saved)
     if options.pareto:
-        points, is_whole = front(profile, answer.request, limits)
-        more["pareto"] = points
-        sentences += (
-            ()
-            if is_whole
-            else ("The Pareto front is incomplete: the time limit ended its search.",)
-        )
-    return answer.model_copy(
-        update={**more, "explanation": answer.explanation + sentences}
-    )
+        points, is_whole = pareto_front(request, profile, limits)
+        update["pareto"] = points
+        if not is_whole:
+            sentences.append(
+                "The Pareto front is incomplete: the time limit ended its search."
+            )
+    if outcome.unsupported is not None and options.top:
+        total = candidates[0].total
+        other = unsupported_alternative(outcome.work, total, outcome.unsupported)
+        update["alternatives"] = (*answer.alternatives, other)
+    return answer.model_copy(update={**update, "explanation": tuple(sentences)})
 
 
-def _found(ended: Contest, top: int, limits: Limits) -> Found:
-    part, work, space, state = (
-        ended.winner.part,
-        ended.winner.work,
-        ended.winner.space,
-        ended.winner.state,
-    )
-    if state.best is None:
-        # Only a search that ended knows that nothing fits, and what misses by how much.
-        return Found(
-            part,
-            (),
-            ended.report,
-            tuple(unfit(work, space)) if ended.report.optimal else (),
-        )
-    candidates = sorted(
-        (state.best, *rivals(state, top, limits)), key=lambda one: one.ticks
-    )
-    return Found(
-        part, tuple(candidates), improved(ended.report, candidates[0].ticks), ()
-    )
-
-
-def _answer(request: PlanRequest, work: Workload, found: Found) -> Plan:
-    best, priced = found.candidates[0], predictions(found.candidates)
-    layout = with_recompute(best)
+def _answer(
+    request: PlanRequest, outcome: Outcome, candidates: Sequence[Candidate]
+) -> Plan:
+    """Return the plan and its alternatives as a document."""
+    best = candidates[0]
+    priced = predictions(candidates)
+    layout = best.layout
+    rows = placement(layout, outcome.work.devices_of_nodes)
+    step = priced[0].step_seconds
     return Plan(
         id=request.id,
         layout=layout,
         micro_batches=best.costs.micro_batches,
         stages=stages_of(best.costs, best.stage_map, best.schedule),
-        placement=found.part.place(placement(layout, work.devices_of_nodes)),
+        placement=outcome.part.place(rows),
         prediction=priced[0],
-        search=found.report,
-        alternatives=alternatives(found, priced),
-        explanation=explanation(best, priced[0], found),
-        cost_per_token=token_price(
-            found.part.cluster, request.job, priced[0].step_seconds
-        ),
+        search=outcome.report,
+        alternatives=described_alternatives(candidates, priced),
+        explanation=explanation(outcome, priced[0]),
+        cost_per_token=token_price(outcome.part.cluster, request.job, step),
         actions=best.schedule.to_text(),
         request=request,
     )
 
 
-def stages_of(
-    costs: LayoutCosts, stage_map: StageMap, schedule: Schedule
-) -> tuple[Stage, ...]:
-    """The stage map as it stands in a plan."""
-    layers = costs.work.profile.layers
-    return tuple(
-        Stage(
-            index=index,
-            pipeline_rank=rank,
-            layers=tuple(
-                PlannedLayer(
-                    name=layers[layer].name,
-                    modules=layers[layer].modules,
-                    recompute=mode,
-                )
-                for layer, mode in stage
-            ),
-            ranks=stage_ranks(costs.layout, rank),
+def _infeasible(request: PlanRequest, outcome: Outcome, limits: Limits) -> Infeasible:
+    """Return why no plan was found, and the changes with which there is one."""
+    work, report = outcome.work, outcome.report
+    if outcome.missed_seconds is not None:
+        reason = too_slow_text(
+            request.job, outcome.part.devices, outcome.missed_seconds
         )
-        for index, (stage, rank) in enumerate(
-            zip(stage_map, schedule.stage_ranks, strict=True)
-        )
+        return Infeasible(reasons=(reason,), search=report)
+    if not report.layouts_considered:
+        helps = feasible_changes(work, (), limits)
+        reasons = (*empty_reasons(work), *map(change_text, helps))
+        return Infeasible(reasons=reasons, relaxations=helps)
+    if not report.optimal:
+        return Infeasible(reasons=(not_found_text(report),), search=report)
+    nearest = misses(outcome.search, limits)
+    helps = feasible_changes(work, nearest, limits)
+    reasons = (
+        unfit_text(work, report),
+        *map(miss_text, nearest[:1]),
+        *map(change_text, helps),
     )
-
-
-def _too_slow(job: Job, ended: Contest) -> Infeasible:
-    """Plans fit, but none meets the deadline. What is told of the fastest is rounded up: as a deadline it is met."""
-    fastest = ended.missed_seconds or 0.0
-    digits = max(0, 5 - math.floor(math.log10(fastest)))
-    met = math.ceil(fastest * 10**digits) / 10**digits
     return Infeasible(
-        reasons=(
-            f"no plan on any part of the cluster meets the deadline of {job.deadline_seconds} s per step; the fastest "
-            f"on {counted(ended.winner.part.devices, 'device')} takes {met:.{digits}f} s",
-        ),
-        search=ended.report,
+        reasons=reasons, nearest=nearest, relaxations=helps, search=report
     )
-
-
-def _infeasible(
-    work: Workload, space: Space, found: Found, limits: Limits
-) -> Infeasible:
-    nearest = misses(found)
-    helps = remedies(work, nearest, limits) if found.report.optimal else ()
-    considered = max(space.count, found.report.layouts_considered)
-    if not found.report.optimal:
-        reason = f"no plan was found within the time limit over {counted(considered, 'layout')}; there may be one"
-    else:
-        reason = (
-            f"none of the {counted(considered, 'layout')} fits in memory: the job may use "
-            + ", ".join(map(_room_text, work.groups or (work,)))
-        )
-        if any(family.offloading != NOTHING for family in space.families):
-            host = gibibytes(work.host_capacity_bytes or 0, is_room=True)
-            reason += f", and {host} of host memory per device"
-    advice = [
-        f"closest: {degrees_text(miss.layout)}, micro-batch {miss.layout.micro_batch_size}, needs "
-        f"{gibibytes(miss.needed_bytes)}{' of host memory' * (miss.memory == 'host')} on pipeline rank "
-        f"{miss.pipeline_rank}, {gibibytes(miss.missing_bytes)} too much"
-        for miss in nearest[:1]
-        if found.report.optimal
-    ]
-    reasons = (reason, *advice, *map(remedy_text, helps))
-    return Infeasible(
-        reasons=reasons, nearest=nearest, relaxations=helps, search=found.report
-    )
-
-
-def _room_text(work: Workload) -> str:
-    """``75.14 GiB of the 79.1 GiB of h100-sxm5-80gb``: of a workload on one kind of device."""
-    used, whole = (
-        gibibytes(each, is_room=True)
-        for each in (work.capacity_bytes, work.device.memory_bytes)
-    )
-    return f"{used} of the {whole} of {work.device.id}"
 
 
 def impossible_constraints(
     profile: ModelProfile, cluster: Cluster, job: Job
 ) -> tuple[ImpossibleConstraint, ...]:
-    """The job's constraints that leave no layout by themselves, with the values that layouts have.
+    """Return the job's constraints that leave no layout by themselves.
+
+    Each has the values that layouts have.
 
     Raises:
         SpecError: the documents do not belong together.
     """
-    return constraints_without_layouts(workload(profile, cluster, job))
+    if not job.constraints:
+        return ()
+    work = workload(profile, cluster, job)
+    if is_former(cluster, job):
+        return former_impossible(work)
+    return constraints_without_layouts(work)
 
 
 def predict(

@@ -29,6 +29,7 @@ from planner.search.layouts.parts import Part, check_prices, parts_of, whole
 from planner.search.queries.counts import LayoutCounts
 from planner.search.queries.least_work import LeastWork
 from planner.search.queries.outcome import Outcome
+from planner.search.queries.refusals import check_request
 from planner.search.result import Callbacks, Progress
 from planner.search.support import supported_space, unsupported_space, wins
 from planner.spec.job import Job
@@ -75,6 +76,7 @@ def search_parts(
     Raises:
         DocumentError: the objective is ``cost`` and a price is missing.
         UnsupportedError: the cluster has too many parts.
+        SpecError: the job asks for what the search does not choose.
     """
     portfolio = Portfolio(request, profile, callbacks)
     portfolio.find_first_plans()
@@ -171,6 +173,7 @@ class Portfolio:
         self.whole = workload(
             self.profile, request.cluster, request.job, calibration=request.calibration
         )
+        check_request(self.whole)
         parts = self._parts()
         ceiling = deadline_nanoseconds(request.job)
         least = [0] * len(parts)
@@ -339,10 +342,12 @@ class Portfolio:
         """Return the best plan and what is proven about it."""
         spoken_of = self.winner or self._largest()
         search = spoken_of.begin()
+        report = self.report()
         missed = None
         if self.winner is None and self.job.objective == "devices":
             missed = self._missed_seconds(spoken_of)
-        report = self.report()
+            if self.is_over:
+                report = report.model_copy(update={"optimal": False})
         self.report_progress(is_last=True)
         return Outcome(
             part=spoken_of.part,
@@ -411,6 +416,8 @@ class Portfolio:
         is_proven = gap <= OPTIMAL_GAP
         if winner is None:
             is_proven = not open_bounds
+            may_fit = any(one.bound_all_cuts < one.limit for one in self.searches)
+            gap_all_cuts = 1.0 if is_proven and may_fit else None
         solved = sum(one.search.solved for one in started if one.search is not None)
         solved = max(min(solved, considered - still_open), int(winner is not None))
         return SearchReport(
@@ -445,6 +452,33 @@ class Portfolio:
                 elapsed_seconds=report.seconds,
             )
         )
+
+
+def with_best(outcome: Outcome, best: Candidate) -> Outcome:
+    """Return the outcome with a plan that is at least as fast, and its gap.
+
+    Args:
+        outcome: of a search that a limit may have ended.
+        best: on the devices of the outcome's part.
+    """
+    before = outcome.best
+    if before is None or best.total >= before.total:
+        return outcome
+    report = outcome.report
+    seconds = best.total * TICK_SECONDS
+    bound = min(report.lower_bound_seconds, seconds)
+    gap = 1 - bound / seconds
+    gap_all_cuts = None
+    if report.gap_all_cuts is not None:
+        bound_all_cuts = (1 - report.gap_all_cuts) * before.total
+        gap_all_cuts = _wider_gap(gap, 1 - bound_all_cuts / best.total)
+    update = {
+        "lower_bound_seconds": bound,
+        "gap": gap,
+        "gap_all_cuts": gap_all_cuts,
+        "optimal": gap <= OPTIMAL_GAP,
+    }
+    return replace(outcome, best=best, report=report.model_copy(update=update))
 
 
 def with_unsupported(outcome: Outcome, portfolio: Portfolio) -> Outcome:
