@@ -21,6 +21,7 @@ COLUMNS = {
     "context_parallel_degree": "context",
     "expert_parallel_degree": "expert",
     "micro_batch_size": "micro_batch_size",
+    "sequence_parallel": "sequence_parallel",
     "sequence_chunks": "sequence_chunks",
     "virtual_stages_per_rank": "virtual_stages",
 }

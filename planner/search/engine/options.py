@@ -6,13 +6,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from planner.cost import Workload
-from planner.search.engine.space import Rows, Space, runtime_constraints
-from planner.search.engine.table import Table
+from planner.runtimes.supports import IDLE_RANKS
+from planner.schedule import Requirement, build, find, requirements
+from planner.search.engine.constraints import COLUMNS, recompute_modes
+from planner.search.engine.space import Offload, Rows, Space, runtime_constraints
 from planner.spec.job import WHOLE_PARAMETERS, Constraint, allows
 from planner.spec.layout import Layout, RankOrder, RecomputeWord, ZeroStage
+
+if TYPE_CHECKING:
+    from planner.search.engine.table import Table
 
 RANK_ORDERS: tuple[RankOrder, ...] = ("tp-cp-dp-pp", "tp-cp-pp-dp")
 STAGES: tuple[ZeroStage, ...] = (0, 1, 2, 3)
@@ -42,6 +50,8 @@ class Row(NamedTuple):
     schedule: int
     virtual_stages: int
     split: int
+    offload: int
+    larger_shares: int
 
     @classmethod
     def of(cls, table: Table, index: int) -> Row:
@@ -51,7 +61,16 @@ class Row(NamedTuple):
     @property
     def degrees(self) -> tuple[int, ...]:
         """Columns that decide prices; rows that agree in them differ in order only."""
-        return (*self[:9], self.split)
+        return (*self[:9], self.split, self.offload, self.larger_shares)
+
+    @property
+    def shares(self) -> tuple[int, ...] | None:
+        """Micro-batches of every data-parallel rank; None: all have the same number."""
+        if not self.larger_shares:
+            return None
+        others = self.data - self.larger_shares
+        larger = (self.micro_batches,) * self.larger_shares
+        return larger + (self.micro_batches - 1,) * others
 
 
 @dataclass
@@ -65,9 +84,12 @@ class Options:
         """Read the constraints once."""
         self.constraints: Mapping[str, Constraint] = runtime_constraints(self.work)
         self._shared: dict[int, bool] = {}
+        self._offers_none: dict[int, bool] = {}
 
     def of(self, row: Row) -> Iterator[Option]:
         """Yield every option that the job and the runtime permit, simplest first."""
+        if self.offload(row).activations and not self._takes_no_recompute(row):
+            return
         orders = self._rank_orders(row)
         for (stage, degree, ranks), order in product(self._shardings(row), orders):
             if not allows(self.constraints.get("zero_stage"), stage):
@@ -82,17 +104,21 @@ class Options:
     def extremes(self, row: Row) -> list[Option]:
         """Return options that together have the least prices of all options of a row.
 
-        Per ZeRO stage and order of ranks, those with the most and the fewest ranks that
-        share one set of states.
+        Layers take least time under the lowest ZeRO stage, and states least bytes under
+        the highest one, over as many ranks as permitted. Reductions have no least price.
         """
         groups: dict[tuple[object, ...], list[Option]] = {}
         for option in self.of(row):
-            key = option._replace(shard_degree=None)
+            key = option._replace(zero_stage=0, shard_degree=None)
             groups.setdefault(key, []).append(option)
         replicas = row.data * row.context
         found: list[Option] = []
         for options in groups.values():
-            options.sort(key=lambda each: each.shard_degree or replicas)
+
+            def sharding(option: Option) -> tuple[int, int]:
+                return option.zero_stage, option.shard_degree or replicas
+
+            options.sort(key=sharding)
             found += dict.fromkeys((options[0], options[-1]))
         return found
 
@@ -100,6 +126,7 @@ class Options:
         self, row: Row, option: Option, recompute: RecomputeWord = "none"
     ) -> Layout:
         """Return the layout of a row with an option; all its parts are valid."""
+        offload = self.offload(row)
         return Layout.model_construct(
             data_parallel_degree=row.data,
             tensor_parallel_degree=row.tensor,
@@ -115,11 +142,99 @@ class Options:
             schedule=self.space.schedules[row.schedule],
             sequence_chunks=row.sequence_chunks,
             rank_order=option.rank_order,
-            micro_batch_shares=None,
+            micro_batch_shares=row.shares,
             recompute=recompute,
-            activation_offload=False,
-            optimizer_offload=False,
+            activation_offload=offload.activations,
+            optimizer_offload=offload.optimizer,
         )
+
+    def offload(self, row: Row) -> Offload:
+        """Return what a row has in the host's memory."""
+        return self.space.offloads[row.offload]
+
+    def are_any(self, table: Table) -> NDArray[np.bool_]:
+        """Return a mask of the rows that have an option."""
+        constrained = ("zero_stage", "zero_shard_degree", "rank_order")
+        is_free = not any(field in self.constraints for field in constrained)
+        offloads = any(offload.activations for offload in self.space.offloads)
+        limits = self.work.framework.supports.limits_plans
+        if (is_free and not offloads and not limits) or not len(table):
+            return np.ones(len(table), dtype=np.bool_)
+        _, firsts, inverse = np.unique(
+            self.keys(table), axis=0, return_index=True, return_inverse=True
+        )
+        rows = (Row.of(table, first) for first in firsts.tolist())
+        found = [next(self.of(row), None) is not None for row in rows]
+        return np.array(found, dtype=np.bool_)[inverse.reshape(-1)]
+
+    def representatives(self, table: Table) -> Iterator[Row]:
+        """Yield one row for every set of options that rows have."""
+        if not len(table):
+            return
+        _, firsts = np.unique(self.keys(table), axis=0, return_index=True)
+        for first in firsts.tolist():
+            yield Row.of(table, first)
+
+    def keys(self, table: Table) -> NDArray[np.int64]:
+        """Return columns that decide which options a row has."""
+        columns: list[NDArray[np.int64] | NDArray[np.bool_]] = [
+            table.replicas,
+            table.expert,
+            table.data > 1,
+            table.pipeline > 1,
+            table.sequence_chunks > 1,
+            table.larger_shares > 0,
+            table.offload,
+        ]
+        splits = range(len(self.space.splits))
+        if self.work.profile.shared_parameters:
+            shares = np.array([self._splits_shared(split) for split in splits])
+            columns.append(shares[table.split])
+        if any(offload.activations for offload in self.space.offloads):
+            offers = np.array([self._has_none(split) for split in splits])
+            names = self.space.schedules
+            is_whole = np.array([has_whole_backwards(name) for name in names])
+            columns += [offers[table.split], is_whole[table.schedule]]
+        columns += self._rule_columns(table)
+        return np.stack(columns, axis=1).astype(np.int64)
+
+    def _rule_columns(self, table: Table) -> Iterator[NDArray[np.bool_]]:
+        """Yield a mask of the rows that meet a condition of the runtime, for each one."""
+        supports = self.work.framework.supports
+        columns = {field: getattr(table, name) for field, name in COLUMNS.items()}
+        columns[IDLE_RANKS] = np.maximum(0, table.pipeline - table.micro_batches)
+        for name, values in (*supports.limits.items(), *supports.planned.items()):
+            if name in columns:
+                yield np.isin(columns[name], values)
+        names = self.space.schedules
+        for condition in (each for rule in supports.rules for each in rule.when):
+            if condition.field == "schedule":
+                holds = np.array([condition.holds(name) for name in names])
+                yield holds[table.schedule]
+            elif condition.field in columns:
+                column = columns[condition.field]
+                known = np.unique(column)
+                holding = [each for each in known.tolist() if condition.holds(each)]
+                yield np.isin(column, holding)
+
+    def _takes_no_recompute(self, row: Row) -> bool:
+        """Return whether activations can be offloaded.
+
+        Sequences are whole, backwards are full, and no layer recomputes.
+        """
+        name = self.space.schedules[row.schedule]
+        is_whole = row.sequence_chunks == 1 and has_whole_backwards(name)
+        return is_whole and self._has_none(row.split)
+
+    def _has_none(self, split: int) -> bool:
+        """Return whether all layers may have the recompute mode ``none``."""
+        if split not in self._offers_none:
+            supported = self.work.framework.supports.allowed("recompute")
+            wanted = recompute_modes(self.constraints.get("recompute"), supported)
+            rows = self.work.sizes[self.space.splits[split]]
+            offered = all("none" in options for options in rows)
+            self._offers_none[split] = "none" in wanted and offered
+        return self._offers_none[split]
 
     def _rank_orders(self, row: Row) -> tuple[RankOrder, ...]:
         """Return the orders of ranks, without those that cost the same as another."""
@@ -136,7 +251,11 @@ class Options:
         splits_shared = row.pipeline > 1 and self._splits_shared(row.split)
         if replicas == 1 or is_whole or splits_shared:
             return ((0, None, 1),)
-        most = 1 if row.sequence_chunks > 1 else 3
+        most = 3
+        if row.sequence_chunks > 1 or row.larger_shares:
+            most = 1
+        elif self.offload(row).activations:
+            most = 2
         return tuple(
             each for each in shardings(replicas, row.expert) if each[0] <= most
         )
@@ -147,6 +266,14 @@ class Options:
             rows = self.work.sizes[self.space.splits[split]]
             self._shared[split] = splits_shared(self.work, rows)
         return self._shared[split]
+
+
+@lru_cache(maxsize=64)
+def has_whole_backwards(name: str) -> bool:
+    """Return whether a schedule does not split backwards."""
+    stages = find(name).least_virtual_stages
+    built = build(name, ranks=2, micro_batches=4, virtual_stages=stages)
+    return Requirement.SPLIT_BACKWARD not in requirements(built)
 
 
 @lru_cache(maxsize=4096)

@@ -65,7 +65,9 @@ class Prices:
             layouts: costs of every one; they differ in options alone.
             wanted: recompute modes; a layer that has none of them may have any.
         """
-        costs = layouts[0] if len(layouts) == 1 else least_costs(layouts)
+        costs = layouts[0]
+        if len(layouts) > 1 or costs.columns:
+            costs = least_costs(layouts)
         firsts = [first for first, _ in costs.kinds]
         place = {first: kind for kind, first in enumerate(firsts)}
         return cls(
@@ -321,8 +323,8 @@ def timing_of(costs: LayoutCosts, virtual_stages: int) -> Timing:
 def least_costs(layouts: Sequence[LayoutCosts]) -> LayoutCosts:
     """Return costs of which each is the least of several layouts'.
 
-    The layouts have the same degrees and sizes. Nothing is reduced, and a parameter
-    that layers share saves as much as in the layout where it saves most.
+    The layouts have the same degrees and sizes. Reductions take no time, and a
+    parameter that layers share saves as much as in the layout where it saves most.
     """
     first = min(layouts, key=lambda each: each.layout.zero_stage)
     kinds = {
@@ -338,6 +340,7 @@ def least_costs(layouts: Sequence[LayoutCosts]) -> LayoutCosts:
         layers=tuple(kinds[layer] for layer in first.alike),
         shared=shared,
         reduction_latency_ticks=min(each.reduction_latency_ticks for each in layouts),
+        columns=(),
     )
 
 
@@ -385,6 +388,8 @@ def dominates(better: LayoutCosts, worse: LayoutCosts) -> bool:
     """
     if better.shared or better.layout.rank_order != worse.layout.rank_order:
         return False
+    if better.columns or worse.columns:
+        return False
     if better.gathered_bytes > worse.gathered_bytes:
         return False
     saved = better.reduction_latency_ticks - worse.reduction_latency_ticks
@@ -413,6 +418,8 @@ def _is_no_better(one: LayerCost, other: LayerCost) -> bool:
     is_larger = other.parameters_bytes >= one.parameters_bytes
     is_larger &= other.gradients_bytes >= one.gradients_bytes
     is_larger &= other.optimizer_bytes >= one.optimizer_bytes
+    is_larger &= other.host_optimizer_bytes >= one.host_optimizer_bytes
+    is_larger &= other.host_activation_bytes >= one.host_activation_bytes
     is_larger &= other.temporary_bytes >= one.temporary_bytes
     is_larger &= other.activation_bytes >= one.activation_bytes
     return is_equal and is_longer and is_larger

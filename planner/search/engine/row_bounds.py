@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.cost.nearest import nearest_ticks
 from planner.cost.placement import widest_expert_group
 from planner.schedule import find
 from planner.search.engine.bound import IMPOSSIBLE, splits_backward
@@ -30,13 +31,13 @@ class RowBounds:
 
     def of(self, table: Table) -> NDArray[np.int64]:
         """Return a bound in nanoseconds for every row."""
-        keys = np.stack(
-            [table.split, table.sequence_chunks, table.data, table.pipeline], axis=1
-        )
+        is_uneven = table.larger_shares > 0
+        columns = [table.split, table.sequence_chunks, table.offload, is_uneven]
+        keys = np.stack([*columns, table.data, table.pipeline], axis=1)
         if not len(table):
             return np.zeros(0, dtype=np.int64)
         is_dense = table.expert == 1
-        keys[is_dense, 2:] = 0
+        keys[is_dense, len(columns) :] = 0
         _, firsts, inverse = np.unique(
             keys, axis=0, return_index=True, return_inverse=True
         )
@@ -46,6 +47,9 @@ class RowBounds:
         states = np.zeros(len(firsts))
         for place, first in enumerate(firsts.tolist()):
             row = Row.of(table, first)
+            if row.larger_shares:
+                work[place] = self._fewest_nanoseconds(row)
+                continue
             options = list(self._priced(row))
             work[place] = min(each.total_work for each in options)
             prices = options[0]
@@ -58,6 +62,12 @@ class RowBounds:
         is_impossible = lean > table.pipeline * free[inverse]
         steps[is_impossible] = IMPOSSIBLE
         return (steps * _ROUNDING).astype(np.int64)
+
+    def _fewest_nanoseconds(self, row: Row) -> float:
+        """Return the least work of one micro-batch on any devices of the cluster."""
+        split = self.space.splits[row.split]
+        forward, backward = nearest_ticks(self.pricing.work, split)
+        return float(sum(forward) + sum(backward))
 
     def _growth(self, table: Table) -> NDArray[np.float64]:
         """Return the least step / work of one micro-batch."""
@@ -86,7 +96,7 @@ class RowBounds:
             group: object = None
             if row.expert > 1:
                 group = widest_expert_group(layout, self.pricing.work.domain_devices)
-            key = (row.split, row.sequence_chunks, group)
+            key = (row.split, row.sequence_chunks, row.offload, group)
             if key not in self._prices:
                 self._prices[key] = self.pricing.prices(row, option, is_split=False)
             yield self._prices[key]

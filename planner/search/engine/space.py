@@ -184,14 +184,16 @@ def _space(
     reason = "experts have the tensor degree of all layers"
     if any(split.expert > 1 for split in splits):
         left_out.append(LeftOut("expert_tensor_parallel_degree", "others", reason))
+    offloads = _offloads(work, constraints, left_out)
+    has_uneven_shares = _has_uneven_shares(work, left_out)
     return Space(
         splits=splits,
         schedules=schedules,
         virtual_stages=virtual,
         chunks=chunks,
         left_out=tuple(left_out),
-        offloads=_offloads(work, constraints, left_out),
-        has_uneven_shares=_has_uneven_shares(work, left_out),
+        offloads=offloads,
+        has_uneven_shares=has_uneven_shares,
     )
 
 
@@ -231,7 +233,7 @@ def _offloads(
     work: Workload, constraints: Mapping[str, Constraint], left_out: list[LeftOut]
 ) -> tuple[Offload, ...]:
     """Return what layouts may have in the host's memory, nothing first."""
-    flags = (False, True)
+    flags: tuple[bool, ...] = (False, True)
     if not is_offloading_known(work):
         flags = (False,)
         reason = "the cluster does not state the memory of hosts and the link to them"

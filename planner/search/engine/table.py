@@ -8,18 +8,25 @@ All columns are integers, and every comparison is exact.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost import Workload
+from planner.cost.mixed import MIXED_SCHEDULES
 from planner.errors import LayoutError
 from planner.schedule import find
 from planner.schedule.entry import Shape
 from planner.search.engine.constraints import permitted
-from planner.search.engine.space import Space, divisors, runtime_constraints
+from planner.search.engine.options import Options
+from planner.search.engine.space import (
+    Offload,
+    Space,
+    divisors,
+    runtime_constraints,
+)
 from planner.search.stage_maps.division import divides
 from planner.spec.job import Constraint
 
@@ -76,12 +83,16 @@ class Table:
 
 
 def enumerate_table(work: Workload, space: Space) -> Table:
-    """Return all layouts of a space that divide the devices, batch and layers."""
+    """Return all layouts of a space that divide the devices, batch and layers.
+
+    Every row has an option that the job and its runtime permit. Where replicas do not
+    divide the micro-batches, the first ones have one more than the others.
+    """
     degrees = _degrees(work, space)
     table = _with_orders(work, space, degrees)
     constraints = runtime_constraints(work)
     table = table.take(permitted(table, constraints))
-    table = _with_offloads(work, space, table)
+    table = _with_offloads(table, space)
     options = Options(work, space)
     return table.take(options.are_any(table))
 
@@ -165,7 +176,7 @@ def _orders(
     layers = len(work.profile.layers)
     found = []
     for index, name in enumerate(space.schedules):
-        if not (has_equal_shares or name in MIXED_SCHEDULES):
+        if not has_equal_shares and name not in MIXED_SCHEDULES:
             continue
         is_chunked = find(name).takes_sequence_chunks
         if is_chunked != (chunks > 1) or (pipeline == 1 and name not in SIMPLE):
@@ -181,16 +192,24 @@ def _orders(
     return found
 
 
-def _with_offloads(work: Workload, space: Space, table: Table) -> Table:
-    """Return the rows once for everything that may be offloaded, nothing first."""
-    parts = [
-        replace(
-            table.take(_may_offload(work, space, table, offload)),
-            offload=place,
-        )
-        for place, offload in enumerate(space.offloads)
-    ]
-    return parts
+def _with_offloads(table: Table, space: Space) -> Table:
+    """Return the rows once for everything that may be offloaded, nothing first.
+
+    Nothing is offloaded where replicas have unequal shares.
+    """
+    parts = []
+    for place, offload in enumerate(space.offloads):
+        part = table
+        if offload != Offload():
+            part = table.take(table.larger_shares == 0)
+        parts.append(replace(part, offload=np.full(len(part), place)))
+    if not parts:
+        return table.take(np.zeros(len(table), dtype=np.bool_))
+    columns = (
+        np.concatenate([getattr(part, field.name) for part in parts])
+        for field in fields(Table)
+    )
+    return Table(*columns)
 
 
 @lru_cache(maxsize=1 << 18)

@@ -9,7 +9,7 @@ from planner.cost import Workload, workload
 from planner.errors import LayoutError
 from planner.profiler.counted import counted_profile
 from planner.schedule import build
-from planner.search.engine.options import Option, Options, Row
+from planner.search.engine.options import Options, Row
 from planner.search.engine.space import (
     LEAST_TOKENS,
     Space,
@@ -19,6 +19,7 @@ from planner.search.engine.space import (
 from planner.search.engine.table import enumerate_table
 from planner.search.layouts.space import layouts
 from planner.spec import Cluster, Job, NodeGroup
+from planner.spec.layout import Layout
 from tests.strategies import Instance, instances
 
 
@@ -139,44 +140,28 @@ def _orders(
     return found
 
 
-Key = tuple[tuple[object, ...], Option]
+Key = tuple[tuple[str, object], ...]
+
+
+def key_of(layout: Layout) -> Key:
+    """All fields of a layout but its recompute mode, which its stage map decides."""
+    fields = (field for field in Layout.model_fields if field != "recompute")
+    return tuple((field, getattr(layout, field)) for field in fields)
 
 
 def keys(work: Workload, space: Space) -> set[Key]:
-    """All layouts of a space with their options."""
+    """All layouts of a space."""
     options = Options(work, space)
     return {
-        (
-            (*row[:6], row.sequence_chunks, space.schedules[row.schedule], row[10]),
-            option,
-        )
+        key_of(options.layout(row, option))
         for row in rows_of(work, space)
         for option in options.of(row)
     }
 
 
 def former_keys(work: Workload) -> set[Key]:
-    """All layouts of the former search that this table has a place for."""
-    found = set()
-    for layout in layouts(work):
-        if layout.has_uneven_shares:
-            continue
-        if layout.activation_offload or layout.optimizer_offload:
-            continue
-        row = (
-            layout.data_parallel_degree,
-            layout.tensor_parallel_degree,
-            layout.pipeline_parallel_degree,
-            layout.context_parallel_degree,
-            layout.expert_parallel_degree,
-            layout.micro_batch_size,
-            layout.sequence_chunks,
-            layout.schedule,
-            layout.virtual_stages_per_rank,
-        )
-        option = Option(layout.zero_stage, layout.zero_shard_degree, layout.rank_order)
-        found.add((row, option))
-    return found
+    """All layouts of the former search."""
+    return set(map(key_of, layouts(work)))
 
 
 @settings(max_examples=60, deadline=None)
@@ -214,21 +199,12 @@ def test_constraints_only_remove_rows(constraint: dict[str, object]) -> None:
     """A constrained space has exactly the layouts of the whole space that have the value."""
     free = decoder("llama-3.2-1b", 8, 8, 8192)
     work = decoder("llama-3.2-1b", 8, 8, 8192, **constraint)
-    positions = {
-        "tensor_parallel_degree": 1,
-        "pipeline_parallel_degree": 2,
-        "micro_batch_size": 5,
-        "sequence_chunks": 6,
-        "schedule": 7,
-    }
 
     def permits(key: Key) -> bool:
+        fields = dict(key)
         for field, value in constraint.items():
             values = value if isinstance(value, tuple) else (value,)
-            actual = key[1].zero_stage
-            if field in positions:
-                actual = key[0][positions[field]]  # type: ignore[assignment]
-            if actual not in values:
+            if fields[field] not in values:
                 return False
         return True
 
@@ -237,14 +213,23 @@ def test_constraints_only_remove_rows(constraint: dict[str, object]) -> None:
 
 
 def test_left_out_names_every_closed_dimension() -> None:
-    """Short context pieces, many stages and unequal shares are named with a reason."""
-    space = whole_space(decoder("llama-3.2-1b", 8, 8, 8192))
+    """Short pieces, many stages and an unknown host are named with a reason."""
+    space = whole_space(decoder("llama-3.1-70b", 64, 128, 8192))
     reasons = {each.dimension: each.reason for each in space.left_out}
     assert {
         "context_parallel_degree",
+        "sequence_chunks",
         "virtual_stages_per_rank",
-        "micro_batch_shares",
         "schedule",
+        "activation_offload",
         "optimizer_offload",
-    } <= reasons.keys()
+    } == reasons.keys()
     assert all(reasons.values())
+
+
+def test_stages_that_no_layer_count_permits_are_not_left_out() -> None:
+    """A model of 18 layers has at most 9 stages on each of two ranks: nothing above 16 is left out."""
+    space = whole_space(decoder("llama-3.2-1b", 8, 8, 8192))
+    assert space.virtual_stages == tuple(range(1, 10))
+    dimensions = {each.dimension for each in space.left_out}
+    assert "virtual_stages_per_rank" not in dimensions
