@@ -157,6 +157,35 @@ def lower_bound(prices: Prices, order: Order, limit: int = IMPOSSIBLE) -> Bound:
     return Bound(min(IMPOSSIBLE, int(capacity * _ROUNDING)), "capacity")
 
 
+def first_actions(prices: Prices, order: Order) -> Floats:
+    """Return the least nanoseconds before every rank's first action: D of (W1)."""
+    return prices.first_forward[: order.ranks] + _hops(prices, order)
+
+
+def ways(prices: Prices, order: Order) -> Floats:
+    """Return D + U of (W1) of every rank."""
+    if splits_backward(order.schedule):
+        starts_late = _starts_late(prices)
+        return first_actions(prices, order) if starts_late else np.zeros(order.ranks)
+    back: Floats = prices.first_backward[: order.ranks] + _hops(prices, order)
+    return first_actions(prices, order) + back
+
+
+def _hops(prices: Prices, order: Order) -> Floats:
+    """Return waiting and transfers of one chunk before every rank."""
+    timing = prices.timing(order.virtual_stages)
+    ranks = np.arange(order.ranks, dtype=np.float64)
+    hops: Floats = ranks * (timing.waiting + timing.transfer)
+    return hops
+
+
+def _starts_late(prices: Prices) -> bool:
+    """Return whether a step begins on all ranks at once."""
+    staggers = prices.costs.work.framework.staggers_steps
+    ranks = prices.costs.layout.pipeline_parallel_degree
+    return not staggers or ranks == 1
+
+
 class _Model:
     """Inequalities of one row."""
 
@@ -165,11 +194,9 @@ class _Model:
         self.order = order
         self.timing = prices.timing(order.virtual_stages)
         self.traits = traits
-        layout = prices.costs.layout
         is_plain = order.virtual_stages == order.chunks == 1
         self.is_plain = is_plain and order.schedule in ("1f1b", "gpipe")
-        staggers = prices.costs.work.framework.staggers_steps
-        self.starts_late = not staggers or layout.pipeline_parallel_degree == 1
+        self.starts_late = _starts_late(prices)
         self.fixed = prices.fixed_tail
 
     def fill(self) -> float:
@@ -259,18 +286,11 @@ class _Model:
 
     def _starts(self) -> Floats:
         """Return the nanoseconds before every rank's first action: D of (W1)."""
-        ranks = np.arange(self.order.ranks)
-        hops = ranks * (self.timing.waiting + self.timing.transfer)
-        return self.prices.first_forward[: self.order.ranks] + hops
+        return first_actions(self.prices, self.order)
 
     def _ways(self) -> Floats:
         """Return D + U of (W1) of every rank."""
-        if not self.traits.ends_low:
-            return self._starts() if self.starts_late else np.zeros(self.order.ranks)
-        ranks = np.arange(self.order.ranks)
-        hops = ranks * (self.timing.waiting + self.timing.transfer)
-        back = self.prices.first_backward[: self.order.ranks] + hops
-        return self._starts() + back
+        return ways(self.prices, self.order)
 
     def _limits(self, step: float) -> tuple[Floats, float]:
         """Return the work of one micro-batch that every rank, and all, have time for."""

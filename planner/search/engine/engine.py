@@ -19,6 +19,7 @@ from planner.search.engine.bound import (
     lower_bound,
     splits_backward,
 )
+from planner.search.engine.capacity import may_beat
 from planner.search.engine.first_plan import find_first_plan
 from planner.search.engine.options import Option, Options, Row
 from planner.search.engine.prices import Pricing
@@ -136,6 +137,8 @@ class Search:
     def start(self) -> None:
         """Look for a first plan."""
         find_first_plan(self)
+        if self.limit < IMPOSSIBLE:
+            self._exclude_rows()
 
     @property
     def is_open(self) -> bool:
@@ -180,6 +183,24 @@ class Search:
         if self._least_row() >= self.limit:
             self.next_row = len(self.rows)
         return found
+
+    def _exclude_rows(self) -> None:
+        """Drop rows whose ranks together cannot take the model below the limit."""
+        below = self.rows[self.row_bounds[self.rows] < self.limit]
+        same: dict[tuple[object, ...], list[int]] = {}
+        for index in below.tolist():
+            row = Row.of(self.table, index)
+            is_split = splits_backward(self.space.schedules[row.schedule])
+            same.setdefault((row.degrees, is_split), []).append(index)
+        excluded: list[int] = []
+        for indices in same.values():
+            rows = [Row.of(self.table, index) for index in indices]
+            orders = [self.order(row) for row in rows]
+            is_split = splits_backward(orders[0].schedule)
+            prices = self.pricing.least(rows[0], is_split=is_split)
+            may = may_beat(prices, orders, float(self.limit))
+            excluded += [i for i, wins in zip(indices, may, strict=True) if not wins]
+        self.is_taken[excluded] = True
 
     def bound_rows(self, indices: Iterable[int]) -> None:
         """Bound some rows over all their options, and queue those below the limit."""
