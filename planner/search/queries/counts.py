@@ -24,31 +24,13 @@ def layouts_of_rows(options: Options, table: Table) -> Counts:
     if not len(table):
         return np.zeros(0, dtype=np.int64)
     _, firsts, inverse = np.unique(
-        _keys(options, table), axis=0, return_index=True, return_inverse=True
+        options.keys(table), axis=0, return_index=True, return_inverse=True
     )
     counts = []
     for first in firsts.tolist():
         row = Row.of(table, first)
         counts.append(sum(1 for _ in options.of(row)))
     return np.array(counts, dtype=np.int64)[inverse.reshape(-1)]
-
-
-def _keys(options: Options, table: Table) -> Counts:
-    """Return columns that decide which options a row has."""
-    work = options.work
-    columns = [
-        table.replicas,
-        table.expert,
-        table.data > 1,
-        table.pipeline > 1,
-        table.sequence_chunks > 1,
-        table.schedule,
-    ]
-    if work.profile.shared_parameters:
-        columns.append(table.tensor)
-    if work.framework.supports.limits_plans:
-        columns += [table.data, table.tensor, table.pipeline, table.virtual_stages]
-    return np.stack(columns, axis=1).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
