@@ -30,6 +30,7 @@ from planner.search.queries.counts import LayoutCounts
 from planner.search.queries.least_work import LeastWork
 from planner.search.queries.outcome import Outcome
 from planner.search.queries.refusals import check_request
+from planner.search.queries.searched import joined_space, space_report
 from planner.search.result import Callbacks, Progress
 from planner.search.support import supported_space, unsupported_space, wins
 from planner.spec.job import Job
@@ -83,6 +84,17 @@ def search_parts(
     while not portfolio.is_done:
         portfolio.advance()
     return with_unsupported(portfolio.outcome(), portfolio)
+
+
+class Proof(NamedTuple):
+    """What is proven about the best plan."""
+
+    bound: int
+    """Nanoseconds on its devices that no layout with the evaluated cuts beats."""
+    gap: float
+    gap_all_cuts: float | None
+    """See `SearchReport.gap_all_cuts`; without a plan 1 if another cut may fit."""
+    is_optimal: bool
 
 
 @dataclass
@@ -342,7 +354,7 @@ class Portfolio:
         """Return the best plan and what is proven about it."""
         spoken_of = self.winner or self._largest()
         search = spoken_of.begin()
-        report = self.report()
+        report = self.report().model_copy(update={"space": space_report(search)})
         missed = None
         if self.winner is None and self.job.objective == "devices":
             missed = self._missed_seconds(spoken_of)
@@ -395,42 +407,47 @@ class Portfolio:
         started = [one for one in self.searches if one.counts is not None]
         counts = [one.counts for one in started if one.counts is not None]
         considered = sum(one.total for one in counts)
-        still_open = sum(one.open_layouts() for one in counts)
-        open_bounds = [
-            self.price(one, one.open_bound) for one in self.searches if one.is_open
-        ]
-        winner = self.winner
-        gap, bound, gap_all_cuts = 0.0, 0, None
-        if winner is not None and winner.best is not None:
-            total = winner.best.total
-            best = self.price(winner, total)
-            bound = self._bound_on(winner, [best, *open_bounds])
-            gap = (total - bound) / total
-            all_cuts = [
-                self.price(one, one.bound_all_cuts)
-                for one in self.searches
-                if one.bound_all_cuts < one.limit
-            ]
-            bound_all = min(bound, self._bound_on(winner, [best, *all_cuts]))
-            gap_all_cuts = _wider_gap(gap, (total - bound_all) / total)
-        is_proven = gap <= OPTIMAL_GAP
-        if winner is None:
-            is_proven = not open_bounds
-            may_fit = any(one.bound_all_cuts < one.limit for one in self.searches)
-            gap_all_cuts = 1.0 if is_proven and may_fit else None
+        proof = self._proof()
+        still_open = 0
+        if not proof.is_optimal:
+            still_open = sum(one.open_layouts() for one in counts)
         solved = sum(one.search.solved for one in started if one.search is not None)
-        solved = max(min(solved, considered - still_open), int(winner is not None))
+        has_plan = self.winner is not None
+        solved = max(min(solved, considered - still_open), int(has_plan))
         return SearchReport(
             layouts_considered=considered,
             layouts_pruned=considered - solved - still_open,
             layouts_solved=solved,
             seconds=round(time.monotonic() - self.started, 3),
-            lower_bound_seconds=bound * TICK_SECONDS,
-            gap=gap,
-            optimal=is_proven,
-            gap_all_cuts=gap_all_cuts,
+            lower_bound_seconds=proof.bound * TICK_SECONDS,
+            gap=proof.gap,
+            optimal=proof.is_optimal,
+            gap_all_cuts=proof.gap_all_cuts,
             clusters_considered=max(1, len(started)),
         )
+
+    def _proof(self) -> Proof:
+        """Return what is proven about the best plan, or about there being none."""
+        open_bounds = [
+            self.price(one, one.open_bound) for one in self.searches if one.is_open
+        ]
+        other_cuts = [
+            self.price(one, one.bound_all_cuts)
+            for one in self.searches
+            if one.bound_all_cuts < one.limit
+        ]
+        winner = self.winner
+        if winner is None or winner.best is None:
+            is_closed = not open_bounds
+            may_fit = is_closed and bool(other_cuts)
+            return Proof(0, 0.0, 1.0 if may_fit else None, is_optimal=is_closed)
+        total = winner.best.total
+        best = self.price(winner, total)
+        bound = self._bound_on(winner, [best, *open_bounds])
+        bound_all_cuts = self._bound_on(winner, [best, *open_bounds, *other_cuts])
+        gap = (total - bound) / total
+        gap_all_cuts = _wider_gap(gap, (total - bound_all_cuts) / total)
+        return Proof(bound, gap, gap_all_cuts, is_optimal=gap <= OPTIMAL_GAP)
 
     def report_progress(self, *, is_last: bool = False) -> None:
         """Call the caller's progress callback, at most every `_REPORT_SECONDS`."""
@@ -540,6 +557,7 @@ def _joint_report(report: SearchReport, search: Search, result: Result) -> Searc
             "gap": gap,
             "optimal": gap <= OPTIMAL_GAP,
             "gap_all_cuts": _wider_gap(gap, result.gap_all_cuts),
+            "space": joined_space(report.space, space_report(search)),
         }
     )
 
