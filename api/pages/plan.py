@@ -115,6 +115,8 @@ def _facts(plan: Plan, row: PlanRow) -> Iterator[tuple[Node, Node]]:
     if plan.cost_per_token is not None:
         yield "Price", f"{plan.cost_per_token * 1e6:.4g} per million {unit}"
     yield "Search", proof(plan.search)
+    if plan.unsupported:
+        yield "Support", plan.unsupported
     yield "Devices", f"{len(plan.placement)} of {row.devices}"
     yield "Plan", tag("code", plan.id)
     yield "Created", moment(row.created_at)

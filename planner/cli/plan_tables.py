@@ -43,6 +43,8 @@ def plan_tables(plan: Plan) -> str:
         _memory(plan.prediction.memory, plan.request.job),
         proof_line(plan.search),
     ]
+    if plan.unsupported:
+        parts.append(f"{bold('support')} {plan.unsupported}")
     if plan.search.space:
         parts.append(_space(plan.search))
     if plan.explanation:

@@ -53,6 +53,7 @@ def plan_text(plan: Plan, next_command: str) -> str:
     lines = [
         *_summary(plan, subject),
         _line("Optimal", _optimal(plan.search)),
+        *_wrapped("Support", plan.unsupported),
         *_wrapped("Searched", searched_sentence(plan.search)),
         *_calibration(plan.prediction),
     ]

@@ -74,7 +74,11 @@ from planner.search.stage_maps.synthesized import (
     given_order,
 )
 from planner.search.stages import stages_of
-from planner.search.support import unsupported_alternative
+from planner.search.support import (
+    unsupported_alternative,
+    unsupported_text,
+    with_space,
+)
 from planner.spec.calibration import CalibrationTable, Constants
 from planner.spec.cluster import Cluster
 from planner.spec.document import digest
@@ -164,7 +168,7 @@ def plan(
     deadline = time.monotonic() + request.options.time_limit_seconds
     work = FULL_WORK if request.options.explain == "full" else BRIEF_WORK
     limits = Limits(work, deadline, callbacks)
-    outcome = search_parts(request, profile, callbacks)
+    outcome = with_space(search_parts(request, profile, callbacks))
     if outcome.best is None:
         return _infeasible(request, outcome, limits)
     return _explained(request, profile, outcome, limits)
@@ -224,6 +228,7 @@ def _answer(
         placement=outcome.part.place(rows),
         prediction=priced[0],
         search=outcome.report,
+        unsupported=unsupported_text(outcome.work, layout),
         alternatives=described_alternatives(candidates, priced),
         explanation=explanation(outcome, priced[0]),
         cost_per_token=token_price(outcome.part.cluster, request.job, step),

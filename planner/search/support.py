@@ -15,14 +15,23 @@ from typing import NamedTuple
 
 from planner.cost import TICK_SECONDS, Workload, choose, predict_step
 from planner.search.engine.bound import IMPOSSIBLE
+from planner.search.engine.dimensions import searched_dimensions
 from planner.search.engine.engine import plan_space
+from planner.search.engine.options import Options
 from planner.search.engine.result import Candidate
-from planner.search.engine.space import Pieces, Space, asks_chunks, whole_space
+from planner.search.engine.space import (
+    LeftOut,
+    Pieces,
+    Space,
+    asks_chunks,
+    whole_space,
+)
 from planner.search.engine.stop import AnyStop, GapStop, Stop, WorkStop
+from planner.search.engine.table import enumerate_table
 from planner.search.queries.outcome import Outcome
 from planner.spec.calibration import SupportedChoices, shipped
 from planner.spec.layout import Layout
-from planner.spec.plan import Alternative
+from planner.spec.plan import Alternative, LeftOutValues, SpaceDimension
 from planner.spec.search_words import UNSUPPORTED
 from planner.spec.units import percent
 
@@ -61,7 +70,7 @@ def unsupported_space(work: Workload) -> Space | None:
     Their pieces of a sequence have `LEAST_TOKENS` tokens or more on every rank.
     """
     supported = supported_space(work)
-    whole = whole_space(work, pieces=Pieces(LEAST_TOKENS, LEAST_TOKENS))
+    whole = _whole_space(work)
     known = dict(zip(supported.splits, supported.chunks, strict=True))
     splits = []
     chunks = []
@@ -74,6 +83,41 @@ def unsupported_space(work: Workload) -> Space | None:
     if not splits:
         return None
     return replace(whole, splits=tuple(splits), chunks=tuple(chunks))
+
+
+def _whole_space(work: Workload) -> Space:
+    """Return supported and unsupported layouts together."""
+    return whole_space(work, pieces=Pieces(LEAST_TOKENS, LEAST_TOKENS))
+
+
+def with_space(outcome: Outcome) -> Outcome:
+    """Return the outcome whose report states the space that was searched.
+
+    If the plan is not supported, that is the supported space with the unsupported one.
+    """
+    work, space = outcome.work, outcome.search.space
+    best = outcome.best
+    if best is not None and not is_supported(work, best.layout):
+        space = _whole_space(work)
+    report = outcome.report.model_copy(update={"space": space_report(work, space)})
+    return replace(outcome, report=report)
+
+
+def space_report(work: Workload, space: Space) -> tuple[SpaceDimension, ...]:
+    """Return what a space covers and leaves out, by field of the layout."""
+    table = enumerate_table(work, space)
+    return tuple(
+        SpaceDimension(
+            field=dimension.field,
+            searched=dimension.searched,
+            left_out=tuple(map(_left_out, dimension.left_out)),
+        )
+        for dimension in searched_dimensions(Options(work, space), table)
+    )
+
+
+def _left_out(values: LeftOut) -> LeftOutValues:
+    return LeftOutValues(values=values.values, reason=values.reason)
 
 
 def best_unsupported(outcome: Outcome, stop: Stop | None = None) -> Candidate | None:
@@ -166,11 +210,16 @@ def gain_text(work: Workload, layout: Layout, speed_up: float) -> str:
     most = speed_up / ratios.least
     gain = _change_text(speed_up)
     interval = f"{_change_text(least)} to {_change_text(most)}"
-    pieces = " and ".join(_short_pieces(work, layout))
     return (
-        f"{pieces}: {UNSUPPORTED}; predicted {gain}, {interval} by the errors of earlier "
+        f"{unsupported_text(work, layout)}; predicted {gain}, {interval} by the errors of earlier "
         "predictions"
     )
+
+
+def unsupported_text(work: Workload, layout: Layout) -> str:
+    """Return which choices of a layout are not supported; empty if all are."""
+    pieces = _short_pieces(work, layout)
+    return f"{' and '.join(pieces)}: {UNSUPPORTED}" if pieces else ""
 
 
 def _change_text(speed_up: float) -> str:

@@ -340,6 +340,9 @@ class Plan(Document):
     placement: tuple[RankPlacement, ...] = Field(min_length=1)
     prediction: Prediction
     search: SearchReport
+    unsupported: str = ""
+    """Choices of the layout that measured runs do not support, as text; empty: they
+    support the layout, or the job asks for it."""
     alternatives: tuple[Alternative, ...] = ()
     explanation: tuple[str, ...] = ()
     """Reasons for the plan, as sentences."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from planner.spec.plan import Alternative, SearchReport, SpaceDimension
 from planner.spec.units import percent
+from planner.spec.words import counted
 
 WORDS = {
     "data_parallel_degree": "data degree",
@@ -27,6 +28,8 @@ WORDS = {
     "layers_per_stage": "layers per stage",
 }
 UNSUPPORTED = "not supported by measured runs"
+MOST_VALUES = 3
+"""Longer lists of numbers are shortened in a sentence."""
 
 
 def dimension_name(dimension: SpaceDimension) -> str:
@@ -37,21 +40,33 @@ def dimension_name(dimension: SpaceDimension) -> str:
 def searched_sentence(search: SearchReport) -> str:
     """Return what was searched and what was left out; empty if the report has no space.
 
-    Example: ``every combination of 14 choices, without context degree 8, sequence
-    chunks above 2``.
+    Example: ``every combination of 18 choices; left out: context degree (8 to 64),
+    stages per rank (above 16)``.
     """
     if not search.space:
         return ""
     choices = [each for each in search.space if each.searched]
-    text = f"every combination of {len(choices)} choices that divides model and devices"
-    left_out = [
-        f"{dimension_name(dimension)} {each.values}"
-        for dimension in search.space
-        for each in dimension.left_out
-    ]
+    text = f"every combination of {counted(len(choices), 'choice')}"
+    left_out = [_left_out(each) for each in search.space if each.left_out]
     if not left_out:
         return text
-    return f"{text}, without {', '.join(left_out)}"
+    return f"{text}; left out: {', '.join(left_out)}"
+
+
+def _left_out(dimension: SpaceDimension) -> str:
+    """Return ``context degree (8 to 64)``; the name alone of a switch."""
+    values = [_shortened(each.values) for each in dimension.left_out]
+    name = dimension_name(dimension)
+    if values == ["true"]:
+        return name
+    return f"{name} ({', '.join(values)})"
+
+
+def _shortened(values: str) -> str:
+    """Return the ends of a long list of numbers: ``8 to 4096``."""
+    listed = values.split(", ")
+    is_long = len(listed) > MOST_VALUES and all(each.isdigit() for each in listed)
+    return f"{listed[0]} to {listed[-1]}" if is_long else values
 
 
 def space_rows(search: SearchReport) -> list[tuple[str, str, str]]:

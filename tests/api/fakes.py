@@ -141,6 +141,7 @@ class Rich(Instant):
                         supported=False,
                     ),
                 ),
+                "unsupported": f"16 chunks {MARKUP}",
                 "search": plan.search.model_copy(update={"space": (CONTEXT,)}),
                 "pareto": (ParetoPoint(**found, devices=2, cost_per_token=1e-6),),
                 "relaxations": (

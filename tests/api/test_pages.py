@@ -73,8 +73,9 @@ def test_a_plan_has_a_page_of_all_that_it_says(
         words = page.all("main")[0].text
         assert "data 1 x tensor 1 x pipeline 1" in words
         assert "optimal, proven" in words
-        assert "without context degree 4" in words
+        assert "left out: context degree (4)" in words
         assert "2 per million tokens" in words
+        assert f"16 chunks {MARKUP}" in words
         assert words.count(MARKUP) > 8
         for caption, cell in (
             ("One step", "500 ms"),

@@ -7,8 +7,11 @@ from itertools import pairwise
 
 import pytest
 
+from planner.check import check
 from planner.cost import Workload, workload
 from planner.profiler.counted import counted_profile
+from planner.profiler.resolve import profile_behind
+from planner.search import make_request, plan
 from planner.search.engine.engine import Search
 from planner.search.engine.space import Pieces, Space, whole_space
 from planner.search.engine.stop import GapStop
@@ -24,9 +27,10 @@ from planner.search.support import (
     supported_space,
     unsupported_alternative,
     unsupported_space,
+    unsupported_text,
     wins,
 )
-from planner.spec import Cluster, Job, Layout, NodeGroup
+from planner.spec import Cluster, Job, Layout, NodeGroup, Plan
 from planner.spec.calibration import SupportedChoices, shipped
 from planner.spec.job import Constraint
 from planner.spec.plan import SearchReport
@@ -174,6 +178,33 @@ def test_an_unsupported_layout_wins_only_above_its_error() -> None:
         assert alternative.slowdown < 0
         assert not alternative.supported
         assert UNSUPPORTED in alternative.reason
+        assert unsupported_text(work, outcome.best.layout) == ""
+
+
+def test_a_plan_states_its_space() -> None:
+    """An unsupported layout is the plan where nothing else comes near, within its space."""
+    for batch, is_plan in ((8, False), (4, True)):
+        found = planned(batch)
+        chunks = next(
+            each for each in found.search.space if each.field == "sequence_chunks"
+        )
+        others = [each for each in found.alternatives if not each.supported]
+        count = found.layout.sequence_chunks
+        assert str(count) in chunks.searched
+        assert (count > 1) == is_plan
+        assert bool(found.unsupported) == is_plan
+        assert len(others) == (not is_plan)
+        assert check(found, profile_behind(found, None)).ok
+
+
+def planned(batch: int) -> Plan:
+    """Return the plan of the smallest Llama on a pipeline of 8 ranks."""
+    constraints: dict[str, Constraint] = {"pipeline_parallel_degree": 8}
+    work = decoder(8, batch, 8192, constraints=constraints)
+    request = make_request(work.profile, work.cluster, work.job, model="llama-3.2-1b")
+    found = plan(request, work.profile)
+    assert isinstance(found, Plan)
+    return found
 
 
 def test_gain_text_orders_its_figures() -> None:

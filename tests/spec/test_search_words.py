@@ -32,9 +32,24 @@ def test_the_sentence_names_what_is_left_out() -> None:
     """It counts the searched dimensions and lists left-out values by name."""
     both = REPORT.model_copy(update={"space": (TENSOR, CHUNKS)})
     whole = REPORT.model_copy(update={"space": (TENSOR,)})
-    assert "2 choices" in searched_sentence(both)
-    assert searched_sentence(both).endswith("without sequence chunks 4, 8")
-    assert "without" not in searched_sentence(whole)
+    expected = "every combination of 2 choices; left out: sequence chunks (4, 8)"
+    assert searched_sentence(both) == expected
+    assert searched_sentence(whole) == "every combination of 1 choice"
+
+
+def test_the_sentence_shortens_long_lists_and_switches() -> None:
+    """A long list of numbers is its ends; a switch that is off is its name."""
+    degrees = LeftOutValues(values="8, 16, 32, 64", reason="short")
+    context = SpaceDimension(
+        field="context_parallel_degree", searched=("1",), left_out=(degrees,)
+    )
+    switch = LeftOutValues(values="true", reason="unknown hosts")
+    offload = SpaceDimension(
+        field="activation_offload", searched=("false",), left_out=(switch,)
+    )
+    report = REPORT.model_copy(update={"space": (context, offload)})
+    sentence = searched_sentence(report)
+    assert sentence.endswith("context degree (8 to 64), activations on the host")
 
 
 def test_rows_have_values_and_reasons() -> None:
