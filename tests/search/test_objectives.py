@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from planner.check import check
 from planner.errors import DocumentError, UnsupportedError
-from planner.search import Callbacks, Progress, objectives, plan
+from planner.search import Callbacks, Progress, plan
 from planner.search.layouts.parts import parts_of, token_price
+from planner.search.queries.objectives import Portfolio
 from planner.spec import Cluster, Infeasible, Job, ModelProfile, NodeGroup, Plan
 from planner.spec.job import Objective
 from tests.builders import (
@@ -112,13 +113,8 @@ def test_devices_are_the_fewest_that_meet_the_deadline(data: st.DataObject) -> N
         devices for devices, step in steps.items() if step <= deadline * (1 + 1e-12)
     ]
     step = wishing(instance.job, "devices", deadline)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            objectives, "_FEW_PARTS", data.draw(st.sampled_from((0, 16)))
-        )  # with halving, and without
-        found = plan(
-            request(instance.profile, instance.cluster, step, top=1), instance.profile
-        )
+    asked = request(instance.profile, instance.cluster, step, top=1)
+    found = plan(asked, instance.profile)
     if isinstance(found, Infeasible):
         assert wanted == []
         assert "deadline" in found.reasons[0] or instance.cluster.devices not in steps
@@ -224,13 +220,9 @@ def test_deadlines_belong_to_devices(
         wishing(job(8), objective, deadline)
 
 
-@pytest.mark.parametrize("few", [0, 16])
 @pytest.mark.parametrize("calls", range(0, 60, 6))
-def test_a_stopped_search_for_few_devices_is_honest(
-    calls: int, few: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_search_for_few_devices_is_honest(calls: int) -> None:
     """Stopped at any moment: a plan that meets the deadline, proven only if it is the best, or no claim at all."""
-    monkeypatch.setattr(objectives, "_FEW_PARTS", few)
     model, machines = with_recompute(), cluster(8, nodes=2, inter=link(1e9, 1e-5))
     step = wishing(job(32), "devices", 0.15)
     best = plan(request(model, machines, step), model)
@@ -300,13 +292,13 @@ def test_progress_counts_all_parts() -> None:
 def test_a_good_plan_is_known_before_parts_compete(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first price that all parts are held to is that of the cheapest part whose devices divide all."""
+    """Before any bound is looked at, there is a plan of the cheapest part whose devices divide all."""
     model, machines = (
         with_recompute(parameters=1_000_000),
         priced(cluster(8, memory_bytes=40_000_000)),
     )
     step = wishing(job(16), "cost")
-    monkeypatch.setattr(objectives._Prices, "least", lambda self, winner: None)
+    monkeypatch.setattr(Portfolio, "is_done", True)
     found = plan(request(model, machines, step, top=0), model)
     assert isinstance(found, Plan)
     steps = each_alone(model, machines, job(16))

@@ -16,7 +16,7 @@ import heapq
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from planner.cost import TICK_SECONDS, Workload, workload
@@ -171,12 +171,12 @@ class Portfolio:
     request: PlanRequest
     profile: ModelProfile
     callbacks: Callbacks
-    started: float = field(default_factory=time.monotonic)
     winner: PartSearch | None = None
     """The part with the best plan so far."""
 
     def __post_init__(self) -> None:
         """Bound every part without starting its search."""
+        self.started = time.monotonic()
         request = self.request
         self.job = request.job
         seconds = request.options.time_limit_seconds
