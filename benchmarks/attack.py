@@ -50,7 +50,7 @@ MODELS = (
     "llama-3.1-70b",
     "resnet-50",
 )
-LONGEST = {"gpt2": 1024, "gpt2-xl": 1024, "bert-large": 512}
+LONGEST = {"gpt2": 1024, "gpt2-xl": 1024, "bert-large": 512, "gemma-2-9b": 8192}
 """Tokens of the longest sequence; other models take all of `LENGTHS`."""
 WITHOUT_TOKENS = ("resnet-50",)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)

@@ -77,7 +77,6 @@ from planner.search.stages import stages_of
 from planner.search.support import (
     unsupported_alternative,
     unsupported_text,
-    with_space,
 )
 from planner.spec.calibration import CalibrationTable, Constants
 from planner.spec.cluster import Cluster
@@ -168,7 +167,7 @@ def plan(
     deadline = time.monotonic() + request.options.time_limit_seconds
     work = FULL_WORK if request.options.explain == "full" else BRIEF_WORK
     limits = Limits(work, deadline, callbacks)
-    outcome = with_space(search_parts(request, profile, callbacks))
+    outcome = search_parts(request, profile, callbacks)
     if outcome.best is None:
         return _infeasible(request, outcome, limits)
     return _explained(request, profile, outcome, limits)

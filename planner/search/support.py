@@ -14,31 +14,21 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from planner.cost import TICK_SECONDS, Workload, choose, predict_step
-from planner.search.engine.bound import IMPOSSIBLE
-from planner.search.engine.dimensions import searched_dimensions
-from planner.search.engine.engine import plan_space
-from planner.search.engine.options import Options
 from planner.search.engine.result import Candidate
 from planner.search.engine.space import (
-    LeftOut,
     Pieces,
     Space,
     asks_chunks,
     whole_space,
 )
-from planner.search.engine.stop import AnyStop, GapStop, Stop, WorkStop
-from planner.search.engine.table import enumerate_table
-from planner.search.queries.outcome import Outcome
 from planner.spec.calibration import SupportedChoices, shipped
 from planner.spec.layout import Layout
-from planner.spec.plan import Alternative, LeftOutValues, SpaceDimension
+from planner.spec.plan import Alternative
 from planner.spec.search_words import UNSUPPORTED
 from planner.spec.units import percent
 
 LEAST_TOKENS = 512
 """Fewest tokens of a piece of a sequence in an unsupported layout."""
-SECONDS = 1.0
-"""Time limit of the search for an unsupported layout, as work."""
 
 
 class Ratios(NamedTuple):
@@ -88,53 +78,6 @@ def unsupported_space(work: Workload) -> Space | None:
 def _whole_space(work: Workload) -> Space:
     """Return supported and unsupported layouts together."""
     return whole_space(work, pieces=Pieces(LEAST_TOKENS, LEAST_TOKENS))
-
-
-def with_space(outcome: Outcome) -> Outcome:
-    """Return the outcome whose report states the space that was searched.
-
-    If the plan is not supported, that is the supported space with the unsupported one.
-    """
-    work, space = outcome.work, outcome.search.space
-    best = outcome.best
-    if best is not None and not is_supported(work, best.layout):
-        space = _whole_space(work)
-    report = outcome.report.model_copy(update={"space": space_report(work, space)})
-    return replace(outcome, report=report)
-
-
-def space_report(work: Workload, space: Space) -> tuple[SpaceDimension, ...]:
-    """Return what a space covers and leaves out, by field of the layout."""
-    table = enumerate_table(work, space)
-    return tuple(
-        SpaceDimension(
-            field=dimension.field,
-            searched=dimension.searched,
-            left_out=tuple(map(_left_out, dimension.left_out)),
-        )
-        for dimension in searched_dimensions(Options(work, space), table)
-    )
-
-
-def _left_out(values: LeftOut) -> LeftOutValues:
-    return LeftOutValues(values=values.values, reason=values.reason)
-
-
-def best_unsupported(outcome: Outcome, stop: Stop | None = None) -> Candidate | None:
-    """Return the fastest unsupported layout that was found, if it beats the plan.
-
-    Args:
-        outcome: of the search over the supported space; without a plan, every
-            unsupported layout that fits is a gain.
-        stop: None: after the work of `SECONDS`, or when the layout is proven.
-    """
-    space = unsupported_space(outcome.work)
-    if space is None:
-        return None
-    best = outcome.best
-    ceiling = IMPOSSIBLE if best is None else best.total
-    limit = stop or AnyStop((GapStop(), WorkStop.of_seconds(SECONDS)))
-    return plan_space(outcome.work, space, limit, ceiling=ceiling).best
 
 
 def is_supported(work: Workload, layout: Layout) -> bool:

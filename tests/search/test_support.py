@@ -12,14 +12,10 @@ from planner.cost import Workload, workload
 from planner.profiler.counted import counted_profile
 from planner.profiler.resolve import profile_behind
 from planner.search import make_request, plan
-from planner.search.engine.engine import Search
+from planner.search.engine.engine import plan_space
 from planner.search.engine.space import Pieces, Space, whole_space
-from planner.search.engine.stop import GapStop
-from planner.search.layouts.parts import whole
-from planner.search.queries.outcome import Outcome
 from planner.search.support import (
     LEAST_TOKENS,
-    best_unsupported,
     gain_text,
     is_supported,
     price_ratios,
@@ -33,7 +29,6 @@ from planner.search.support import (
 from planner.spec import Cluster, Job, Layout, NodeGroup, Plan
 from planner.spec.calibration import SupportedChoices, shipped
 from planner.spec.job import Constraint
-from planner.spec.plan import SearchReport
 from planner.spec.search_words import UNSUPPORTED
 
 Choice = tuple[tuple[object, ...], int]
@@ -75,22 +70,6 @@ def contexts(space: Space) -> set[int]:
 def counts(space: Space) -> set[int]:
     """Return the chunk counts of a space."""
     return {count for each in space.chunks for count in each}
-
-
-def outcome_of(work: Workload) -> Outcome:
-    """Return the proven plan of the supported space."""
-    search = Search(work, supported_space(work))
-    result = search.run(GapStop())
-    report = SearchReport(
-        layouts_considered=0,
-        layouts_pruned=0,
-        layouts_solved=0,
-        seconds=0,
-        lower_bound_seconds=0,
-        gap=0,
-        optimal=True,
-    )
-    return Outcome(whole(work.cluster), search, report, result.best)
 
 
 def test_supported_pieces_have_as_many_tokens_as_measured_ones() -> None:
@@ -165,20 +144,20 @@ def test_an_unsupported_layout_wins_only_above_its_error() -> None:
     pipeline: dict[str, Constraint] = {"pipeline_parallel_degree": 8}
     for batch, expected in ((8, False), (4, True)):
         work = decoder(8, batch, 8192, constraints=pipeline)
-        outcome = outcome_of(work)
-        found = best_unsupported(outcome, GapStop())
-        assert outcome.best is not None
+        best = plan_space(work, supported_space(work)).best
+        found = plan_space(work, unsupported_space(work)).best
+        assert best is not None
         assert found is not None
-        assert found.total < outcome.best.total
-        assert is_supported(work, outcome.best.layout)
+        assert found.total < best.total
+        assert is_supported(work, best.layout)
         assert not is_supported(work, found.layout)
-        assert wins(work, outcome.best, found) == expected
+        assert wins(work, best, found) == expected
         assert wins(work, None, found)
-        alternative = unsupported_alternative(work, outcome.best.total, found)
+        alternative = unsupported_alternative(work, best.total, found)
         assert alternative.slowdown < 0
         assert not alternative.supported
         assert UNSUPPORTED in alternative.reason
-        assert unsupported_text(work, outcome.best.layout) == ""
+        assert unsupported_text(work, best.layout) == ""
 
 
 def test_a_plan_states_its_space() -> None:
