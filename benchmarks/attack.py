@@ -27,7 +27,13 @@ from planner.errors import PlannerError
 from planner.profiler.resolve import catalogue_profile
 from planner.schedule import find
 from planner.search import make_request, plan, predict
-from planner.search.engine.space import Space, Split, divisors, runtime_constraints
+from planner.search.engine.space import (
+    Offload,
+    Space,
+    Split,
+    divisors,
+    runtime_constraints,
+)
 from planner.search.support import supported_space
 from planner.spec import Cluster, Infeasible, Job, ModelProfile, Options
 from planner.spec.job import CONSTRAINABLE, Constraint, allows
@@ -333,6 +339,9 @@ def is_inside(work: Workload, space: Space, layout: Layout) -> bool:
         return False
     if layout.virtual_stages_per_rank not in space.virtual_stages:
         return False
+    offload = Offload(layout.activation_offload, layout.optimizer_offload)
+    if offload not in space.offloads:
+        return False
     return _is_permitted(work, layout)
 
 
@@ -431,7 +440,9 @@ def _other_orders(documents: Documents, layout: Layout) -> Iterator[Change]:
 def _changed(layout: Layout, change: Change) -> Layout | None:
     """Return the layout with other values; None if they are invalid."""
     try:
-        return Layout.model_validate(dict(layout) | change)
+        return Layout.model_validate(
+            dict(layout) | {"micro_batch_shares": None} | change
+        )
     except ValidationError:
         return None
 
