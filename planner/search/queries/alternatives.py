@@ -37,14 +37,21 @@ CLOSE = 1.03
 """No further row is solved that is at most this factor faster."""
 FAR = 1.5
 """Slower plans, by this factor, are looked for only where there are too few others."""
+SMALL_TABLE = 200
+"""Rows up to which all rows, schedules and options are looked at."""
 MOST_GROUPS = 24
 """Groups of rows that are looked at, and as many more as plans are wanted."""
-MOST_ROWS = 8
-"""Rows of a group with one schedule that are bounded."""
-FITTING_ROWS = 2
-"""Of those, how many whose bounds are low enough."""
+MOST_ROWS = 200
+"""Rows whose bounds are low enough, over all groups and schedules."""
+LEAST_ROWS = 2
+"""Of one group with one schedule."""
+BOUNDED_ROWS = 4
+"""Rows that are bounded, as a multiple of those."""
 TRIED_NODES = 3
 """Rows of a group, each with an option, whose cuts are simulated."""
+SPARE = 2
+"""Plans that are improved in addition to those that are wanted."""
+
 Key = tuple[int, ...]
 """What distinguishes one alternative from another."""
 
@@ -63,10 +70,11 @@ def alternatives(outcome: Outcome, top: int, limits: Limits) -> tuple[Candidate,
     best = outcome.best
     if best is None or top == 0:
         return ()
-    similar = {outcome.search.space.schedules[best.row.schedule], *SCHEDULES}
+    names = outcome.search.space.schedules
+    similar = frozenset({names[best.row.schedule], *SCHEDULES})
     far = int(FAR * best.total)
     passes = (
-        _Pass(DEGREES, frozenset(similar), far),
+        _Pass(DEGREES, similar, far),
         _Pass(DEGREES, None, far),
         _Pass(DEGREES, None, IMPOSSIBLE),
         _Pass(CHOICES, None, far),
@@ -108,6 +116,7 @@ class _Ranking:
 
     def __post_init__(self) -> None:
         """Start a search that compares rows with the ceiling instead of a plan."""
+        self.is_small = len(self.outcome.search.rows) <= SMALL_TABLE
         self.search = masked(self.outcome.search, ceiling=self.rule.ceiling)
 
     def best(self, top: int) -> list[Candidate]:
@@ -122,14 +131,16 @@ class _Ranking:
                 break
             row = Row.of(search.table, node.index)
             key = self._key(row)
-            if tried[key] == TRIED_NODES:
+            if tried[key] >= TRIED_NODES and not self.is_small:
                 continue
-            if node.item is None:
-                search.expand(node, options=self._options(row))
-            else:
+            if node.item is not None:
                 tried[key] += self._solve(node.item, key)
-        found = sorted(self.plans.values(), key=_step)[:top]
-        return sorted(map(self._improved, found), key=_step)
+                continue
+            options = self._options(row)
+            if options:
+                search.expand(node, options=options)
+        found = sorted(self.plans.values(), key=_step)[: top + SPARE]
+        return sorted(map(self._improved, found), key=_step)[:top]
 
     def _improved(self, plan: Candidate) -> Candidate:
         """Return the best plan that a short search over a plan's group finds."""
@@ -165,22 +176,27 @@ class _Ranking:
 
     def _queue_rows(self, top: int) -> None:
         """Bound and queue the rows that are looked at, for a number of plans."""
-        for rows in self._groups(MOST_GROUPS + top):
+        groups = self._groups(MOST_GROUPS + top)
+        share = max(LEAST_ROWS, MOST_ROWS // max(1, len(groups)))
+        if self.is_small:
+            share = SMALL_TABLE
+        for rows in groups:
             if self.search.done >= WORK * top or self.limits.should_stop():
                 return
             before = len(self.search.queue)
-            for index in rows[:MOST_ROWS]:
+            for index in rows[: BOUNDED_ROWS * share]:
                 self.search.bound_rows([index])
-                if len(self.search.queue) - before == FITTING_ROWS:
+                if len(self.search.queue) - before == share:
                     break
 
     def _options(self, row: Row) -> list[tuple[int, Option]]:
-        """Return options of a row that shard states over all replicas or not at all."""
-        return [
-            (place, option)
-            for place, option in self.search.pricing.undominated(row)
-            if option.shard_degree is None and not self._is_known(row, option)
-        ]
+        """Return options of a row: those over all replicas, unless the table is small."""
+        found = []
+        for place, option in self.search.pricing.undominated(row):
+            is_simple = option.shard_degree is None or self.is_small
+            if is_simple and not self._is_known(row, option):
+                found.append((place, option))
+        return found
 
     def _is_known(self, row: Row, option: Option) -> bool:
         return any(one.row == row and one.option == option for one in self.known)
@@ -208,14 +224,34 @@ class _Ranking:
         Degrees near those of the best plan come first, then short estimates.
         """
         search, rule = self.search, self.rule
-        rows = search.rows[search.row_bounds[search.rows] < rule.ceiling]
-        if rule.schedules is not None:
+        is_open = search.row_bounds < rule.ceiling
+        rows = search.rows[(is_open & self._differs())[search.rows]]
+        if rule.schedules is not None and not self.is_small:
             names = enumerate(search.space.schedules)
             places = [place for place, name in names if name in rule.schedules]
-            rows = rows[np.isin(search.table.schedule[rows], places)]
+            is_listed = np.isin(search.table.schedule, places)
+            is_listed |= search.table.pipeline == 1
+            rows = rows[is_listed[rows]]
         estimates = estimated_steps(search)[rows]
         distances = self._distances()[rows]
         found: NDArray[np.intp] = rows[np.lexsort((estimates, distances))]
+        return found
+
+    def _differs(self) -> NDArray[np.bool_]:
+        """Return a mask of rows without those that are equal to another one.
+
+        On one pipeline rank all schedules take the same time; the last one, 1f1b, needs
+        least memory.
+        """
+        table = self.search.table
+        is_alone = table.pipeline == 1
+        last = table.schedule[is_alone].max(initial=0)
+        found: NDArray[np.bool_] = ~is_alone | (table.schedule == last)
+        for one in self.known:
+            is_same = is_alone & (table.schedule != one.row.schedule)
+            for name in (*DEGREES, "micro_batch_size", "sequence_parallel"):
+                is_same &= getattr(table, name) == getattr(one.row, name)
+            found &= ~is_same
         return found
 
     def _distances(self) -> NDArray[np.float64]:
