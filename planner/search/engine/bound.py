@@ -43,6 +43,7 @@ from planner.schedule import find
 from planner.schedule.entry import Shape
 from planner.schedule.in_flight import most_held
 from planner.schedule.rows import BACKWARD_INPUT, BACKWARD_WEIGHT, Row
+from planner.search.engine.hull import lower_hull
 from planner.search.engine.prices import Floats, Prices
 
 IMPOSSIBLE = 2**62
@@ -435,23 +436,3 @@ def _pieces(
         reached += length
         spent = reached * rate
     return pieces or [(0.0, 1.0)]
-
-
-def lower_hull(points: set[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the lower hull of (bytes, time), from the shortest time to fewest bytes."""
-    hull: list[tuple[float, float]] = []
-    for point in sorted(points, key=lambda each: (each[1], each[0])):
-        if hull and point[0] >= hull[-1][0]:
-            continue
-        while len(hull) > 1 and _is_above(hull[-2], hull[-1], point):
-            hull.pop()
-        hull.append(point)
-    return hull
-
-
-def _is_above(
-    first: tuple[float, float], middle: tuple[float, float], last: tuple[float, float]
-) -> bool:
-    """Return whether a point is not below the line between its neighbours."""
-    share = (first[0] - middle[0]) / (first[0] - last[0])
-    return middle[1] >= first[1] + share * (last[1] - first[1])

@@ -29,11 +29,11 @@ from numpy.typing import NDArray
 
 from planner.search.engine.bound import (
     Order,
-    lower_hull,
     stage_ranks,
     traits_of,
     ways,
 )
+from planner.search.engine.hull import lower_hull
 from planner.search.engine.prices import Floats, Prices
 
 _MANY = 1e15

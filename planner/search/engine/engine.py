@@ -7,7 +7,7 @@ equal requests have equal answers on every machine.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,10 +22,10 @@ from planner.search.engine.bound import (
 from planner.search.engine.capacity import may_beat
 from planner.search.engine.first_plan import find_first_plan
 from planner.search.engine.options import Option, Options, Row
-from planner.search.engine.prices import Pricing
+from planner.search.engine.prices import Floats, Pricing
 from planner.search.engine.result import Candidate, Progress, Result
 from planner.search.engine.row_bounds import RowBounds
-from planner.search.engine.rule import RuleCuts, Sizes
+from planner.search.engine.rule import CutBounds, RuleCuts, Sizes
 from planner.search.engine.solve import PROMISING, Item, RowSolver, has_few_cuts
 from planner.search.engine.space import Space, whole_space
 from planner.search.engine.stop import OPTION_WORK, GapStop, Stop
@@ -229,7 +229,9 @@ class Search:
             return Node(all_cuts, index, -1, all_cuts, ())
         rule = RuleCuts(prices, order)
         cuts = self._rule_cuts(rule)
-        least = max(all_cuts, self._rule_bound(rule, cuts))
+        least = all_cuts
+        if cuts:
+            least = max(all_cuts, int(self._rule_bounds(rule.bounds, cuts)[0]))
         return Node(least, index, -1, all_cuts, cuts)
 
     def _rule_cuts(self, rule: RuleCuts) -> tuple[Sizes, ...]:
@@ -242,25 +244,25 @@ class Search:
             return ()
         return rule.sizes
 
-    def _rule_bound(self, rule: RuleCuts, cuts: tuple[Sizes, ...]) -> int:
-        """Return nanoseconds that no evaluated cut beats.
+    def _rule_bounds(self, bounds: CutBounds, cuts: tuple[Sizes, ...]) -> Floats:
+        """Return nanoseconds that no evaluated cut beats, per option.
 
         Moves of a layer start from a cut of the rule that is at most `PROMISING` times
         the best step, so that a bound on those cuts counts that much less.
         """
-        if not cuts:
-            return 0
-        least = min(rule.bound(sizes) for sizes in cuts)
-        if given_sizes(self.work, len(cuts[0])) is None and len(cuts[0]) > 1:
-            least /= PROMISING
-        return int(min(float(IMPOSSIBLE), least))
+        least = np.min([bounds.bounds(sizes) for sizes in cuts], axis=0)
+        stages = len(cuts[0])
+        if stages > 1 and given_sizes(self.work, stages) is None:
+            least = least / PROMISING
+        limited: Floats = np.minimum(float(IMPOSSIBLE), least)
+        return limited
 
     def expand(
         self,
         node: Node,
         *,
         moves: bool = True,
-        options: Iterable[tuple[int, Option]] | None = None,
+        options: Sequence[tuple[int, Option]] | None = None,
     ) -> bool:
         """Bound the options of a row, or solve a row with an option.
 
@@ -276,32 +278,49 @@ class Search:
             self._solve(node, node.item, moves=moves)
             return True
         row = Row.of(self.table, node.index)
-        for place, option in options or self.pricing.undominated(row):
-            self.push(self._bounded_option(node, row, place, option))
-            self.bounded += 1
-            self.done += OPTION_WORK
+        if options is None:
+            options = self.pricing.undominated(row)
+        for one in self.bound_options(node, row, options):
+            self.push(one)
+        self.bounded += len(options)
+        self.done += OPTION_WORK * len(options)
         return False
 
-    def _bounded_option(self, node: Node, row: Row, place: int, option: Option) -> Node:
+    def bound_options(
+        self, node: Node, row: Row, options: Sequence[tuple[int, Option]]
+    ) -> Iterator[Node]:
+        """Yield a row with each of some options, and a bound on its step."""
+        if not options:
+            return
         order = self.order(row)
         is_split = splits_backward(order.schedule)
-        prices = self.pricing.prices(row, option, is_split=is_split)
-        bound = lower_bound(prices, order, self.limit).nanoseconds
-        all_cuts = max(node.all_cuts, bound)
-        if all_cuts >= self.limit:
-            return Node(all_cuts, node.index, place, all_cuts, ())
-        rule = RuleCuts(prices, order)
-        least = max(node.nanoseconds, all_cuts, self._rule_bound(rule, node.cuts))
-        item = Item(
-            row=row,
-            option=option,
-            prices=prices,
-            costs=self.pricing.costs(row, option),
-            order=order,
-            cuts=node.cuts,
-            modes=self._uniform_modes(is_split),
-        )
-        return Node(least, node.index, place, all_cuts, node.cuts, item)
+        chosen = [option for _, option in options]
+        least = np.full(len(options), float(node.nanoseconds))
+        if node.cuts:
+            stack = self.pricing.stack(row, chosen, is_split=is_split)
+            by_rule = self._rule_bounds(CutBounds(stack, order), node.cuts)
+            least = np.maximum(least, by_rule)
+        modes = self._uniform_modes(is_split)
+        for (place, option), nanoseconds in zip(options, least.tolist(), strict=True):
+            all_cuts = node.all_cuts
+            if nanoseconds >= self.limit:
+                yield Node(int(nanoseconds), node.index, place, all_cuts, ())
+                continue
+            prices = self.pricing.prices(row, option, is_split=is_split)
+            if row.virtual_stages == 1 or not node.cuts:
+                bound = lower_bound(prices, order, self.limit).nanoseconds
+                all_cuts = max(all_cuts, bound)
+            item = Item(
+                row=row,
+                option=option,
+                prices=prices,
+                costs=self.pricing.costs(row, option),
+                order=order,
+                cuts=node.cuts,
+                modes=modes,
+            )
+            bound = max(int(nanoseconds), all_cuts)
+            yield Node(bound, node.index, place, all_cuts, node.cuts, item)
 
     def order(self, row: Row) -> Order:
         """Return the schedule of a row and its numbers."""

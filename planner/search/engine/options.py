@@ -105,7 +105,8 @@ class Options:
         """Return options that together have the least prices of all options of a row.
 
         Layers take least time under the lowest ZeRO stage, and states least bytes under
-        the highest one, over as many ranks as permitted. Reductions have no least price.
+        the highest one, over as many ranks as permitted; gradients under stage 2, where
+        the runtime adds them up whole under stage 3. Reductions have no least price.
         """
         groups: dict[tuple[object, ...], list[Option]] = {}
         for option in self.of(row):
@@ -119,7 +120,11 @@ class Options:
                 return option.zero_stage, option.shard_degree or replicas
 
             options.sort(key=sharding)
-            found += dict.fromkeys((options[0], options[-1]))
+            chosen = [options[0], options[-1]]
+            if self.work.framework.accumulates_whole:
+                sharded = [each for each in options if each.zero_stage < 3]
+                chosen += sharded[-1:]
+            found += dict.fromkeys(chosen)
         return found
 
     def layout(

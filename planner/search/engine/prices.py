@@ -24,6 +24,7 @@ from planner.cost import (
 )
 from planner.search.engine.constraints import recompute_modes
 from planner.search.engine.options import Option, Options, Row
+from planner.search.engine.sums import Stack
 from planner.spec.layout import Layout
 from planner.spec.profile import RecomputeMode
 
@@ -86,6 +87,11 @@ class Prices:
             least = Timing(*(min(values) for values in zip(*found, strict=True)))
             self._timings[is_interleaved] = least
         return self._timings[is_interleaved]
+
+    @cached_property
+    def stack(self) -> Stack:
+        """Sums over the first layers."""
+        return Stack.of(self)
 
     @cached_property
     def _timings(self) -> dict[bool, Timing]:
@@ -231,6 +237,7 @@ class Pricing:
         """Start without any known price."""
         self._known: dict[tuple[object, ...], LayoutCosts] = {}
         self._prices: dict[tuple[object, ...], Prices] = {}
+        self._stacks: dict[tuple[object, ...], Stack] = {}
         self._undominated: dict[tuple[object, ...], list[tuple[int, Option]]] = {}
         constraint = self.options.constraints.get("recompute")
         supported = self.work.framework.supports.allowed("recompute")
@@ -279,6 +286,14 @@ class Pricing:
                 found = _without_recompute(found)
             self._prices[key] = found
         return found
+
+    def stack(self, row: Row, options: Sequence[Option], *, is_split: bool) -> Stack:
+        """Return the prices of several options of a row together."""
+        key = (row.degrees, tuple(options), is_split)
+        if key not in self._stacks:
+            each = [self.prices(row, one, is_split=is_split).stack for one in options]
+            self._stacks[key] = Stack.of_options(each)
+        return self._stacks[key]
 
     def undominated(self, row: Row) -> list[tuple[int, Option]]:
         """Return the options of a row, with their places, that no other one dominates."""

@@ -1,0 +1,165 @@
+"""Sums over the first layers of a model, as arrays for one layout or several options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.search.engine.hull import lower_hull
+
+if TYPE_CHECKING:
+    from planner.search.engine.prices import Prices
+
+Floats = NDArray[np.float64]
+
+
+class Timings(NamedTuple):
+    """Nanoseconds between stages, per option."""
+
+    waiting: Floats
+    """Of every action, in addition to its layers."""
+    transfer: Floats
+    """Least between two neighbouring stages."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Prices of options that have the same layers.
+
+    Arrays over layers are sums over the first n of them, [option, n], n from 0.
+    """
+
+    work: Floats
+    """Nanoseconds of one micro-batch in the fastest modes."""
+    saved: Floats
+    """Saved bytes in the fastest modes."""
+    least_saved: Floats
+    """Saved bytes in the modes that save least."""
+    spared: Floats
+    """Of `saved`, what kinds other than the main one may free."""
+    states: Floats
+    """Bytes of parameters, gradients and optimizer states."""
+    main: Floats
+    """Layers of the main kind."""
+    reduction: Floats
+    """Nanoseconds of gradient reduction without the gathering of updates."""
+    update: Floats
+    optimizer: Floats
+    forward: Floats
+    backward: Floats
+    """In the longest mode, which hides most of the reduction."""
+    first_forward: Floats
+    """Nanoseconds of the first chunk's forward."""
+    first_backward: Floats
+    free: Floats
+    """Bytes for states, activations and temporaries of layers, [option]."""
+    fixed_tail: Floats
+    """Least nanoseconds at the end of a rank's step, [option]."""
+    freed_bytes: Floats
+    """Bytes that each step to the next mode of a main layer frees, [option, step]."""
+    freed_rates: Floats
+    """Nanoseconds per byte of each step, ascending, [option, step]."""
+    waiting: Floats
+    """As `Timings`, with one stage per rank and with several, [option, 2]."""
+    transfer: Floats
+    overlaps_reduction: bool
+    overlaps_gathers: bool
+    staggers_steps: bool
+    overlap: float
+    """Share of compute that hides communication."""
+
+    def timing(self, virtual_stages: int) -> Timings:
+        """Return the least nanoseconds between stages."""
+        column = int(virtual_stages > 1)
+        return Timings(self.waiting[:, column], self.transfer[:, column])
+
+    @classmethod
+    def of(cls, prices: Prices) -> Stack:
+        """Return the prices of one layout."""
+        main = int((prices.counts * prices.work).argmax())
+        saved = np.array([float(one.activation_bytes) for one in prices.fastest])
+        spared = saved - prices.least_activations
+        spared[main] = 0.0
+        kinds = np.array(prices.kind_of)
+        firsts = [modes[0] for modes in prices.modes]
+
+        def summed(values: Floats) -> Floats:
+            return np.concatenate([[0.0], np.cumsum(values[kinds])])[None]
+
+        def field(name: str) -> Floats:
+            return np.array([float(getattr(one, name)) for one in firsts])
+
+        longest = [
+            float(max(one.backward_ticks for one in modes)) for modes in prices.modes
+        ]
+        update = field("update_ticks")
+        freed = _freed(prices, main)
+        timings = [prices.timing(stages) for stages in (1, 2)]
+        framework = prices.costs.work.framework
+        return cls(
+            work=summed(prices.work),
+            saved=summed(saved),
+            least_saved=summed(prices.least_activations),
+            spared=summed(spared),
+            states=summed(prices.states),
+            main=summed(np.arange(len(saved)) == main),
+            reduction=summed(field("reduction_ticks") - update),
+            update=summed(update),
+            optimizer=summed(field("optimizer_ticks")),
+            forward=summed(field("forward_ticks")),
+            backward=summed(np.array(longest)),
+            first_forward=prices.first_forward[None],
+            first_backward=prices.first_backward[None],
+            free=np.array([prices.free_bytes]),
+            fixed_tail=np.array([prices.fixed_tail]),
+            freed_bytes=np.array([[each for each, _ in freed]]),
+            freed_rates=np.array([[rate for _, rate in freed]]),
+            waiting=np.array([[timing.waiting for timing in timings]]),
+            transfer=np.array([[timing.transfer for timing in timings]]),
+            overlaps_reduction=framework.overlaps_reduction,
+            overlaps_gathers=framework.overlaps_gathers,
+            staggers_steps=framework.staggers_steps,
+            overlap=prices.costs.work.constants.overlap_fraction,
+        )
+
+    @classmethod
+    def of_options(cls, options: Sequence[Stack]) -> Stack:
+        """Return the prices of several options of the same layers."""
+        steps = max(one.freed_bytes.shape[1] for one in options)
+
+        def together(name: str) -> object:
+            values = [getattr(one, name) for one in options]
+            if not isinstance(values[0], np.ndarray):
+                return values[0]
+            if name == "freed_bytes":
+                values = [_widened(each, steps) for each in values]
+            if name == "freed_rates":
+                values = [_widened(each, steps) for each in values]
+            return np.concatenate(values)
+
+        make: Callable[..., Stack] = cls
+        return make(**{field.name: together(field.name) for field in fields(cls)})
+
+
+def _widened(values: Floats, steps: int) -> Floats:
+    """Return steps followed by steps that free nothing."""
+    missing = steps - values.shape[1]
+    return np.pad(values, ((0, 0), (0, missing)))
+
+
+def _freed(prices: Prices, kind: int) -> list[tuple[float, float]]:
+    """Return bytes and nanoseconds per byte of the steps between a kind's modes."""
+    points = {
+        (float(one.activation_bytes), float(one.backward_ticks))
+        for one in prices.modes[kind]
+    }
+    found = []
+    for (saved, spent), (fewer, longer) in pairwise(lower_hull(points)):
+        freed = saved - fewer
+        found.append((freed, (longer - spent) / freed))
+    return found
