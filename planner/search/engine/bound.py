@@ -230,7 +230,7 @@ class _Model:
             return least
         low, high = least, float(limit)
         if limit == IMPOSSIBLE:
-            high = 2 * least + 1
+            high = max(1.0, 2 * least + 1)
             while not self._takes_all(high) and high < IMPOSSIBLE:
                 low, high = high, 4 * high
         for _ in range(_BISECTIONS):
