@@ -67,17 +67,16 @@ def ask(instance: Instance, **wishes: Any) -> tuple[Plan | Infeasible, list[Pric
 def expect_best(
     found: Plan | Infeasible, allowed: list[Priced], instance: Instance
 ) -> None:
-    """The answer is the least of the allowed, or says that there is none."""
-    if not allowed:
-        assert isinstance(found, Infeasible)
+    """The answer is at least as fast as the allowed: it has more cuts and mixes of modes than they have."""
+    if isinstance(found, Infeasible):
+        assert not allowed
         assert found.reasons
         return
-    assert isinstance(found, Plan)
-    least = min(one.nanoseconds for one in allowed)
-    assert found.prediction.step_seconds == pytest.approx(
-        least * TICK_SECONDS, rel=1e-12
-    )
     assert check(found, instance.profile).problems == ()
+    assert found.search.optimal
+    if allowed:
+        least = min(one.nanoseconds for one in allowed) * TICK_SECONDS
+        assert found.prediction.step_seconds <= least * (1 + 1e-12)
 
 
 @settings(max_examples=25)
@@ -109,6 +108,9 @@ def test_degrees_and_sizes(instance: Instance, wishes: dict[str, Any]) -> None:
         )
     ]
     expect_best(found, allowed, instance)
+    if isinstance(found, Plan):
+        for field, wish in wishes.items():
+            assert permits(wish, found.layout.constrained(field))
 
 
 @settings(max_examples=15)
@@ -133,13 +135,19 @@ def test_recompute(instance: Instance, wish: str | tuple[str, ...]) -> None:
         {row.recompute for row in one.measurements} for one in instance.profile.layers
     ]
 
-    def keeps(one: Priced) -> bool:
-        pairs = [pair for stage in one.stage_map for pair in stage]
+    def keeps(modes: list[str]) -> bool:
         return "per-layer" in wished or all(
-            mode in wished or not offered[place] & wished for place, mode in pairs
+            mode in wished or not offered[place] & wished
+            for place, mode in enumerate(modes)
         )
 
-    expect_best(found, [one for one in priced if keeps(one)], instance)
+    def modes_of(one: Priced) -> list[str]:
+        return [mode for stage in one.stage_map for _, mode in stage]
+
+    allowed = [one for one in priced if keeps(modes_of(one))]
+    expect_best(found, allowed, instance)
+    if isinstance(found, Plan):
+        assert keeps([row.recompute for stage in found.stages for row in stage.layers])
 
 
 @settings(max_examples=15)
@@ -156,6 +164,8 @@ def test_schedules(instance: Instance, wish: str | tuple[str, ...]) -> None:
     expect_best(
         found, [one for one in priced if one.layout.schedule in wished], instance
     )
+    if isinstance(found, Plan):
+        assert found.layout.schedule in wished
 
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
@@ -296,7 +306,7 @@ def test_refusals_are_planner_errors() -> None:
 
 
 def test_a_mode_that_no_layer_offers() -> None:
-    """Layers keep what they have. Where the replicas' shares differ they were held to no recomputation."""
+    """Layers that do not offer the mode may have any, also where the replicas' shares differ."""
     model, machines = with_recompute(), cluster(4, memory_bytes=3_000_000)
     found = plan(
         request(
@@ -308,4 +318,5 @@ def test_a_mode_that_no_layer_offers() -> None:
         model,
     )
     assert isinstance(found, Plan)
-    assert {row.recompute for stage in found.stages for row in stage.layers} == {"full"}
+    assert "full" in {row.recompute for stage in found.stages for row in stage.layers}
+    assert check(found, model).problems == ()
