@@ -126,8 +126,11 @@ def _layers_within(main: _Main, units: Sequence[_Units], times: Floats) -> Float
     reached_layers = np.zeros_like(times)
     reached_time = np.zeros_like(times)
     for saved, added in zip(main.saved, main.added, strict=True):
-        bytes_of_layer = np.maximum(1 / _MANY, saved * least + main.states)
-        layers = np.maximum(0.0, (main.room - saved * before) / bytes_of_layer)
+        bytes_of_layer = saved * least + main.states
+        room = main.room - saved * before
+        layers = np.maximum(0.0, room / np.maximum(1 / _MANY, bytes_of_layer))
+        takes_any = (bytes_of_layer <= 0) & (room >= 0)
+        layers = np.where(takes_any, _MANY, layers)
         layers = np.maximum(layers, reached_layers)
         held = before + layers * least
         time = layers * main.work + held * added / most

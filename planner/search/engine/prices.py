@@ -354,7 +354,7 @@ def least_costs(layouts: Sequence[LayoutCosts]) -> LayoutCosts:
         first,
         layers=tuple(kinds[layer] for layer in first.alike),
         shared=shared,
-        reduction_latency_ticks=min(each.reduction_latency_ticks for each in layouts),
+        reduction_latency_ticks=0,
         columns=(),
     )
 
