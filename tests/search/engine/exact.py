@@ -21,6 +21,8 @@ from planner.search.engine.options import Option, Options, Row
 from planner.search.engine.prices import Prices, Pricing
 from planner.search.engine.space import Space
 from planner.search.engine.table import enumerate_table
+from planner.spec.cluster import DeviceSpec
+from tests.strategies import Instance
 
 
 @dataclass
@@ -115,3 +117,32 @@ def random_map(prices: Prices, stages: int, seed: random.Random) -> StageMap:
         offered = [one.mode for one in prices.modes[kind]]
         modes.append(wanted if wanted in offered else seed.choice(offered))
     return stages_of(list(enumerate(modes)), sizes)
+
+
+HOST_BANDWIDTHS = (499979687.0, 4999999937.0, 99999999977.0)
+"""Bytes per second of small models' devices to their hosts: the activations of a layer
+take about as long as its forward, a tenth of that, or next to nothing."""
+PLENTY = 10**9
+
+
+def with_memory(instance: Instance, memory_bytes: int) -> Instance:
+    """The request on devices of this size."""
+    group = instance.cluster.node_groups[0]
+    assert isinstance(group.device, DeviceSpec)
+    device = group.device.model_copy(update={"memory_bytes": memory_bytes})
+    group = group.model_copy(update={"device": device})
+    cluster = instance.cluster.model_copy(update={"node_groups": (group,)})
+    return Instance(instance.profile, cluster, instance.job)
+
+
+def with_host(instance: Instance, bandwidth: float, host_bytes: int) -> Instance:
+    """The request with so much memory of its host for every device."""
+    group = instance.cluster.node_groups[0]
+    assert isinstance(group.device, DeviceSpec)
+    speed = {"host_bandwidth_bytes_per_second": bandwidth}
+    device = group.device.model_copy(update=speed)
+    memory = host_bytes * group.devices_per_node
+    changed = {"device": device, "host_memory_bytes": memory}
+    group = group.model_copy(update=changed)
+    cluster = instance.cluster.model_copy(update={"node_groups": (group,)})
+    return Instance(instance.profile, cluster, instance.job)

@@ -19,9 +19,9 @@ from tests.search.engine.exact import (
     random_map,
     stages_of,
     step_of,
+    with_memory,
 )
 from tests.search.engine.test_table import decoder
-from tests.search.test_brute_force import with_memory
 from tests.strategies import Instance, instances
 
 MOST_MAPS = 400

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cost import TICK_SECONDS, Workload, choose, rank_memory, workload
+from planner.cost import (
+    TICK_SECONDS,
+    Workload,
+    choose,
+    rank_memory,
+    schedule_of,
+    workload,
+)
 from planner.search import plan
 from planner.search.engine.engine import plan_space
 from planner.search.engine.result import Candidate, Result
@@ -17,9 +24,17 @@ from planner.search.engine.stop import AnyStop, GapStop, WorkStop
 from planner.spec import Options as PlanOptions
 from planner.spec import Plan
 from tests.builders import request
-from tests.search.engine.exact import Layouts, all_cuts, all_maps, step_of
+from tests.search.engine.exact import (
+    HOST_BANDWIDTHS,
+    PLENTY,
+    Layouts,
+    all_cuts,
+    all_maps,
+    step_of,
+    with_host,
+    with_memory,
+)
 from tests.search.engine.test_table import decoder
-from tests.search.test_brute_force import with_memory
 from tests.strategies import Instance, instances
 
 MOST_LAYOUTS = 4000
@@ -30,12 +45,13 @@ def whole(work: Workload) -> Space:
     return whole_space(work, least_tokens=1)
 
 
-def brute_force(work: Workload) -> int | None:
-    """Least step of all rows, options, cuts and modes; None: nothing fits."""
+def brute_force(work: Workload) -> tuple[int, bool] | None:
+    """Least step of all rows, options, cuts and modes, and whether it takes offloading; None: nothing fits."""
     layouts = Layouts(work, whole(work))
-    best: int | None = None
+    best: tuple[int, bool] | None = None
     for index in range(len(layouts.table)):
         row = layouts.row(index)
+        offloads = any(layouts.options.offload(row))
         for option in layouts.options.of(row):
             prices = layouts.prices(row, option)
             costs = layouts.pricing.costs(row, option)
@@ -43,8 +59,8 @@ def brute_force(work: Workload) -> int | None:
             for sizes in all_cuts(len(prices.kind_of), stages):
                 for stage_map in all_maps(prices, sizes):
                     step = step_of(costs, stage_map)
-                    if step is not None and (best is None or step < best):
-                        best = step
+                    if step is not None and (best is None or (step, offloads) < best):
+                        best = step, offloads
     return best
 
 
@@ -61,10 +77,13 @@ def _options(layouts: Layouts, index: int) -> list[object]:
 
 
 def tight(instance: Instance, seed: int) -> Workload:
-    """The workload on devices that just hold some stage map of some row."""
+    """The workload on devices, and hosts if they are known, that just hold some stage map of some row."""
+    chooser = random.Random(seed)
+    bandwidth = chooser.choice((None, None, *HOST_BANDWIDTHS))
+    if bandwidth is not None:
+        instance = with_host(instance, bandwidth, PLENTY)
     work = workload(instance.profile, instance.cluster, instance.job)
     layouts = Layouts(work, whole(work))
-    chooser = random.Random(seed)
     if not len(layouts.table):
         return work
     row = layouts.row(chooser.randrange(len(layouts.table)))
@@ -74,18 +93,19 @@ def tight(instance: Instance, seed: int) -> Workload:
     stages = row.pipeline * row.virtual_stages
     sizes = chooser.choice(list(all_cuts(len(prices.kind_of), stages)))
     stage_map = chooser.choice(list(all_maps(prices, sizes)))
-    from planner.cost import schedule_of
-
     rows = rank_memory(costs, schedule_of(costs), choose(costs, stage_map))
     memory = max(each.peak_bytes for each in rows)
     smaller = with_memory(instance, max(1, memory))
+    if bandwidth is not None:
+        host = max(each.host_bytes for each in rows) - chooser.choice((0, 0, 1))
+        smaller = with_host(smaller, bandwidth, max(1, host))
     return workload(smaller.profile, smaller.cluster, smaller.job)
 
 
 @settings(max_examples=25, deadline=None)
 @given(instances(most_layers=3), st.integers(0, 2**30))
 def test_plan_is_the_optimum_of_the_whole_space(instance: Instance, seed: int) -> None:
-    """The best step equals brute force over rows, options, cuts and modes, and is proven."""
+    """The best step equals brute force over rows, options, cuts and modes, and is proven; ties offload nothing."""
     if len(workload(instance.profile, instance.cluster, instance.job).groups):
         return
     work = tight(instance, seed)
@@ -93,10 +113,15 @@ def test_plan_is_the_optimum_of_the_whole_space(instance: Instance, seed: int) -
         return
     expected = brute_force(work)
     found = plan_space(work, whole(work))
-    assert (found.best.total if found.best else None) == expected
-    if expected is not None:
-        assert found.gap == 0.0
-        assert found.lower_bound_all_cuts <= expected
+    if expected is None:
+        assert found.best is None
+        return
+    assert found.best is not None
+    layout = found.best.layout
+    offloads = layout.activation_offload or layout.optimizer_offload
+    assert (found.best.total, offloads) == expected, (found.best.total, offloads, expected)
+    assert found.gap == 0.0
+    assert found.lower_bound_all_cuts <= expected[0]
 
 
 @settings(max_examples=25, deadline=None)
@@ -104,14 +129,12 @@ def test_plan_is_the_optimum_of_the_whole_space(instance: Instance, seed: int) -
 def test_plan_is_never_slower_than_the_former_search(
     instance: Instance, seed: int
 ) -> None:
-    """The former search's plan is no faster wherever it has equal shares and no offloading."""
+    """The former search's plan is no faster, with hosts and unequal shares too."""
     if len(workload(instance.profile, instance.cluster, instance.job).groups):
         return
     work = tight(instance, seed)
     former = plan(request(work.profile, work.cluster, work.job, top=0), work.profile)
-    if not isinstance(former, Plan) or former.layout.has_uneven_shares:
-        return
-    if former.layout.activation_offload or former.layout.optimizer_offload:
+    if not isinstance(former, Plan):
         return
     if former.layout.devices != work.devices:
         return
