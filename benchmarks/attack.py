@@ -34,6 +34,7 @@ from planner.search.engine.space import (
     divisors,
     runtime_constraints,
 )
+from planner.search.engine.table import SIMPLE
 from planner.search.support import supported_space
 from planner.spec import Cluster, Infeasible, Job, ModelProfile, Options
 from planner.spec.job import CONSTRAINABLE, Constraint, allows
@@ -169,6 +170,7 @@ class Winner(NamedTuple):
     layout: Layout
     step_seconds: float
     lower_bound_seconds: float
+    """Over the cuts that the search evaluated."""
     is_optimal: bool
 
 
@@ -337,6 +339,8 @@ def is_inside(work: Workload, space: Space, layout: Layout) -> bool:
         return False
     if layout.schedule not in space.schedules:
         return False
+    if layout.pipeline_parallel_degree == 1 and layout.schedule not in SIMPLE:
+        return False
     if layout.virtual_stages_per_rank not in space.virtual_stages:
         return False
     offload = Offload(layout.activation_offload, layout.optimizer_offload)
@@ -484,8 +488,7 @@ def report(case: Case, found: Attack) -> str:
     best = found.better[0]
     if found.winner is not None:
         gain = 1 - best.step_seconds / found.winner.step_seconds
-        is_wrong = best.step_seconds < found.winner.lower_bound_seconds
-        what = "below the lower bound" if is_wrong else "within the gap"
+        what = _judgement(found.winner, best)
         lines.append(f"    plan    {layout_line(found.winner.layout)}")
         lines.append(f"    better  {layout_line(best.layout)}")
         step = seconds(best.step_seconds)
@@ -493,6 +496,16 @@ def report(case: Case, found: Attack) -> str:
     else:
         lines.append(f"    fits    {layout_line(best.layout)}")
     return "\n".join(lines)
+
+
+def _judgement(winner: Winner, best: Better) -> str:
+    """Return what a better layout says about the search."""
+    if best.step_seconds >= winner.lower_bound_seconds:
+        return "within the gap"
+    changed = {"recompute": winner.layout.recompute}
+    if best.layout.model_copy(update=changed) == winner.layout:
+        return "another cut of the same layout"
+    return "below the lower bound"
 
 
 if __name__ == "__main__":
