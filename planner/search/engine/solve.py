@@ -141,7 +141,7 @@ class RowSolver:
         layers = [(layer, least[kind]) for layer, kind in enumerate(prices.kind_of)]
         stages = choose(costs, _divided(layers, tuple(sizes)))
         memory = rank_memory(costs, self.schedule, stages)
-        free = [row.capacity_bytes - row.peak_bytes for row in memory]
+        free = [_free_bytes(row) for row in memory]
         source, target = int(np.argmin(free)), int(np.argmax(free))
         givers = [
             stage for stage in self.schedule.stages_of(source) if sizes[stage] > 1
@@ -337,6 +337,14 @@ class RowSolver:
             for place, mode in zip(places, choice, strict=True):
                 layer, _ = chosen[stage][place]
                 chosen[stage][place] = (layer, prices.modes[group.kind][mode].mode)
+
+
+def _free_bytes(memory: RankMemory) -> int:
+    """Return the free bytes of a rank's device or, if they are fewer, of its host."""
+    on_device = memory.capacity_bytes - memory.peak_bytes
+    if memory.host_capacity_bytes is None or not memory.host_bytes:
+        return on_device
+    return min(on_device, memory.host_capacity_bytes - memory.host_bytes)
 
 
 def _divided(layers: Sequence[tuple[int, str]], sizes: Sizes) -> StageMap:

@@ -119,7 +119,11 @@ def test_plan_is_the_optimum_of_the_whole_space(instance: Instance, seed: int) -
     assert found.best is not None
     layout = found.best.layout
     offloads = layout.activation_offload or layout.optimizer_offload
-    assert (found.best.total, offloads) == expected, (found.best.total, offloads, expected)
+    assert (found.best.total, offloads) == expected, (
+        found.best.total,
+        offloads,
+        expected,
+    )
     assert found.gap == 0.0
     assert found.lower_bound_all_cuts <= expected[0]
 
