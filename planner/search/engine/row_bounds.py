@@ -45,8 +45,12 @@ class RowBounds:
         saved = np.zeros(len(firsts))
         free = np.zeros(len(firsts))
         states = np.zeros(len(firsts))
-        for place, first in enumerate(firsts.tolist()):
-            row = Row.of(table, first)
+        too_large: set[tuple[int, ...]] = set()
+        for place in np.argsort(table.micro_batch_size[firsts], kind="stable").tolist():
+            row = Row.of(table, int(firsts[place]))
+            if _without_size(row) in too_large:
+                work[place] = IMPOSSIBLE
+                continue
             if row.larger_shares:
                 work[place] = self._fewest_nanoseconds(row)
                 continue
@@ -56,8 +60,10 @@ class RowBounds:
             saved[place] = float(prices.counts @ prices.least_activations)
             states[place] = float(prices.counts @ prices.states)
             free[place] = prices.free_bytes
+            if not any(map(_fits_a_layer, options)):
+                too_large.add(_without_size(row))
         inverse = inverse.reshape(-1)
-        steps = work[inverse] * self._growth(table)
+        steps = np.minimum(float(IMPOSSIBLE), work[inverse] * self._growth(table))
         lean = states[inverse] / table.replicas + saved[inverse] / table.sequence_chunks
         is_impossible = lean > table.pipeline * free[inverse]
         steps[is_impossible] = IMPOSSIBLE
@@ -100,3 +106,18 @@ class RowBounds:
             if key not in self._prices:
                 self._prices[key] = self.pricing.prices(row, option, is_split=False)
             yield self._prices[key]
+
+
+def _without_size(row: Row) -> tuple[int, ...]:
+    """Return the columns of a row that, with a micro-batch size, decide its memory."""
+    degrees = (row.tensor, row.context, row.expert, row.sequence_parallel)
+    return (*degrees, row.sequence_chunks, row.offload)
+
+
+def _fits_a_layer(prices: Prices) -> bool:
+    """Return whether a device has room for a layer of every kind at a time.
+
+    What a layer needs grows with the size of its micro-batch.
+    """
+    needed = prices.least_activations / prices.costs.layout.sequence_chunks
+    return bool((needed + prices.least_temporary <= prices.free_bytes).all())
