@@ -281,12 +281,21 @@ def attack_winner(documents: Documents, winner: Winner) -> Attack:
 
 def attack_nothing(documents: Documents) -> Attack:
     """Price simple layouts where no plan fits."""
-    found = _priced(documents, simple_layouts(documents))
+    layouts = simple_layouts(documents)
+    found = _priced(documents, layouts, has_even_stages=True)
     return Attack(None, len(found), tuple(found))
 
 
-def _priced(documents: Documents, layouts: Iterator[Layout]) -> list[Better]:
-    """Return the layouts of the searched space that fit, with their steps."""
+def _priced(
+    documents: Documents, layouts: Iterator[Layout], *, has_even_stages: bool = False
+) -> list[Better]:
+    """Return the layouts of the searched space that fit, with their steps.
+
+    Args:
+        documents: of the request.
+        layouts: that are priced.
+        has_even_stages: instead of the best ones, for speed.
+    """
     work = documents.work
     space = supported_space(work)
     found = []
@@ -297,15 +306,27 @@ def _priced(documents: Documents, layouts: Iterator[Layout]) -> list[Better]:
             continue
         if not is_searched:
             continue
-        priced = _price(documents, layout)
+        priced = _price(documents, layout, has_even_stages=has_even_stages)
         if priced is not None:
             found.append(priced)
     return found
 
 
-def _price(documents: Documents, layout: Layout) -> Better | None:
+def even_stages(layers: int, stages: int) -> tuple[int, ...]:
+    """Return the layers of every stage, which differ by one at most."""
+    each, more = divmod(layers, stages)
+    return tuple(each + (stage < more) for stage in range(stages))
+
+
+def _price(
+    documents: Documents, layout: Layout, *, has_even_stages: bool
+) -> Better | None:
     """Return a layout with its step; None if it is invalid or does not fit."""
-    given = PredictionLayout.model_construct(**dict(layout), layers_per_stage=None)
+    sizes = None
+    if has_even_stages:
+        stages = layout.pipeline_parallel_degree * layout.virtual_stages_per_rank
+        sizes = even_stages(len(documents.profile.layers), stages)
+    given = PredictionLayout.model_construct(**dict(layout), layers_per_stage=sizes)
     try:
         forecast = predict(documents.profile, documents.cluster, documents.job, given)
     except PlannerError:
