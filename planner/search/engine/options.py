@@ -172,6 +172,30 @@ class Options:
         found = [next(self.of(row), None) is not None for row in rows]
         return np.array(found, dtype=np.bool_)[inverse.reshape(-1)]
 
+    def may_recompute(self, table: Table) -> NDArray[np.bool_]:
+        """Return a mask of the rows whose schedule permits the job's recompute modes.
+
+        Layers do not recompute under split backwards: all of them must offer ``none``,
+        and those that offer a permitted mode must be permitted to have it.
+        """
+        names = self.space.schedules
+        splits = range(len(self.space.splits))
+        is_whole = np.array([has_whole_backwards(name) for name in names], dtype=bool)
+        is_free = np.array([self._may_save_all(split) for split in splits], dtype=bool)
+        mask: NDArray[np.bool_] = is_whole[table.schedule] | is_free[table.split]
+        return mask
+
+    def _may_save_all(self, split: int) -> bool:
+        """Return whether the job permits that no layer of a split recomputes."""
+        supported = self.work.framework.supports.allowed("recompute")
+        wanted = set(recompute_modes(self.constraints.get("recompute"), supported))
+        rows = self.work.sizes[self.space.splits[split]]
+        distinct = {frozenset(options) for options in rows}
+        return all(
+            "none" in modes and ("none" in wanted or not wanted & modes)
+            for modes in distinct
+        )
+
     def representatives(self, table: Table) -> Iterator[Row]:
         """Yield one row for every set of options that rows have."""
         if not len(table):

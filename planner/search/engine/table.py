@@ -94,6 +94,7 @@ def enumerate_table(work: Workload, space: Space) -> Table:
     table = table.take(permitted(table, constraints))
     table = _with_offloads(table, space)
     options = Options(work, space)
+    table = table.take(options.may_recompute(table))
     return table.take(options.are_any(table))
 
 

@@ -445,8 +445,8 @@ class Portfolio:
         best = self.price(winner, total)
         bound = self._bound_on(winner, [best, *open_bounds])
         bound_all_cuts = self._bound_on(winner, [best, *open_bounds, *other_cuts])
-        gap = (total - bound) / total
-        gap_all_cuts = _wider_gap(gap, (total - bound_all_cuts) / total)
+        gap = (total - bound) / max(1, total)
+        gap_all_cuts = _wider_gap(gap, (total - bound_all_cuts) / max(1, total))
         return Proof(bound, gap, gap_all_cuts, is_optimal=gap <= OPTIMAL_GAP)
 
     def report_progress(self, *, is_last: bool = False) -> None:
