@@ -34,7 +34,10 @@ from planner.spec.words import counted, gibibytes
 
 FULL_WORK = 2_000_000
 """Work of one changed problem, in units of `planner.search.engine.stop`."""
-BRIEF_WORK = 400_000
+BRIEF_WORK = 200_000
+LARGE_TABLE = 2000
+"""Rows above which a changed problem is searched only if a row that needs least memory
+fits."""
 LEAST_GAIN = 1e-4
 """Smaller gains are not reported."""
 MEMORY_SHARES = (16, 4, 1)
@@ -207,7 +210,7 @@ def _feasible(work: Workload, change: Change, limits: Limits) -> Relaxation | No
     if limits.should_stop():
         return None
     with suppress(SpecError):
-        return _Changed.of(work, change, limits).relaxation(limits)
+        return _Changed.of(work, change, limits).relaxation()
     return None
 
 
@@ -216,8 +219,9 @@ class _Changed:
     """The search of a problem that had no plan without a change."""
 
     change: Change
-    search: Search
     result: Result
+    least: Candidate | None
+    """A plan that needs least memory; None: none of them fits."""
 
     @classmethod
     def of(cls, work: Workload, change: Change, limits: Limits) -> _Changed:
@@ -228,27 +232,31 @@ class _Changed:
         """
         changed = change.workload(work)
         search = Search(changed, supported_space(changed))
-        return cls(change, search, search.run(_stop(limits)))
+        least = _least_memory(search, limits)
+        if least is None and len(search.rows) > LARGE_TABLE:
+            return cls(change, search.result(), None)
+        return cls(change, search.run(_stop(limits)), least)
 
-    def relaxation(self, limits: Limits) -> Relaxation | None:
+    def relaxation(self) -> Relaxation | None:
         """Return the best plan that was found; None: there is none."""
-        best = self.result.best or self._least_memory(limits)
+        best = self.result.best or self.least
         if best is None:
             return None
         is_proven = self.result.lower_bound >= best.total
         return self.change.relaxation(best, gain=None, is_proven=is_proven)
 
-    def _least_memory(self, limits: Limits) -> Candidate | None:
-        """Return the plan of a layout that needs least memory, if it fits."""
-        for need in needs(self.search, limits):
-            if need.missing_bytes <= 0:
-                return need.candidate()
-        return None
-
     @property
     def is_infeasible(self) -> bool:
         """Whether the search proved that nothing fits."""
         return self.result.best is None and self.result.lower_bound >= IMPOSSIBLE
+
+
+def _least_memory(search: Search, limits: Limits) -> Candidate | None:
+    """Return the plan of a layout that needs least memory, if it fits."""
+    for need in needs(search, limits):
+        if need.missing_bytes <= 0:
+            return need.candidate()
+    return None
 
 
 def _with_memory(work: Workload, extra_bytes: int) -> Change:
@@ -390,7 +398,7 @@ class _Growth:
             return None
         with suppress(SpecError):
             changed = _Changed.of(self.work, _grown(self.work, size), self.limits)
-            row = changed.relaxation(self.limits)
+            row = changed.relaxation()
             if row is not None:
                 return self._with_devices(row, size, sizes)
             if changed.is_infeasible:
