@@ -13,12 +13,15 @@ from planner.cost import Workload, choose, rank_memory, schedule_of, workload
 from planner.search.engine.space import listed_space, whole_space
 from tests import builders
 from tests.search.engine.exact import (
+    HOST_BANDWIDTHS,
+    PLENTY,
     Layouts,
     all_cuts,
     all_maps,
     random_map,
     stages_of,
     step_of,
+    with_host,
     with_memory,
 )
 from tests.search.engine.test_table import decoder
@@ -34,10 +37,13 @@ def test_bound_of_every_cut_of_small_models(
     instance: Instance, seed: int, missing: int
 ) -> None:
     """On devices that just hold some stage map, no fitting cut and recomputation is below the bound."""
+    chooser = random.Random(seed)
+    bandwidth = chooser.choice((None, None, *HOST_BANDWIDTHS))
+    if bandwidth is not None:
+        instance = with_host(instance, bandwidth, PLENTY)
     work = workload(instance.profile, instance.cluster, instance.job)
     if work.groups:
         return
-    chooser = random.Random(seed)
     layouts = Layouts(work, whole_space(work, least_tokens=1))
     if not len(layouts.table):
         return

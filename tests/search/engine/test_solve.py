@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from itertools import product
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cost import workload
-from planner.search.engine.bound import splits_backward, traits_of
+from planner.profiler.counted import counted_profile
+from planner.search.engine.bound import lower_bound, splits_backward, traits_of
 from planner.search.engine.cut import all_cuts
 from planner.search.engine.engine import Search
 from planner.search.engine.options import Row
@@ -18,6 +20,7 @@ from planner.search.engine.recompute import Group, fewest_nanoseconds
 from planner.search.engine.rule import RuleCuts
 from planner.search.engine.solve import Item, RowSolver
 from planner.search.engine.space import whole_space
+from planner.spec import Cluster, Job, NodeGroup
 from tests.search.engine.exact import Layouts, all_maps, step_of
 from tests.search.engine.test_engine import tight, whole
 from tests.search.engine.test_table import decoder
@@ -157,3 +160,38 @@ def test_recomputation_of_a_rank_is_the_cheapest_that_fits(seed: int) -> None:
         for place in choice
     )
     assert spent == min(fitting)
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(3, 8), (4, 6)])
+def test_bound_of_rows_with_unequal_shares(nodes: int, per_node: int) -> None:
+    """No plan of a row whose replicas have unequal shares is below the row's bound, where groups cross nodes unequally too."""
+    group = NodeGroup(device="h100-sxm5-80gb", nodes=nodes, devices_per_node=per_node)
+    job = Job(
+        global_batch_size=64,
+        sequence_length=4096,
+        precision="bf16-mixed",
+        optimizer="adamw",
+    )
+    profile = counted_profile("llama-3.2-1b", sequence_length=4096)
+    work = workload(profile, Cluster(node_groups=(group,)), job)
+    search = Search(work, whole_space(work))
+    uneven = np.flatnonzero(search.table.larger_shares > 0).tolist()
+    compared = 0
+    for index in random.Random(3).sample(uneven, 40):
+        row = Row.of(search.table, index)
+        order = search.order(row)
+        node = search.bound_row(index)
+        for option in search.options.of(row):
+            prices = search.pricing.prices(row, option, is_split=False)
+            costs = search.pricing.costs(row, option)
+            cuts = node.cuts or RuleCuts(prices, order).sizes
+            item = Item(row, option, prices, costs, order, cuts)
+            found = RowSolver(item).solve(10**15, moves=False)
+            if found is None:
+                continue
+            assert found.layout.has_uneven_shares
+            assert node.nanoseconds <= found.total, (order, option)
+            assert search.row_bounds[index] <= found.total
+            assert lower_bound(prices, order).nanoseconds <= found.total
+            compared += 1
+    assert compared > 40
