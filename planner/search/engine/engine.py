@@ -198,6 +198,8 @@ class Search:
             orders = [self.order(row) for row in rows]
             is_split = splits_backward(orders[0].schedule)
             prices = self.pricing.least(rows[0], is_split=is_split)
+            if prices is None:
+                continue
             may = may_beat(prices, orders, float(self.limit))
             excluded += [i for i, wins in zip(indices, may, strict=True) if not wins]
         self.is_taken[excluded] = True
@@ -222,6 +224,8 @@ class Search:
         row = Row.of(self.table, index)
         order = self.order(row)
         prices = self.pricing.least(row, is_split=splits_backward(order.schedule))
+        if prices is None:
+            return Node(IMPOSSIBLE, index, -1, IMPOSSIBLE, ())
         work_only = int(self.row_bounds[index])
         bound = lower_bound(prices, order, self.limit).nanoseconds
         all_cuts = max(work_only, bound)

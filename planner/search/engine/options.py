@@ -85,9 +85,17 @@ class Options:
         self.constraints: Mapping[str, Constraint] = runtime_constraints(self.work)
         self._shared: dict[int, bool] = {}
         self._offers_none: dict[int, bool] = {}
+        self._known: dict[tuple[int, ...], tuple[Option, ...]] = {}
 
-    def of(self, row: Row) -> Iterator[Option]:
-        """Yield every option that the job and the runtime permit, simplest first."""
+    def of(self, row: Row) -> tuple[Option, ...]:
+        """Return every option that the job and the runtime permit, simplest first."""
+        depends_on_order = self.work.framework.supports.limits_plans
+        key = tuple(row) if depends_on_order else row.degrees
+        if key not in self._known:
+            self._known[key] = tuple(self._permitted(row))
+        return self._known[key]
+
+    def _permitted(self, row: Row) -> Iterator[Option]:
         if self.offload(row).activations and not self._takes_no_recompute(row):
             return
         orders = self._rank_orders(row)

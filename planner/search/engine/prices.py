@@ -22,9 +22,12 @@ from planner.cost import (
     layout_costs,
     reserved_bytes,
 )
+from planner.cost.groups import groups_of
+from planner.cost.layers import priced
 from planner.search.engine.constraints import recompute_modes
 from planner.search.engine.options import Option, Options, Row
 from planner.search.engine.sums import Stack
+from planner.spec.cluster import Link
 from planner.spec.layout import Layout
 from planner.spec.profile import RecomputeMode
 
@@ -267,20 +270,20 @@ class Pricing:
             self._prices[key] = found
         return found
 
-    def least(self, row: Row, *, is_split: bool) -> Prices:
-        """Return the least prices of all options of a row.
+    def least(self, row: Row, *, is_split: bool) -> Prices | None:
+        """Return the least prices of all options of a row; None: it has no option.
 
         Args:
             row: of the table.
             is_split: backwards are split, so that no layer recomputes.
         """
-        key = (row.degrees, None, is_split)
+        options = self.options.extremes(row)
+        if not options:
+            return None
+        key = (row.degrees, tuple(options), is_split)
         found = self._prices.get(key)
         if found is None:
-            layouts = [
-                self._base(row, option, self.options.layout(row, option))
-                for option in self.options.extremes(row)
-            ]
+            layouts = [self._of_equal_ranks(row, option) for option in options]
             found = Prices.of(layouts, ("none",) if is_split else self.wanted)
             if is_split:
                 found = _without_recompute(found)
@@ -313,11 +316,38 @@ class Pricing:
                 kept.append((place, option, costs))
         return [(place, option) for place, option, _ in kept]
 
+    def _of_equal_ranks(self, row: Row, option: Option) -> LayoutCosts:
+        """Return costs of a row's layout, or lower ones that are cheaper to compute.
+
+        Where replicas have unequal shares, all have the largest one and the fastest
+        links between stages. Pieces of a replica that lie differently on the nodes are
+        priced one by one.
+        """
+        layout = self.options.layout(row, option)
+        domain = self.work.domain_devices
+        piece = row.tensor * row.context
+        is_aligned = domain % piece == 0 or piece % domain == 0
+        if not row.larger_shares or not is_aligned:
+            return self._base(row, option, layout)
+        costs = priced(self.work, layout, groups_of(layout, domain))
+        links = (_fastest_link(self.work),) * (row.pipeline - 1)
+        return replace(costs, boundary_links=links)
+
     def _base(self, row: Row, option: Option, layout: Layout) -> LayoutCosts:
         key = (row.degrees, option)
         if key not in self._known:
             self._known[key] = layout_costs(self.work, layout)
         return self._known[key]
+
+
+def _fastest_link(work: Workload) -> Link:
+    """Return a link that is as fast as every link of the cluster."""
+    links = [work.intra_node, work.inter_node or work.intra_node]
+    bandwidth = max(each.bandwidth_bytes_per_second for each in links)
+    return Link(
+        latency_seconds=min(each.latency_seconds for each in links),
+        bandwidth_bytes_per_second=bandwidth,
+    )
 
 
 def timing_of(costs: LayoutCosts, virtual_stages: int) -> Timing:
