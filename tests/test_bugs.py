@@ -628,7 +628,9 @@ def test_smallest_cluster_with_a_plan_is_named() -> None:
     assert row.devices < 128
     there = on(row.devices)
     assert isinstance(there, Plan)
-    assert row.step_seconds == pytest.approx(there.prediction.step_seconds)
+    step_seconds = there.prediction.step_seconds
+    assert step_seconds <= row.step_seconds * (1 + 1e-9)
+    assert row.step_seconds < 1.05 * step_seconds
     assert isinstance(on(row.devices - 8), Infeasible)
 
 
