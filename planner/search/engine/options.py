@@ -90,6 +90,7 @@ class Options:
     def of(self, row: Row) -> tuple[Option, ...]:
         """Return every option that the job and the runtime permit, simplest first."""
         depends_on_order = self.work.framework.supports.limits_plans
+        depends_on_order |= self.offload(row).activations
         key = tuple(row) if depends_on_order else row.degrees
         if key not in self._known:
             self._known[key] = tuple(self._permitted(row))
@@ -177,7 +178,7 @@ class Options:
             self.keys(table), axis=0, return_index=True, return_inverse=True
         )
         rows = (Row.of(table, first) for first in firsts.tolist())
-        found = [next(self.of(row), None) is not None for row in rows]
+        found = [bool(self.of(row)) for row in rows]
         return np.array(found, dtype=np.bool_)[inverse.reshape(-1)]
 
     def may_recompute(self, table: Table) -> NDArray[np.bool_]:
