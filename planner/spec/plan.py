@@ -390,7 +390,8 @@ class Miss(Document):
     layout: Layout
     pipeline_rank: int
     needed_bytes: int
-    """Minimum memory of this rank over all partitions and recompute choices."""
+    """Least memory of this rank over the cuts that were computed and all recompute
+    modes."""
     capacity_bytes: int
     missing_bytes: int
     memory: Literal["device", "host"] = "device"

@@ -249,8 +249,9 @@ class _Ranking:
         found: NDArray[np.bool_] = ~is_alone | (table.schedule == last)
         for one in self.known:
             is_same = is_alone & (table.schedule != one.row.schedule)
-            for name in (*DEGREES, "micro_batch_size", "sequence_parallel"):
-                is_same &= getattr(table, name) == getattr(one.row, name)
+            for name in Row._fields:
+                if name != "schedule":
+                    is_same &= getattr(table, name) == getattr(one.row, name)
             found &= ~is_same
         return found
 

@@ -151,9 +151,10 @@ def _least_rows(search: Search) -> list[Row]:
     estimates: list[tuple[float, int, Row]] = []
     for index in order.tolist():
         row = Row.of(table, index)
-        counts[row[:5]] += 1
-        if counts[row[:5]] > ROWS_PER_DEGREES:
+        degrees = row[:5]
+        if counts[degrees] == ROWS_PER_DEGREES or not _least_options(search, row):
             continue
+        counts[degrees] += 1
         estimates.append((_estimate(search, row), index, row))
         if len(estimates) == ESTIMATED_ROWS:
             break

@@ -339,10 +339,8 @@ def test_a_fixed_division_costs_what_its_layout_gains_without(
         layer(activation=20 * MIB, kept=MIB, parameters=100_000, modes=("none", "full"))
         * 8
     )
-    constraints, machines = (
-        {"pipeline_parallel_degree": 2, "schedule": schedule},
-        cluster(2, memory_bytes=memory * MIB),
-    )
+    constraints: dict[str, Any] = {"pipeline_parallel_degree": 2, "schedule": schedule}
+    machines = cluster(2, memory_bytes=memory * MIB)
     sentences = {}
     for division in (uneven, "even"):
         found = plan(
