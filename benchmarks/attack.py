@@ -27,6 +27,7 @@ from planner.errors import PlannerError
 from planner.profiler.resolve import catalogue_profile
 from planner.schedule import find
 from planner.search import make_request, plan, predict
+from planner.search.engine.bound import splits_backward
 from planner.search.engine.space import (
     Offload,
     Space,
@@ -361,6 +362,10 @@ def is_inside(work: Workload, space: Space, layout: Layout) -> bool:
     if layout.schedule not in space.schedules:
         return False
     if layout.pipeline_parallel_degree == 1 and layout.schedule not in SIMPLE:
+        return False
+    if splits_backward(layout.schedule) and layout.recompute != "none":
+        return False
+    if layout.replicas == 1 and layout.zero_stage > 0:
         return False
     if layout.virtual_stages_per_rank not in space.virtual_stages:
         return False

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from planner.search.engine.bound import splits_backward
 from planner.search.engine.constraints import MODES, recompute_modes
 from planner.search.engine.options import Option, Options
 from planner.search.engine.solve import has_few_cuts
@@ -35,7 +36,11 @@ def searched_dimensions(options: Options, table: Table) -> tuple[Dimension, ...]
         table: all its rows.
     """
     values = _values_of_rows(options, table) | _values_of_options(options, table)
-    left_out = (*options.space.left_out, *_other_cuts(options, table))
+    left_out = (
+        *options.space.left_out,
+        *_other_cuts(options, table),
+        *_without_recompute(options, table),
+    )
     fields = [field for field in (*Layout.model_fields, DIVISION) if field in values]
     return tuple(
         Dimension(
@@ -138,6 +143,16 @@ def _other_cuts(options: Options, table: Table) -> list[LeftOut]:
         return []
     reason = "they are too many; the gap over all cuts covers them"
     return [LeftOut(DIVISION, "other cuts of many stages", reason)]
+
+
+def _without_recompute(options: Options, table: Table) -> list[LeftOut]:
+    """Return the schedules whose layers do not recompute."""
+    names = [options.space.schedules[place] for place in np.unique(table.schedule)]
+    split = [name for name in names if splits_backward(name)]
+    if not split or _recompute(options) == ("none",):
+        return []
+    reason = "both halves of a backward would run the forward again"
+    return [LeftOut("recompute", f"under {', '.join(split)}", reason)]
 
 
 def _texts(values: Iterable[bool | int]) -> tuple[str, ...]:
