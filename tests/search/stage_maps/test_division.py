@@ -201,7 +201,7 @@ def test_plan_on_node_groups_is_the_optimum_of_what_is_left(
         (
             {"layers_per_stage": (2, 2), "pipeline_parallel_degree": 4},
             "2,2 lists 2 stages, which is no pipeline_parallel_degree x virtual_stages_per_rank with "
-            "pipeline_parallel_degree = 4, and at most 8 stages on a rank",
+            "pipeline_parallel_degree = 4, and at most 16 stages on a rank",
             "as many numbers as there are stages",
         ),
     ],
