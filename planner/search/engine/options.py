@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost import Workload
+from planner.cost.derived import DerivedRows
 from planner.runtimes.supports import IDLE_RANKS
 from planner.schedule import Requirement, build, find, requirements
 from planner.search.engine.constraints import COLUMNS, recompute_modes
@@ -84,7 +85,7 @@ class Options:
         """Read the constraints once."""
         self.constraints: Mapping[str, Constraint] = runtime_constraints(self.work)
         self._shared: dict[int, bool] = {}
-        self._offers_none: dict[int, bool] = {}
+        self._modes: dict[int, frozenset[frozenset[str]]] = {}
         self._known: dict[tuple[int, ...], tuple[Option, ...]] = {}
 
     def of(self, row: Row) -> tuple[Option, ...]:
@@ -198,12 +199,24 @@ class Options:
         """Return whether the job permits that no layer of a split recomputes."""
         supported = self.work.framework.supports.allowed("recompute")
         wanted = set(recompute_modes(self.constraints.get("recompute"), supported))
-        rows = self.work.sizes[self.space.splits[split]]
-        distinct = {frozenset(options) for options in rows}
         return all(
             "none" in modes and ("none" in wanted or not wanted & modes)
-            for modes in distinct
+            for modes in self._offered_modes(split)
         )
+
+    def _offered_modes(self, split: int) -> frozenset[frozenset[str]]:
+        """Return the distinct sets of recompute modes that layers offer.
+
+        Derived rows offer the same modes for every size, so that one is derived.
+        """
+        sizes = self.work.sizes
+        size = self.space.splits[split]
+        is_derived = isinstance(sizes, DerivedRows) and size not in sizes.profiled
+        key = -1 if is_derived else split
+        if key not in self._modes:
+            offered = frozenset(frozenset(options) for options in sizes[size])
+            self._modes[key] = offered
+        return self._modes[key]
 
     def representatives(self, table: Table) -> Iterator[Row]:
         """Yield one row for every set of options that rows have."""
@@ -266,13 +279,10 @@ class Options:
 
     def _has_none(self, split: int) -> bool:
         """Return whether all layers may have the recompute mode ``none``."""
-        if split not in self._offers_none:
-            supported = self.work.framework.supports.allowed("recompute")
-            wanted = recompute_modes(self.constraints.get("recompute"), supported)
-            rows = self.work.sizes[self.space.splits[split]]
-            offered = all("none" in options for options in rows)
-            self._offers_none[split] = "none" in wanted and offered
-        return self._offers_none[split]
+        supported = self.work.framework.supports.allowed("recompute")
+        wanted = recompute_modes(self.constraints.get("recompute"), supported)
+        offered = self._offered_modes(split)
+        return "none" in wanted and all("none" in modes for modes in offered)
 
     def _rank_orders(self, row: Row) -> tuple[RankOrder, ...]:
         """Return the orders of ranks, without those that cost the same as another."""
