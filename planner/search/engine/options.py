@@ -84,7 +84,7 @@ class Options:
     def __post_init__(self) -> None:
         """Read the constraints once."""
         self.constraints: Mapping[str, Constraint] = runtime_constraints(self.work)
-        self._shared: dict[int, bool] = {}
+        self._shared: dict[tuple[int, int], bool] = {}
         self._modes: dict[int, frozenset[frozenset[str]]] = {}
         self._known: dict[tuple[int, ...], tuple[Option, ...]] = {}
 
@@ -309,11 +309,16 @@ class Options:
         )
 
     def _splits_shared(self, split: int) -> bool:
-        """Return whether a rank has a shard of a parameter that layers share."""
-        if split not in self._shared:
-            rows = self.work.sizes[self.space.splits[split]]
-            self._shared[split] = splits_shared(self.work, rows)
-        return self._shared[split]
+        """Return whether a rank has a shard of a parameter that layers share.
+
+        Only tensor and expert parallelism split parameters.
+        """
+        size = self.space.splits[split]
+        degrees = (size.tensor, size.expert)
+        if degrees not in self._shared:
+            rows = self.work.sizes[size]
+            self._shared[degrees] = splits_shared(self.work, rows)
+        return self._shared[degrees]
 
 
 @lru_cache(maxsize=64)
