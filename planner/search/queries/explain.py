@@ -12,6 +12,7 @@ from planner.search.answer.words import (
     seconds_text,
 )
 from planner.search.engine.result import Candidate
+from planner.search.queries.orders import order_gap
 from planner.search.queries.outcome import Outcome
 from planner.spec.job import DIVISION, OURS, Job
 from planner.spec.layout import Layout
@@ -144,6 +145,7 @@ def explanation(outcome: Outcome, prediction: Prediction) -> tuple[str, ...]:
         *_runtime_text(work),
         f"Step time, averaged over pipeline ranks: {_breakdown_text(prediction)}.",
         _memory_text(prediction),
+        *_order_text(best),
         *_host_text(prediction),
         proof_text(outcome.report, work.job),
     )
@@ -177,6 +179,19 @@ def _memory_text(prediction: Prediction) -> str:
     return (
         f"The fullest device is on pipeline rank {fullest.pipeline_rank}: {used:.2f} of "
         f"{whole:.2f} GiB."
+    )
+
+
+def _order_text(best: Candidate) -> tuple[str, ...]:
+    """Return how much time another order of the micro-batches could save."""
+    gap = order_gap(best)
+    if gap is None:
+        return ()
+    if gap < LEAST_GAP:
+        return ("No order of the micro-batches on these stages is faster.",)
+    return (
+        "No order of the micro-batches on these stages saves more than "
+        f"{100 * gap:.2g} % of the step.",
     )
 
 

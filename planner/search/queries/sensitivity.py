@@ -32,8 +32,10 @@ Quantity = Literal[
 ]
 FAR = 4.0
 """Factor up to which changes are looked at."""
-HALVINGS = 10
+FULL_HALVINGS = 10
 """Of the way between a factor at which the plan wins and one at which it loses."""
+BRIEF_HALVINGS = 6
+"""The same without `Options.explain` ``full``."""
 BRIEF_ACTIONS = 400_000
 """Simulated actions without `Options.explain` ``full``; nothing is priced above."""
 
@@ -85,10 +87,10 @@ def _sensitivity(
     bar: ErrorBar, candidates: Sequence[Candidate], limits: Limits, *, is_full: bool
 ) -> Sensitivity | None:
     """Return the alternatives that overtake; None: the time is over."""
-    changed = _Changed(candidates, bar.quantity)
-    reach = [1 + bar.uncertainty]
+    reach, halvings = [1 + bar.uncertainty], BRIEF_HALVINGS
     if is_full:
-        reach = sorted({1 + bar.uncertainty, 2.0, FAR})
+        reach, halvings = sorted({1 + bar.uncertainty, 2.0, FAR}), FULL_HALVINGS
+    changed = _Changed(candidates, bar.quantity, halvings)
     found: list[Overtaking] = []
     for place in range(1, len(candidates)):
         if limits.should_stop():
@@ -112,6 +114,7 @@ class _Changed:
 
     candidates: Sequence[Candidate]
     quantity: Quantity
+    halvings: int
     works: dict[float, Workload] = field(default_factory=dict)
     steps: dict[tuple[int, float], int] = field(default_factory=dict)
 
@@ -156,7 +159,7 @@ class _Changed:
 
     def _first_win(self, place: int, lost: float, won: float) -> float:
         """Return the factor nearest to `lost` at which an alternative wins."""
-        for _ in range(HALVINGS):
+        for _ in range(self.halvings):
             middle = (lost + won) / 2
             if self.wins(place, middle):
                 won = middle
