@@ -362,6 +362,10 @@ def _cause(work: Workload, field: str) -> str:
     for one in whole_space(_constrained(work, {})).left_out:
         if one.dimension == field and one.values == "above 1":
             return f": {one.reason}"
+    length = work.job.sequence_length
+    if all(length % count for count in CHUNK_COUNTS):
+        *counts, last = map(str, CHUNK_COUNTS)
+        return f": {length} tokens are no multiple of {', '.join(counts)} or {last}"
     return ""
 
 

@@ -29,6 +29,7 @@ from planner.schedule import Schedule, build, simulate
 from planner.schedule.order_bound import SPLIT, WHOLE
 from planner.schedule.synthesize import best_shape
 from planner.search import Callbacks, account, plan, plan_layout, predict
+from planner.search.former import former_plan
 from planner.search.layouts.orders import DEALT, SEARCHED, SYNTHESIZED
 from planner.search.layouts.space import layouts
 from planner.search.stage_maps import synthesized
@@ -181,9 +182,8 @@ def test_never_slower_than_what_has_a_name(instance: Instance, name: str) -> Non
             "virtual_stages_per_rank": (1, 2),
         }
         step = instance.job.model_copy(update={"constraints": fixed})
-        answer = plan(
-            request(instance.profile, instance.cluster, step, top=0), instance.profile
-        )
+        asked_of = request(instance.profile, instance.cluster, step, top=0)
+        answer = former_plan(asked_of, instance.profile, Callbacks())
         steps[schedule] = (
             answer.prediction.step_seconds if isinstance(answer, Plan) else float("inf")
         )
@@ -464,11 +464,9 @@ def test_layouts_that_do_not_fit_are_told() -> None:
 
 def test_the_explanation_tells_what_an_order_could_save() -> None:
     """Of a pipeline, with the true order as its measure; a plan without a pipeline says nothing of orders."""
-    named = found(
-        UNEVEN,
-        job(8, schedule="gpipe", pipeline_parallel_degree=4, recompute="none"),
-        top=0,
-    )
+    step = job(8, schedule="gpipe", pipeline_parallel_degree=4, recompute="none")
+    named = former_plan(request(UNEVEN, cluster(4), step, top=0), UNEVEN, Callbacks())
+    assert isinstance(named, Plan)
     best = found(
         UNEVEN, job(8, schedule=SYNTHESIZED, pipeline_parallel_degree=4), top=0
     )
