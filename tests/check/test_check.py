@@ -314,7 +314,13 @@ def test_recompute_word_must_agree_with_the_layers() -> None:
     found, _ = solved("recompute")
     assert found.layout.recompute == "per-layer"
     report = report_of(lambda d: d["layout"].update(recompute="none"), base="recompute")
-    assert "recompute of 'block0': the plan says full; " in report.problems[0]
+    recomputed = next(
+        layer.name
+        for stage in found.stages
+        for layer in stage.layers
+        if layer.recompute != "none"
+    )
+    assert f"recompute of {recomputed!r}: the plan says full; " in report.problems[0]
     report = report_of(
         lambda d: d["request"]["job"]["constraints"].update(recompute="none"),
         base="recompute",
