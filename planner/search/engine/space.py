@@ -14,12 +14,15 @@ from typing import NamedTuple
 
 from planner.cost import Workload
 from planner.cost.derived import DerivedRows
+from planner.runtimes import Rule
 from planner.schedule import find, names
 from planner.schedule.synthesized import NAME as SYNTHESIZED
 from planner.search.engine.constraints import schedule_names
 from planner.search.layouts.offloading import is_offloading_known
 from planner.spec.job import WHOLE_PARAMETERS, Constraint, allows
+from planner.spec.layout import Layout
 from planner.spec.profile import Measurement, RecomputeMode
+from planner.spec.words import written
 
 MOST_VIRTUAL_STAGES = 16
 """Most stages per pipeline rank that are searched."""
@@ -184,6 +187,7 @@ def _space(
     reason = "experts have the tensor degree of all layers"
     if any(split.expert > 1 for split in splits):
         left_out.append(LeftOut("expert_tensor_parallel_degree", "others", reason))
+    _report_runtime(work, left_out)
     offloads = _offloads(work, constraints, left_out)
     has_uneven_shares = _has_uneven_shares(work, left_out)
     return Space(
@@ -195,6 +199,40 @@ def _space(
         offloads=offloads,
         has_uneven_shares=has_uneven_shares,
     )
+
+
+def _report_runtime(work: Workload, left_out: list[LeftOut]) -> None:
+    """Report values and combinations that the job's runtime does not support."""
+    supports = work.framework.supports
+    name = work.framework.name
+    reported = {each.dimension for each in left_out} | {"schedule"}
+    for field, values in (*supports.limits.items(), *supports.planned.items()):
+        if field not in Layout.model_fields or field in reported:
+            continue
+        values_text = "true" if values == (False,) else "others"
+        reason = f"plans for {name} do not support them"
+        if values:
+            reason = f"plans for {name} support only {_listed(values)}"
+        left_out.append(LeftOut(field, values_text, reason))
+    combined: dict[str, list[str]] = {}
+    for rule in supports.rules:
+        if _is_about(rule, work) and rule.violation.field in Layout.model_fields:
+            reasons = combined.setdefault(rule.violation.field, [])
+            reasons.append(f"{name} {rule.violation.reason}")
+    for field, reasons in combined.items():
+        left_out.append(LeftOut(field, "some combinations", "; ".join(reasons)))
+
+
+def _listed(values: Iterable[bool | int | str]) -> str:
+    """Return values as ``1, 2 or 4``."""
+    *others, last = map(written, values)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _is_about(rule: Rule, work: Workload) -> bool:
+    """Return whether a rule's conditions on the job hold."""
+    fields = [each for each in rule.when if each.field in type(work.job).model_fields]
+    return all(each.holds(getattr(work.job, each.field)) for each in fields)
 
 
 def _virtual_stages(
@@ -237,8 +275,11 @@ def _offloads(
     if not is_offloading_known(work):
         flags = (False,)
         reason = "the cluster does not state the memory of hosts and the link to them"
-        left_out.append(LeftOut("activation_offload", "true", reason))
-        left_out.append(LeftOut("optimizer_offload", "true", reason))
+        fields = ("activation_offload", "optimizer_offload")
+        supports = work.framework.supports
+        for field in fields:
+            if True in (supports.allowed(field) or (True,)):
+                left_out.append(LeftOut(field, "true", reason))
     return tuple(
         Offload(activations, optimizer)
         for activations, optimizer in product(flags, flags)
@@ -330,7 +371,7 @@ def _keeps_parameters_whole(work: Workload, split: Split) -> bool:
 def _schedules(
     work: Workload, constraint: Constraint | None, left_out: list[LeftOut]
 ) -> tuple[str, ...]:
-    """Return the schedules that the runtime runs and the job permits, whole first."""
+    """Return the schedules that the runtime runs and the job permits, 1F1B first."""
     allowed = work.framework.supports.allowed("schedule")
     asked = schedule_names(constraint)
     found: list[str] = []
@@ -356,7 +397,8 @@ def _schedules(
     if asked is None and (allowed is None or SYNTHESIZED in allowed):
         reason = "searched on request (schedule=synthesized)"
         left_out.append(LeftOut("schedule", SYNTHESIZED, reason))
-    return tuple(found)
+    # Of equal plans the first one wins: plain 1F1B is the schedule that most people know.
+    return tuple(sorted(found, key=lambda name: name != "1f1b"))
 
 
 def _chunks_have_prices(
