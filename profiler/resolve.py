@@ -200,17 +200,39 @@ def profile_of(
     return _count(model, job, progress), None
 
 
+LARGEST_MICRO_BATCH = 512
+"""Samples of a micro-batch whose counts are evaluated for models that are not decoders."""
+
+
 def catalogue_profile(name: str, job: Job) -> ModelProfile:
     """The stored counts of a catalogue model, at the job's sequence length and precision.
+
+    Decoder models have sizes from which the planner derives all others. Other models have every micro-batch size that
+    divides the batch, up to `LARGEST_MICRO_BATCH`.
 
     Raises:
         SpecError: the model does not take this sequence length.
     """
     from planner.profiler.counted import counted_profile
 
-    return counted_profile(
+    found = counted_profile(
         name, sequence_length=job.sequence_length, dtype=_data_type(job)
     )
+    if found.transformer is not None:
+        return found
+    return counted_profile(
+        name,
+        sequence_length=job.sequence_length,
+        dtype=_data_type(job),
+        micro_batch_sizes=_micro_batch_sizes(job.global_batch_size),
+    )
+
+
+def _micro_batch_sizes(batch: int) -> tuple[int, ...]:
+    """The usual sizes, and those that divide a batch."""
+    largest = min(batch, LARGEST_MICRO_BATCH)
+    divisors = {size for size in range(1, largest + 1) if batch % size == 0}
+    return tuple(sorted(divisors | set(MICRO_BATCH_SIZES)))
 
 
 def profile_behind(plan: Plan, path: str | None) -> ModelProfile:
