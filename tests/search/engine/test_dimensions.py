@@ -9,6 +9,7 @@ from planner.search.engine.dimensions import searched_dimensions
 from planner.search.engine.options import Options, Row
 from planner.search.engine.space import Dimension, whole_space
 from planner.search.engine.table import enumerate_table
+from planner.search.queries.counts import layouts_of_rows
 from planner.spec.layout import Layout
 from planner.spec.words import written
 from tests.search.engine.test_former_space import request
@@ -27,15 +28,17 @@ def dimensions_of(work: Workload) -> dict[str, Dimension]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_searched_values_are_those_of_all_layouts(seed: int) -> None:
-    """Every dimension lists the values that the layouts of the space have, and no other."""
+    """Every dimension lists the values that the layouts have, and no other; counts are those of options."""
     work = request(seed)
     space = whole_space(work)
     options = Options(work, space)
     table = enumerate_table(work, space)
+    counts = layouts_of_rows(options, table).tolist()
     values: dict[str, set[str]] = {}
     shares: set[bool] = set()
     for index in range(len(table)):
         row = Row.of(table, index)
+        assert counts[index] == len(options.of(row)) > 0
         for option in options.of(row):
             layout = options.layout(row, option)
             shares.add(layout.has_uneven_shares)
