@@ -49,6 +49,11 @@ BOUNDED_ROWS = 4
 """Rows that are bounded, as a multiple of those."""
 TRIED_NODES = 3
 """Rows of a group, each with an option, whose cuts are simulated."""
+LATE_GROUPS = 12
+"""Groups, each with one schedule, that are looked at although the time is over, so that
+a search that its time limit ended has some alternatives."""
+LATE_NODES = 4
+"""The same of nodes, for every plan."""
 SPARE = 2
 """Plans that are improved in addition to those that are wanted."""
 
@@ -65,10 +70,10 @@ def alternatives(outcome: Outcome, top: int, limits: Limits) -> tuple[Candidate,
     Args:
         outcome: of the search.
         top: number of plans.
-        limits: when to stop looking.
+        limits: when to stop looking; a caller that wants to stop gets no plans.
     """
     best = outcome.best
-    if best is None or top == 0:
+    if best is None or top == 0 or _is_cancelled(limits):
         return ()
     names = outcome.search.space.schedules
     similar = frozenset({names[best.row.schedule], *SCHEDULES})
@@ -85,7 +90,7 @@ def alternatives(outcome: Outcome, top: int, limits: Limits) -> tuple[Candidate,
     for one in passes:
         ranking = _Ranking(outcome, (best, *found), one, limits)
         found += ranking.best(top - len(found))
-        if len(found) == top:
+        if len(found) == top or limits.should_stop():
             break
     return tuple(sorted(found, key=_step))
 
@@ -98,6 +103,11 @@ class _Pass(NamedTuple):
     """None: all."""
     ceiling: int
     """Nanoseconds; slower plans do not count."""
+
+
+def _is_cancelled(limits: Limits) -> bool:
+    should_stop = limits.callbacks.should_stop
+    return should_stop is not None and should_stop()
 
 
 def _step(candidate: Candidate) -> int:
@@ -124,10 +134,12 @@ class _Ranking:
         search = self.search
         self._queue_rows(top)
         tried: Counter[Key] = Counter()
+        late = 0
         while search.queue and search.done < WORK * top:
             node = heapq.heappop(search.queue)
+            late += self.limits.should_stop()
             is_enough = self._last_step(top) <= CLOSE * node.nanoseconds
-            if is_enough or self.limits.should_stop():
+            if is_enough or late > LATE_NODES * top:
                 break
             row = Row.of(search.table, node.index)
             key = self._key(row)
@@ -180,8 +192,9 @@ class _Ranking:
         share = max(LEAST_ROWS, MOST_ROWS // max(1, len(groups)))
         if self.is_small:
             share = SMALL_TABLE
-        for rows in groups:
-            if self.search.done >= WORK * top or self.limits.should_stop():
+        for place, rows in enumerate(groups):
+            is_late = place >= LATE_GROUPS and self.limits.should_stop()
+            if is_late or self.search.done >= WORK * top:
                 return
             before = len(self.search.queue)
             for index in rows[: BOUNDED_ROWS * share]:

@@ -130,8 +130,15 @@ def test_the_search_stays_as_it_is(outcome: Outcome) -> None:
     assert (outcome.search.progress(), list(outcome.search.queue)) == before
 
 
-def test_nothing_is_returned_without_time(outcome: Outcome) -> None:
-    """Stopped at once, or asked for none, there are no alternatives."""
+def test_a_search_that_used_its_time_has_alternatives(outcome: Outcome) -> None:
+    """When the time is over some alternatives are found by a little work."""
+    found = alternatives(outcome, 3, limits(seconds=-1.0))
+    assert found
+    assert all(one.total == step_of(one.costs, one.stage_map) for one in found)
+
+
+def test_nothing_is_returned_to_a_caller_that_stops(outcome: Outcome) -> None:
+    """Cancelled, or asked for none, there are no alternatives."""
     assert alternatives(outcome, 3, stopped()) == ()
     assert alternatives(outcome, 0, limits()) == ()
 
