@@ -16,11 +16,12 @@ from planner.cost import (
     schedule_of,
     workload,
 )
-from planner.search import plan
 from planner.search.engine.engine import plan_space
 from planner.search.engine.result import Candidate, Result
 from planner.search.engine.space import Space, listed_space, whole_space
 from planner.search.engine.stop import AnyStop, GapStop, WorkStop
+from planner.search.former import former_plan
+from planner.search.result import Callbacks
 from planner.spec import Options as PlanOptions
 from planner.spec import Plan
 from tests.builders import request
@@ -137,7 +138,8 @@ def test_plan_is_never_slower_than_the_former_search(
     if len(workload(instance.profile, instance.cluster, instance.job).groups):
         return
     work = tight(instance, seed)
-    former = plan(request(work.profile, work.cluster, work.job, top=0), work.profile)
+    asked = request(work.profile, work.cluster, work.job, top=0)
+    former = former_plan(asked, work.profile, Callbacks())
     if not isinstance(former, Plan):
         return
     if former.layout.devices != work.devices:
@@ -163,9 +165,10 @@ def test_optimum_of_decoders_in_the_listed_space(
     """On sizes that the profile lists, the former search's optimum is met or beaten."""
     work = decoder(*case, sequence_chunks=1)
     options = PlanOptions(time_limit_seconds=600, top=0)
-    former = plan(
+    former = former_plan(
         request(work.profile, work.cluster, work.job, **options.model_dump()),
         work.profile,
+        Callbacks(),
     )
     found = plan_space(work, listed_space(work))
     assert isinstance(former, Plan)
