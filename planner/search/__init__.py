@@ -2,13 +2,13 @@
 
 from planner.search.answer.account import Account, RankAccount, StageAccount, account
 from planner.search.given import plan_layout
-from planner.search.queries.refusals import ImpossibleConstraint
 from planner.search.planning import (
     impossible_constraints,
     make_request,
     plan,
     predict,
 )
+from planner.search.queries.refusals import ImpossibleConstraint
 from planner.search.result import Callbacks, Progress
 
 __all__ = [

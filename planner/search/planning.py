@@ -38,7 +38,11 @@ from planner.search.queries.explain import (
     sensitivity_text,
 )
 from planner.search.queries.misses import misses
-from planner.search.queries.objectives import search_parts, with_best
+from planner.search.queries.objectives import (
+    BRAKE_SECONDS,
+    search_parts,
+    with_best,
+)
 from planner.search.queries.outcome import Outcome
 from planner.search.queries.pareto import pareto_front
 from planner.search.queries.refusals import (
@@ -164,7 +168,8 @@ def plan(
     callbacks = callbacks or Callbacks()
     if is_former(request.cluster, request.job):
         return former_plan(request, profile, callbacks)
-    deadline = time.monotonic() + request.options.time_limit_seconds
+    seconds = request.options.time_limit_seconds + BRAKE_SECONDS
+    deadline = time.monotonic() + seconds
     work = FULL_WORK if request.options.explain == "full" else BRIEF_WORK
     limits = Limits(work, deadline, callbacks)
     outcome = search_parts(request, profile, callbacks)

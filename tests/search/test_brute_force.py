@@ -149,7 +149,8 @@ def test_alternatives_are_real(case: tuple[Instance, list[Priced]]) -> None:
     found = answer(instance, top=3)
     if isinstance(found, Infeasible):
         return
-    plain = [asked(one.layout) for one in (found, *found.alternatives)]
+    every = [found.layout, *(one.layout for one in found.alternatives)]
+    plain = [asked(one) for one in every]
     assert len(set(map(canonical_json, plain))) == len(plain)
     for layout, one in zip(plain[1:], found.alternatives, strict=True):
         same = [

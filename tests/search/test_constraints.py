@@ -110,7 +110,7 @@ def test_degrees_and_sizes(instance: Instance, wishes: dict[str, Any]) -> None:
     expect_best(found, allowed, instance)
     if isinstance(found, Plan):
         for field, wish in wishes.items():
-            assert permits(wish, found.layout.constrained(field))
+            assert permits(wish, int(found.layout.constrained(field)))
 
 
 @settings(max_examples=15)

@@ -12,7 +12,7 @@ from planner.check import check
 from planner.search import Callbacks, planning, result
 from planner.search.engine.engine import Search
 from planner.search.engine.stop import WorkStop
-from planner.search.queries import objectives, sensitivity
+from planner.search.queries import objectives
 from planner.search.queries.objectives import BRAKE_SECONDS
 from planner.search.result import AFTERWARDS_SECONDS
 from planner.spec import Plan
@@ -20,7 +20,7 @@ from tests.builders import job, request
 from tests.search.test_search import CLUSTER, rugged, timeless
 
 WORK_SECONDS = 0.05
-"""Time of one step of a search, and of one simulated step of a sensitivity."""
+"""Time of one step of a search."""
 MODULES = (objectives, planning, result)
 
 
@@ -57,7 +57,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     for module in MODULES:
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=made.monotonic))
     monkeypatch.setattr(Search, "advance", made.counted(Search.advance))
-    monkeypatch.setattr(sensitivity, "evaluate", made.counted(sensitivity.evaluate))
     return made
 
 
