@@ -254,7 +254,7 @@ class Search:
         Moves of a layer start from a cut of the rule that is at most `PROMISING` times
         the best step, so that a bound on those cuts counts that much less.
         """
-        least = np.min([bounds.bounds(sizes) for sizes in cuts], axis=0)
+        least = np.min([bounds.bounds([sizes]) for sizes in cuts], axis=0)
         stages = len(cuts[0])
         if stages > 1 and given_sizes(self.work, stages) is None:
             least = least / PROMISING

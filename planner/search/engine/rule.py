@@ -20,7 +20,7 @@ Several options of a row are bounded at once: arrays begin with the option.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -41,36 +41,45 @@ MOST_REPAIRS = 12
 _ROUNDING = 1e-9
 
 
-class _Cut(NamedTuple):
-    """First and last layers of the stages."""
+class _Cuts(NamedTuple):
+    """First and last layers of the stages of one cut or several."""
 
     starts: NDArray[np.intp]
+    """[cut, stage]"""
     ends: NDArray[np.intp]
 
     @classmethod
-    def of(cls, sizes: Sizes) -> _Cut:
+    def of(cls, cuts: Sequence[Sizes]) -> _Cuts:
         """Return the layers of stages with so many of them."""
-        counts = np.array(sizes, dtype=np.intp)
-        ends = np.cumsum(counts)
+        counts = np.array(cuts, dtype=np.intp)
+        ends = np.cumsum(counts, axis=1)
         return cls(ends - counts, ends)
 
     def of_stages(self, sums: Floats) -> Floats:
-        """Return sums over the layers of every stage, [option, stage]."""
-        found: Floats = sums[:, self.ends] - sums[:, self.starts]
+        """Return sums over the layers of every stage, [option or cut, stage]."""
+        return self.at(sums, self.ends) - self.at(sums, self.starts)
+
+    def at(self, sums: Floats, layers: NDArray[np.intp]) -> Floats:
+        """Return sums over the first layers, of one option or one cut."""
+        found: Floats = sums[0][layers] if len(sums) == 1 else sums[:, layers[0]]
         return found
 
 
 @dataclass
 class CutBounds:
-    """Lower bounds on a cut of one row, for several options at once."""
+    """Lower bounds on a cut under several options, or on several cuts under one."""
 
     stack: Stack
     order: Order
 
-    def bounds(self, sizes: Sizes) -> Floats:
-        """Return nanoseconds of a cut per option; infinity: it does not fit."""
+    def bounds(self, cuts: Sequence[Sizes]) -> Floats:
+        """Return nanoseconds per option or cut; infinity: it does not fit.
+
+        Args:
+            cuts: one, or several where there is one option.
+        """
         order, stack = self.order, self.stack
-        cut = _Cut.of(sizes)
+        cut = _Cuts.of(cuts)
         work = self._of_ranks(cut.of_stages(stack.work))
         once = work + self._recomputation(cut)
         timing = stack.timing(order.virtual_stages)
@@ -80,18 +89,18 @@ class CutBounds:
         tails = self._tails(cut)
         if stack.staggers_steps:
             return self._most(busy + tails)
-        lowest = cut.starts[: order.ranks]
+        lowest = cut.starts[:, : order.ranks]
         hops = np.arange(order.ranks) * (timing.waiting + timing.transfer)[:, None]
-        before = stack.first_forward[:, lowest] + hops
+        before = cut.at(stack.first_forward, lowest) + hops
         after = tails
         if self._traits.ends_low:
-            back = stack.first_backward[:, lowest] + hops
+            back = cut.at(stack.first_backward, lowest) + hops
             after = np.maximum(tails, back + stack.fixed_tail[:, None])
         return self._most(before + busy + after)
 
-    def free(self, sizes: Sizes) -> Floats:
+    def free(self, cuts: Sequence[Sizes]) -> Floats:
         """Return the bytes that every rank has left if it recomputes all it can."""
-        cut, stack = _Cut.of(sizes), self.stack
+        cut, stack = _Cuts.of(cuts), self.stack
         kept = cut.of_stages(stack.least_saved) * self._units
         taken = self._of_ranks(kept + cut.of_stages(stack.states))
         free: Floats = stack.free[:, None] - taken
@@ -115,7 +124,7 @@ class CutBounds:
         found: Floats = of_stages[:, stages_of_ranks(self.order)].sum(axis=2)
         return found
 
-    def _recomputation(self, cut: _Cut) -> Floats:
+    def _recomputation(self, cut: _Cuts) -> Floats:
         """Return the least recomputation of every rank for one micro-batch."""
         stack, units = self.stack, self._units
         kept = cut.of_stages(stack.saved) * units
@@ -132,23 +141,28 @@ class CutBounds:
         shape = (*excess.shape, -1)
         return _cheapest(excess, capacity.reshape(shape), rates.reshape(shape))
 
-    def _tails(self, cut: _Cut) -> Floats:
+    def _tails(self, cut: _Cuts) -> Floats:
         """Return the least reduction and optimizer of every rank that nothing hides."""
         stack = self.stack
-        first = cut.starts[: self.order.ranks]
         reduction = self._of_ranks(cut.of_stages(stack.reduction))
         update = self._of_ranks(cut.of_stages(stack.update))
         tails = reduction + update + self._of_ranks(cut.of_stages(stack.optimizer))
         if stack.overlaps_reduction:
-            of_first = stack.reduction[:, first + 1] - stack.reduction[:, first]
+            of_first = self._of_first(stack.reduction, cut)
             hidden = self._of_ranks(cut.of_stages(stack.backward)) * stack.overlap
             tails = tails - np.minimum(reduction - of_first, hidden)
         if stack.overlaps_gathers:
-            of_first = stack.update[:, first + 1] - stack.update[:, first]
+            of_first = self._of_first(stack.update, cut)
             hidden = self._of_ranks(cut.of_stages(stack.forward)) * stack.overlap
             tails = tails - np.minimum(update - of_first, hidden)
         least: Floats = np.maximum(0.0, tails + stack.fixed_tail[:, None])
         return least
+
+    def _of_first(self, sums: Floats, cut: _Cuts) -> Floats:
+        """Return values of the first layer of every rank."""
+        first = cut.starts[:, : self.order.ranks]
+        found: Floats = cut.at(sums, first + 1) - cut.at(sums, first)
+        return found
 
 
 @dataclass
@@ -165,7 +179,7 @@ class RuleCuts:
 
     def bound(self, sizes: Sizes) -> float:
         """Return nanoseconds that a cut takes at least; infinity: it does not fit."""
-        return float(self.bounds.bounds(sizes)[0])
+        return float(self.bounds.bounds([sizes])[0])
 
     @cached_property
     def sizes(self) -> tuple[Sizes, ...]:
@@ -185,14 +199,14 @@ class RuleCuts:
             yield deal(tuple(works[kind] for kind in self.prices.kind_of), ranks)
 
     def _is_too_large(self, sizes: Sizes) -> bool:
-        return bool((self.bounds.free(sizes) < 0).any())
+        return bool((self.bounds.free([sizes]) < 0).any())
 
     def _fitted(self, sizes: Sizes) -> Sizes:
         """Return a cut with layers moved from the fullest ranks to the emptiest."""
         moved = np.array(sizes, dtype=np.intp)
         ranks = np.array(stage_ranks(self.order), dtype=np.intp)
         for _ in range(MOST_REPAIRS):
-            free = self.bounds.free(tuple(moved.tolist()))[0]
+            free = self.bounds.free([tuple(moved.tolist())])[0]
             fullest, emptiest = int(free.argmin()), int(free.argmax())
             if free[fullest] >= 0 or free[emptiest] <= 0:
                 break

@@ -30,7 +30,7 @@ _Chosen = list[list[tuple[int, RecomputeMode]]]
 """Per stage: (layer, mode)."""
 PROMISING = 1.015
 """A cut is improved by moves if its step is below this multiple of the best step."""
-FEW_CUTS = 64
+FEW_CUTS = 256
 """All cuts of a row are evaluated if they are not more than this."""
 MOST_MOVES = 40
 """Accepted moves per row."""
@@ -83,7 +83,7 @@ class RowSolver:
         stages = self.schedule.stages
         if not self.item.cuts:
             self.cutoff = float(limit)
-            return self._best_of(all_cuts(len(self.item.prices.kind_of), stages))
+            return self._best_of_all()
         if given_sizes(self.item.costs.work, stages) or stages == 1:
             return self._best_of(self.item.cuts)
         self.cutoff = PROMISING * limit
@@ -93,6 +93,14 @@ class RowSolver:
         if best is None or not moves or best.total > PROMISING * limit:
             return best
         return self._improve(best)
+
+    def _best_of_all(self) -> Candidate | None:
+        """Return the best plan of all cuts, taken in the order of their bounds."""
+        cuts = list(all_cuts(len(self.item.prices.kind_of), self.schedule.stages))
+        bounds = self.rule.bounds.bounds(cuts)
+        order = np.argsort(bounds, kind="stable")
+        promising = order[bounds[order] < self.cutoff]
+        return self._best_of(cuts[place] for place in promising.tolist())
 
     def _best_of(self, cuts: Iterable[Sizes]) -> Candidate | None:
         best: Candidate | None = None
