@@ -138,7 +138,8 @@ class CutBounds:
         of_ranks = np.maximum(units, _ROUNDING)[stages_of_ranks(self.order)]
         capacity = held[..., None] * stack.freed_bytes[:, None, None, :]
         rates = stack.freed_rates[:, None, None, :] / of_ranks[None, ..., None]
-        shape = (*excess.shape, -1)
+        rates = np.broadcast_to(rates, capacity.shape)
+        shape = (*excess.shape, capacity.shape[2] * capacity.shape[3])
         return _cheapest(excess, capacity.reshape(shape), rates.reshape(shape))
 
     def _tails(self, cut: _Cuts) -> Floats:

@@ -22,6 +22,7 @@ from planner.search.engine.prices import Prices
 from planner.search.engine.recompute import Choice, Group, fewest_nanoseconds
 from planner.search.engine.result import Candidate
 from planner.search.engine.rule import MOST_REPAIRS, RuleCuts, Sizes
+from planner.search.engine.stop import CUT_WORK
 from planner.search.stage_maps.division import given_sizes
 from planner.spec.plan import RankMemory
 from planner.spec.profile import RecomputeMode
@@ -203,6 +204,7 @@ class RowSolver:
         best: Candidate | None = None
         for stage_map in self._stage_maps(sizes):
             stages = choose(costs, stage_map)
+            self.actions += CUT_WORK
             memory = rank_memory(costs, self.schedule, stages)
             if not all(row.fits for row in memory):
                 continue

@@ -9,8 +9,10 @@ Stop = Callable[[int | None, int, int], bool]
 """Takes the best step (None: none yet), the lower bound in nanoseconds and the work."""
 WORK_PER_SECOND = 2_000_000
 """Units of work that stand for a second of a time limit: simulated actions; a priced and
-bounded option counts as `OPTION_WORK` of them."""
+bounded option counts as `OPTION_WORK` of them, and a cut that is evaluated as `CUT_WORK`
+in addition to its actions."""
 OPTION_WORK = 400
+CUT_WORK = 2_000
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ CLOSE = 1.03
 """No further row is solved that is at most this factor faster."""
 FAR = 1.5
 """Slower plans, by this factor, are looked for only where there are too few others."""
-SMALL_TABLE = 200
+SMALL_TABLE = 60
 """Rows up to which all rows, schedules and options are looked at."""
 MOST_GROUPS = 24
 """Groups of rows that are looked at, and as many more as plans are wanted."""
