@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from planner.spec.plan import Alternative, SearchReport, SpaceDimension
 from planner.spec.units import percent
 from planner.spec.words import counted
@@ -23,13 +25,14 @@ WORDS = {
     "sequence_chunks": "sequence chunks",
     "rank_order": "rank order",
     "recompute": "recompute",
-    "activation_offload": "activations on the host",
-    "optimizer_offload": "optimizer states on the host",
+    "activation_offload": "activation offload",
+    "optimizer_offload": "optimizer offload",
     "layers_per_stage": "layers per stage",
 }
 UNSUPPORTED = "not supported by measured runs"
 MOST_VALUES = 3
-"""Longer lists of numbers are shortened in a sentence."""
+"""Longer lists are shortened in a sentence."""
+_HAS_NUMBER = re.compile(r"\b\d+\b")
 
 
 def dimension_name(dimension: SpaceDimension) -> str:
@@ -54,12 +57,11 @@ def searched_sentence(search: SearchReport) -> str:
 
 
 def _left_out(dimension: SpaceDimension) -> str:
-    """Return ``context degree (8 to 64)``; the name alone of a switch."""
+    """Return ``context degree (8 to 64)``; the name alone where values have no number."""
     values = [_shortened(each.values) for each in dimension.left_out]
     name = dimension_name(dimension)
-    if values == ["true"]:
-        return name
-    return f"{name} ({', '.join(values)})"
+    has_numbers = all(_HAS_NUMBER.search(each) for each in values)
+    return f"{name} ({', '.join(values)})" if has_numbers else name
 
 
 def _shortened(values: str) -> str:

@@ -49,7 +49,7 @@ def test_the_sentence_shortens_long_lists_and_switches() -> None:
     )
     report = REPORT.model_copy(update={"space": (context, offload)})
     sentence = searched_sentence(report)
-    assert sentence.endswith("context degree (8 to 64), activations on the host")
+    assert sentence.endswith("context degree (8 to 64), activation offload")
 
 
 def test_rows_have_values_and_reasons() -> None:
