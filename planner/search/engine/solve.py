@@ -35,6 +35,10 @@ FEW_CUTS = 256
 """All cuts of a row are evaluated if they are not more than this."""
 MOST_MOVES = 40
 """Accepted moves per row."""
+MOST_NEIGHBOURS = 64
+"""Cuts that are evaluated for one move, those of least bound."""
+MOST_SOURCES = 4
+"""Stages that a layer is moved from, where a rank has several stages."""
 
 
 def has_few_cuts(layers: int, stages: int) -> bool:
@@ -175,29 +179,47 @@ class RowSolver:
 
     def _best_neighbour(self, best: Candidate) -> Candidate | None:
         """Return a faster plan with one layer moved; None: there is none."""
+        cuts = self._neighbours(best)
+        if not cuts:
+            return None
+        bounds = self.rule.bounds.bounds(cuts)
+        order = np.argsort(bounds, kind="stable")
+        promising = order[bounds[order] < best.total]
+        for place in promising[:MOST_NEIGHBOURS].tolist():
+            found = self.evaluate(cuts[place])
+            if found is not None and found.total < best.total:
+                return found
+        return None
+
+    def _neighbours(self, best: Candidate) -> list[Sizes]:
+        """Return cuts with one layer moved.
+
+        With several stages per rank it is moved from the stages with most work.
+        """
         sizes = tuple(len(stage) for stage in best.stage_map)
-        slowest = self._slow_stages(best)
-        for source in slowest:
+        sources: Sequence[int] = range(len(sizes))
+        if self.item.order.virtual_stages > 1:
+            sources = self._slow_stages(best)
+        cuts = []
+        for source in sources:
             for target in range(len(sizes)):
                 if target == source or sizes[source] < 2:
                     continue
                 moved = list(sizes)
                 moved[source] -= 1
                 moved[target] += 1
-                found = self.evaluate(tuple(moved))
-                if found is not None and found.total < best.total:
-                    return found
-        return None
+                cuts.append(tuple(moved))
+        return cuts
 
-    def _slow_stages(self, best: Candidate) -> list[int]:
-        """Return the stages in the order of their work, the longest first."""
+    def _slow_stages(self, best: Candidate) -> Sequence[int]:
+        """Return the stages with most work, the longest first."""
         prices = self.item.prices
         works = []
         for stage in best.stage_map:
             kinds = [prices.kind_of[layer] for layer, _ in stage]
             works.append(float(prices.work[kinds].sum()))
         order = np.argsort(-np.array(works), kind="stable")
-        return [int(stage) for stage in order[:4]]
+        return [int(stage) for stage in order[:MOST_SOURCES]]
 
     def _evaluated(self, sizes: Sizes) -> Candidate | None:
         costs = self.item.costs
