@@ -18,6 +18,7 @@ from planner.search.engine.result import Candidate
 from planner.search.engine.space import (
     Pieces,
     Space,
+    Split,
     asks_chunks,
     whole_space,
 )
@@ -54,10 +55,15 @@ def supported_space(work: Workload) -> Space:
     return whole_space(work, pieces=pieces)
 
 
-def unsupported_space(work: Workload) -> Space | None:
+def unsupported_space(work: Workload, near: Layout | None = None) -> Space | None:
     """Return the layouts that `supported_space` leaves out; None: there are none.
 
     Their pieces of a sequence have `LEAST_TOKENS` tokens or more on every rank.
+
+    Args:
+        work: what is planned.
+        near: only layouts whose micro-batch and tensor-parallel degree are at most a
+            factor of 2 from this one's; None: all.
     """
     supported = supported_space(work)
     whole = _whole_space(work)
@@ -67,12 +73,21 @@ def unsupported_space(work: Workload) -> Space | None:
     for split, counts in zip(whole.splits, whole.chunks, strict=True):
         supported_counts = known.get(split, ())
         others = tuple(count for count in counts if count not in supported_counts)
-        if others:
+        if others and (near is None or _is_near(split, near)):
             splits.append(split)
             chunks.append(others)
     if not splits:
         return None
     return replace(whole, splits=tuple(splits), chunks=tuple(chunks))
+
+
+def _is_near(split: Split, layout: Layout) -> bool:
+    """Return whether a split's sizes are at most a factor of 2 from a layout's."""
+    pairs = (
+        (split.micro_batch_size, layout.micro_batch_size),
+        (split.tensor, layout.tensor_parallel_degree),
+    )
+    return all(one <= 2 * other and other <= 2 * one for one, other in pairs)
 
 
 def _whole_space(work: Workload) -> Space:

@@ -499,7 +499,7 @@ def with_best(outcome: Outcome, best: Candidate) -> Outcome:
 
 
 def with_unsupported(outcome: Outcome, portfolio: Portfolio) -> Outcome:
-    """Return the outcome with the fastest unsupported layout on the plan's devices.
+    """Return the outcome with a fast unsupported layout on the plan's devices.
 
     It becomes the plan where no supported layout fits, or where its gain exceeds the
     measured error of its price.
@@ -511,7 +511,7 @@ def with_unsupported(outcome: Outcome, portfolio: Portfolio) -> Outcome:
     if portfolio.is_over or outcome.missed_seconds is not None:
         return outcome
     work, best = outcome.work, outcome.best
-    space = unsupported_space(work)
+    space = unsupported_space(work, near=None if best is None else best.layout)
     if space is None:
         return outcome
     ceiling = outcome.search.ceiling if best is None else best.total
