@@ -35,7 +35,7 @@ FEW_CUTS = 256
 """All cuts of a row are evaluated if they are not more than this."""
 MOST_MOVES = 40
 """Accepted moves per row."""
-MOST_NEIGHBOURS = 64
+MOST_NEIGHBOURS = 24
 """Cuts that are evaluated for one move, those of least bound."""
 MOST_SOURCES = 4
 """Stages that a layer is moved from, where a rank has several stages."""
@@ -222,8 +222,8 @@ class RowSolver:
         return [int(stage) for stage in order[:MOST_SOURCES]]
 
     def _evaluated(self, sizes: Sizes) -> Candidate | None:
+        """Return the plan of the first stage map that fits; the next recompute more."""
         costs = self.item.costs
-        best: Candidate | None = None
         for stage_map in self._stage_maps(sizes):
             stages = choose(costs, stage_map)
             self.actions += CUT_WORK
@@ -232,15 +232,13 @@ class RowSolver:
                 continue
             step = evaluate(costs, self.schedule, stages)
             self.actions += sum(map(len, self.schedule.actions))
-            found = Candidate(
+            return Candidate(
                 self.item.row, self.item.option, costs, self.schedule, stage_map, step
             )
-            if best is None or found.total < best.total:
-                best = found
-        return best
+        return None
 
     def _stage_maps(self, sizes: Sizes) -> Iterator[StageMap]:
-        """Yield the stage maps to evaluate for a cut."""
+        """Yield the stage maps to evaluate for a cut, least recomputation first."""
         if not self.item.modes:
             stage_map = self._least_recompute(sizes)
             if stage_map is not None:
