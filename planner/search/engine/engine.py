@@ -137,8 +137,7 @@ class Search:
     def start(self) -> None:
         """Look for a first plan."""
         find_first_plan(self)
-        if self.limit < IMPOSSIBLE:
-            self._exclude_rows()
+        self._exclude_rows()
 
     @property
     def is_open(self) -> bool:
