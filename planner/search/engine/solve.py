@@ -222,8 +222,9 @@ class RowSolver:
         return [int(stage) for stage in order[:MOST_SOURCES]]
 
     def _evaluated(self, sizes: Sizes) -> Candidate | None:
-        """Return the plan of the first stage map that fits; the next recompute more."""
+        """Return the fastest plan of the stage maps that fit."""
         costs = self.item.costs
+        best: Candidate | None = None
         for stage_map in self._stage_maps(sizes):
             stages = choose(costs, stage_map)
             self.actions += CUT_WORK
@@ -232,10 +233,12 @@ class RowSolver:
                 continue
             step = evaluate(costs, self.schedule, stages)
             self.actions += sum(map(len, self.schedule.actions))
-            return Candidate(
+            found = Candidate(
                 self.item.row, self.item.option, costs, self.schedule, stage_map, step
             )
-        return None
+            if best is None or found.total < best.total:
+                best = found
+        return best
 
     def _stage_maps(self, sizes: Sizes) -> Iterator[StageMap]:
         """Yield the stage maps to evaluate for a cut, least recomputation first."""
