@@ -10,18 +10,7 @@ import math
 import time
 
 from planner.cost import Workload, placement
-from planner.search.answer.explain import (
-    alternatives,
-    division_text,
-    explanation,
-    misses,
-    predictions,
-    relaxations_text,
-    remedy_text,
-    sensitivity_text,
-    with_recompute,
-)
-from planner.search.answer.nearest import unfit
+from planner.search.answer.nearest import misses, unfit
 from planner.search.answer.pareto import front
 from planner.search.answer.relaxations import (
     BRIEF_WORK,
@@ -31,15 +20,24 @@ from planner.search.answer.relaxations import (
     remedies,
 )
 from planner.search.answer.rivals import rivals
-from planner.search.answer.sensitivity import sensitivity
-from planner.search.answer.words import degrees_text
 from planner.search.contenders import Contest
 from planner.search.layouts.offloading import NOTHING
 from planner.search.layouts.orders import SYNTHESIZED
 from planner.search.layouts.parts import token_price
 from planner.search.layouts.space import Space, constraints_without_layouts
 from planner.search.objectives import contest
+from planner.search.queries.explain import (
+    change_text,
+    described_alternatives,
+    division_text,
+    explanation,
+    miss_text,
+    predictions,
+    relaxations_text,
+    sensitivity_text,
+)
 from planner.search.queries.refusals import ImpossibleConstraint, asked_schedules
+from planner.search.queries.sensitivity import sensitivity
 from planner.search.result import Callbacks, Found, Limits, improved
 from planner.search.stages import stages_of
 from planner.spec.cluster import Cluster
@@ -74,7 +72,7 @@ def former_plan(
     if not space.families:
         helps = remedies(work, (), limits)
         return Infeasible(
-            reasons=(*space.reasons, *map(remedy_text, helps)), relaxations=helps
+            reasons=(*space.reasons, *map(change_text, helps)), relaxations=helps
         )
     found = _found(ended, request.options.top, limits.for_alternatives())
     if ended.missed_seconds is not None:
@@ -146,7 +144,7 @@ def _found(ended: Contest, top: int, limits: Limits) -> Found:
 
 def _answer(request: PlanRequest, work: Workload, found: Found) -> Plan:
     best, priced = found.candidates[0], predictions(found.candidates)
-    layout = with_recompute(best)
+    layout = best.layout
     return Plan(
         id=request.id,
         layout=layout,
@@ -155,8 +153,8 @@ def _answer(request: PlanRequest, work: Workload, found: Found) -> Plan:
         placement=found.part.place(placement(layout, work.devices_of_nodes)),
         prediction=priced[0],
         search=found.report,
-        alternatives=alternatives(found, priced),
-        explanation=explanation(best, priced[0], found),
+        alternatives=described_alternatives(found.candidates, priced),
+        explanation=explanation(found, priced[0]),
         cost_per_token=token_price(
             found.part.cluster, request.job, priced[0].step_seconds
         ),
@@ -195,14 +193,8 @@ def _infeasible(
         if any(family.offloading != NOTHING for family in space.families):
             host = gibibytes(work.host_capacity_bytes or 0, is_room=True)
             reason += f", and {host} of host memory per device"
-    advice = [
-        f"closest: {degrees_text(miss.layout)}, micro-batch {miss.layout.micro_batch_size}, needs "
-        f"{gibibytes(miss.needed_bytes)}{' of host memory' * (miss.memory == 'host')} on pipeline rank "
-        f"{miss.pipeline_rank}, {gibibytes(miss.missing_bytes)} too much"
-        for miss in nearest[:1]
-        if found.report.optimal
-    ]
-    reasons = (reason, *advice, *map(remedy_text, helps))
+    advice = map(miss_text, nearest[:1]) if found.report.optimal else ()
+    reasons = (reason, *advice, *map(change_text, helps))
     return Infeasible(
         reasons=reasons, nearest=nearest, relaxations=helps, search=found.report
     )

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from planner.cost import TICK_SECONDS, LayoutCosts, StageMap, Step
 from planner.schedule import Schedule
+from planner.search.bounds.layout import BOUNDED
 from planner.search.layouts.parts import Part
 from planner.spec.layout import Layout
 from planner.spec.plan import SearchReport
@@ -64,6 +66,46 @@ class Limits:
         return replace(self, deadline=self.deadline + AFTERWARDS_SECONDS)
 
 
+class Solution(Protocol):
+    """A layout with a stage map and the step of its simulation."""
+
+    @property
+    def costs(self) -> LayoutCosts:
+        """Costs of the layout."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """The order of actions."""
+
+    @property
+    def stage_map(self) -> StageMap:
+        """Layers and recompute modes of every stage."""
+
+    @property
+    def layout(self) -> Layout:
+        """The layout, with the recompute mode of its layers."""
+
+    @property
+    def total(self) -> int:
+        """Nanoseconds of the step."""
+
+
+class Ended(Protocol):
+    """A search that ended, as `planner.search.queries.explain` reads it."""
+
+    @property
+    def best(self) -> Solution | None:
+        """None: no plan was found."""
+
+    @property
+    def part(self) -> Part:
+        """Devices that the plan uses."""
+
+    @property
+    def report(self) -> SearchReport:
+        """Counts and proof."""
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A solved layout: its best stage map."""
@@ -77,6 +119,28 @@ class Candidate:
     def ticks(self) -> int:
         """Its step."""
         return self.step.total_ticks
+
+    @property
+    def total(self) -> int:
+        """Nanoseconds of the step."""
+        return self.step.total_ticks
+
+    @property
+    def layout(self) -> Layout:
+        """The layout, with the recompute mode of its layers.
+
+        A layer that does not offer the mode has no other choice. With several stages
+        per rank or split backwards it is the rule that layers recompute by.
+        """
+        layout = self.costs.layout
+        if layout.recompute != "per-layer" or layout.schedule not in BOUNDED:
+            return layout
+        pairs = [pair for stage in self.stage_map for pair in stage]
+        layers = self.costs.layers
+        chosen = {mode for layer, mode in pairs if len(layers[layer]) > 1}
+        modes = chosen or {mode for _, mode in pairs}
+        word = modes.pop() if len(modes) == 1 else "per-layer"
+        return layout.model_copy(update={"recompute": word})
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -105,6 +169,11 @@ class Found:
     report: SearchReport
     unfit: tuple[LayoutCosts, ...]
     """Layouts of which no stage map fits; filled only when nothing fits at all."""
+
+    @property
+    def best(self) -> Candidate | None:
+        """The plan."""
+        return self.candidates[0] if self.candidates else None
 
 
 def improved(report: SearchReport, ticks: int) -> SearchReport:

@@ -12,16 +12,19 @@ from planner.cost.layers import priced
 from planner.search.bounds.layout import BOUNDED
 from planner.search.bounds.steady_state import holding
 from planner.search.layouts.offloading import NOTHING
-from planner.search.layouts.orders import SYNTHESIZED, Order
+from planner.search.layouts.orders import SYNTHESIZED, Order, recompute_wish
 from planner.search.layouts.space import Family, Space
+from planner.search.result import Found
 from planner.search.stage_maps.dealt import ranks_of
 from planner.search.stage_maps.dealt_on_groups import uniform
 from planner.search.stage_maps.inside import LeastMemory, least_memory
 from planner.search.stage_maps.segments import choices, uniform_modes
 from planner.spec.layout import Layout
+from planner.spec.plan import Miss
 
 _MOST_KEPT = ("none", "selective", "full")
 """Modes of recomputation, what keeps most first."""
+MOST_MISSES = 3
 _NEAREST = 8
 """Families among which the nearest misses are looked for, of those that offload nothing and of those that do."""
 
@@ -107,3 +110,24 @@ def _even_share(costs: LayoutCosts) -> float:
         for options in costs.layers
     )
     return ogp / costs.layout.pipeline_parallel_degree + activations
+
+
+def misses(found: Found) -> tuple[Miss, ...]:
+    """The layouts that come nearest to fitting, and by how much each misses."""
+    near = [
+        miss for miss in map(_miss, found.unfit) if miss.missing_bytes > 0
+    ]  # a stopped search may have missed a plan
+    return tuple(sorted(near, key=lambda miss: miss.missing_bytes)[:MOST_MISSES])
+
+
+def _miss(costs: LayoutCosts) -> Miss:
+    wish = recompute_wish(costs.work.job.constraints.get("recompute"))
+    least = least_need(costs, wish)
+    return Miss(
+        layout=costs.layout,
+        pipeline_rank=least.pipeline_rank,
+        needed_bytes=least.needed_bytes,
+        capacity_bytes=least.capacity_bytes,
+        missing_bytes=least.needed_bytes - least.capacity_bytes,
+        memory=least.memory,
+    )

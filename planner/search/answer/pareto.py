@@ -16,7 +16,6 @@ import math
 from collections.abc import Iterator
 
 from planner.cost import TICK_SECONDS, Workload, choose, rank_memory, workload
-from planner.search.answer.explain import with_recompute
 from planner.search.layouts.parts import Part, arrangements, parts_of, token_price
 from planner.search.layouts.space import space_of
 from planner.search.result import Callbacks, Candidate, Limits
@@ -162,7 +161,7 @@ def _point(found: Candidate, part: Part, job: Job) -> ParetoPoint:
     seconds = found.ticks * TICK_SECONDS
     return ParetoPoint(
         devices=part.devices,
-        layout=with_recompute(found),
+        layout=found.layout,
         micro_batches=found.costs.micro_batches,
         layers_per_stage=tuple(map(len, found.stage_map)),
         step_seconds=seconds,

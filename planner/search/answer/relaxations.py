@@ -23,7 +23,6 @@ from dataclasses import dataclass, field, replace
 
 from planner.cost import TICK_SECONDS, Workload, reserved_bytes, workload
 from planner.errors import SpecError
-from planner.search.answer.explain import with_recompute
 from planner.search.answer.nearest import least_need, unfit
 from planner.search.answer.words import constraint_text
 from planner.search.layouts.offloading import is_offloading_known
@@ -196,7 +195,7 @@ def _row(change: _Change, state: State, gain: float | None) -> Relaxation:
     return Relaxation(
         constraint=change.constraint,
         change=change.words,
-        layout=with_recompute(state.best),
+        layout=state.best.layout,
         step_seconds=state.best.ticks * TICK_SECONDS,
         gain=gain,
         optimal=gain is not None and state.is_proven,

@@ -11,9 +11,8 @@ from planner.search.answer.words import (
     degrees_text,
     seconds_text,
 )
-from planner.search.engine.result import Candidate
 from planner.search.queries.orders import order_gap
-from planner.search.queries.outcome import Outcome
+from planner.search.result import Ended, Solution
 from planner.spec.job import DIVISION, OURS, Job
 from planner.spec.layout import Layout
 from planner.spec.plan import (
@@ -54,7 +53,7 @@ LEAST_GAP = 5e-5
 """Smaller gaps are not reported."""
 
 
-def predictions(candidates: Sequence[Candidate]) -> tuple[Prediction, ...]:
+def predictions(candidates: Sequence[Solution]) -> tuple[Prediction, ...]:
     """Return time and memory of every candidate."""
     found = []
     for one in candidates:
@@ -64,7 +63,7 @@ def predictions(candidates: Sequence[Candidate]) -> tuple[Prediction, ...]:
 
 
 def described_alternatives(
-    candidates: Sequence[Candidate], priced: Sequence[Prediction]
+    candidates: Sequence[Solution], priced: Sequence[Prediction]
 ) -> tuple[Alternative, ...]:
     """Return the alternatives as documents, each with what makes it slower.
 
@@ -128,7 +127,7 @@ def _fullest_bytes(prediction: Prediction) -> int:
     return max(row.peak_bytes for row in prediction.memory)
 
 
-def explanation(outcome: Outcome, prediction: Prediction) -> tuple[str, ...]:
+def explanation(outcome: Ended, prediction: Prediction) -> tuple[str, ...]:
     """Return why the best plan won, in sentences with numbers.
 
     Args:
@@ -141,7 +140,7 @@ def explanation(outcome: Outcome, prediction: Prediction) -> tuple[str, ...]:
     work = best.costs.work
     return (
         _choice_text(best, prediction),
-        *_objective_text(outcome),
+        *_objective_text(outcome, work.job),
         *_runtime_text(work),
         f"Step time, averaged over pipeline ranks: {_breakdown_text(prediction)}.",
         _memory_text(prediction),
@@ -151,7 +150,7 @@ def explanation(outcome: Outcome, prediction: Prediction) -> tuple[str, ...]:
     )
 
 
-def _choice_text(best: Candidate, prediction: Prediction) -> str:
+def _choice_text(best: Solution, prediction: Prediction) -> str:
     layout = best.layout
     batches = counted(best.costs.micro_batches, "micro-batch")
     return (
@@ -182,7 +181,7 @@ def _memory_text(prediction: Prediction) -> str:
     )
 
 
-def _order_text(best: Candidate) -> tuple[str, ...]:
+def _order_text(best: Solution) -> tuple[str, ...]:
     """Return how much time another order of the micro-batches could save."""
     gap = order_gap(best)
     if gap is None:
@@ -215,9 +214,9 @@ def _runtime_text(work: Workload) -> tuple[str, ...]:
     return (f"Time and memory are predicted for the runtime {work.framework.name}.",)
 
 
-def _objective_text(outcome: Outcome) -> tuple[str, ...]:
+def _objective_text(outcome: Ended, job: Job) -> tuple[str, ...]:
     """Return why the plan uses this part of the cluster, if the job leaves it open."""
-    job, report = outcome.work.job, outcome.report
+    report = outcome.report
     devices = outcome.part.devices
     used = counted(devices, "device")
     parts = counted(report.clusters_considered, "part")

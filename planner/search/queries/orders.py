@@ -19,10 +19,10 @@ from planner.schedule import Schedule
 from planner.schedule.greedy import backward_first
 from planner.schedule.order_problem import OrderProblem
 from planner.schedule.room import Room
-from planner.search.engine.result import Candidate
+from planner.search.result import Solution
 
 
-def order_gap(best: Candidate) -> float | None:
+def order_gap(best: Solution) -> float | None:
     """Return the largest part of the step that another order may save.
 
     It is (step - bound) / step, with a bound on all orders that fit in memory. None: one

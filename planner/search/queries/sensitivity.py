@@ -16,9 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from planner.cost import Workload, choose, evaluate, layout_costs, workload
-from planner.search.engine.result import Candidate
 from planner.search.layouts.offloading import is_offloading_known
-from planner.search.result import Limits
+from planner.search.result import Limits, Solution
 from planner.spec.cluster import Cluster, Link
 from planner.spec.devices import find_device, links_of
 from planner.spec.plan import Overtaking, Sensitivity
@@ -59,7 +58,7 @@ class ErrorBar:
 
 
 def sensitivity(
-    candidates: Sequence[Candidate], limits: Limits, *, is_full: bool
+    candidates: Sequence[Solution], limits: Limits, *, is_full: bool
 ) -> tuple[Sensitivity, ...]:
     """Return for every quantity which alternatives overtake the plan if it changes.
 
@@ -84,7 +83,7 @@ def sensitivity(
 
 
 def _sensitivity(
-    bar: ErrorBar, candidates: Sequence[Candidate], limits: Limits, *, is_full: bool
+    bar: ErrorBar, candidates: Sequence[Solution], limits: Limits, *, is_full: bool
 ) -> Sensitivity | None:
     """Return the alternatives that overtake; None: the time is over."""
     reach, halvings = [1 + bar.uncertainty], BRIEF_HALVINGS
@@ -112,7 +111,7 @@ def _sensitivity(
 class _Changed:
     """Steps of the candidates with one quantity changed by a factor."""
 
-    candidates: Sequence[Candidate]
+    candidates: Sequence[Solution]
     quantity: Quantity
     halvings: int
     works: dict[float, Workload] = field(default_factory=dict)
@@ -245,12 +244,12 @@ def _scaled(link: Link, bandwidth: float, latency: float) -> Link:
     return link.model_copy(update=fields)
 
 
-def error_bars(best: Candidate) -> tuple[ErrorBar, ...]:
+def error_bars(best: Solution) -> tuple[ErrorBar, ...]:
     """Return the expected error of every quantity: measured, else assumed."""
     return tuple(_error_bars(best))
 
 
-def _error_bars(best: Candidate) -> Iterator[ErrorBar]:
+def _error_bars(best: Solution) -> Iterator[ErrorBar]:
     work = best.costs.work
     intra, inter = work.intra_node, work.inter_node
     yield ErrorBar("compute_seconds", *_compute_error(best))
@@ -267,7 +266,7 @@ def _error_bars(best: Candidate) -> Iterator[ErrorBar]:
         yield ErrorBar("host_bandwidth", BANDWIDTH_UNCERTAINTY, _DATA_SHEET)
 
 
-def _compute_error(best: Candidate) -> tuple[float, str]:
+def _compute_error(best: Solution) -> tuple[float, str]:
     """Return the largest spread of the measured rows that the plan uses, or a guess."""
     work, layout = best.costs.work, best.costs.layout
     size = (

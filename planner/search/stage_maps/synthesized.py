@@ -278,23 +278,6 @@ def given_order(layout: Unordered) -> Candidate:
     return found
 
 
-def order_gap(best: Candidate) -> float | None:
-    """What another order of the micro-batches could save at most, on the same stages: (step - bound) / step by (Y3).
-
-    None: there is nothing to order, or ranks differ.
-    """
-    costs = best.costs
-    if (
-        costs.layout.pipeline_parallel_degree == 1
-        or costs.columns
-        or costs.ranks
-        or costs.layout.activation_offload
-    ):
-        return None
-    bound = Question.of(costs, best.stage_map, best.schedule).problem.bound()
-    return max(0.0, 1 - bound / best.ticks)
-
-
 def _best(
     asked: Sequence[Question],
     limit_ticks: int,
