@@ -19,7 +19,7 @@ from planner.check.step import Step
 from planner.cost.mixed import fair_shares
 from planner.errors import LayoutError
 from planner.schedule import Schedule, build
-from planner.search.stage_maps.dealing import deal
+from planner.search.engine.dealing import deal
 from planner.spec.cluster import Cluster
 from planner.spec.devices import domain_of
 from planner.spec.job import WHOLE_PARAMETERS, Job

@@ -19,8 +19,8 @@ from planner.check.step import ColumnStep
 from planner.cost import workload
 from planner.cost.mixed import fair_shares
 from planner.schedule import Schedule, build
+from planner.search.engine.dealing import deal_among
 from planner.search.layouts.standing import Speeds
-from planner.search.stage_maps.dealing import deal_among
 from planner.spec.cluster import Cluster
 from planner.spec.job import WHOLE_PARAMETERS, Job
 from planner.spec.layout import Layout

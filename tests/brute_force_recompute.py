@@ -16,7 +16,7 @@ from planner.check.price import LayerPrice, Prices, Pricing
 from planner.check.step import Step
 from planner.schedule import Schedule
 from planner.schedule.in_flight import in_flight_vectors
-from planner.search.stage_maps.dealing import deal
+from planner.search.engine.dealing import deal
 from planner.search.stage_maps.dealt_recompute import in_parts
 from planner.search.stage_maps.recompute import Held, Kind, fewest_ticks
 from planner.spec.plan import RankMemory

@@ -8,7 +8,7 @@ from typing import Any
 
 from planner.cli.console import bold, table
 from planner.search import Account
-from planner.search.answer.account import EQUATIONS
+from planner.search.queries.account import EQUATIONS
 from planner.spec.units import GIB
 from planner.spec.words import counted
 

@@ -1,6 +1,5 @@
 """Which layout wins, and the proof."""
 
-from planner.search.answer.account import Account, RankAccount, StageAccount, account
 from planner.search.given import plan_layout
 from planner.search.planning import (
     impossible_constraints,
@@ -8,6 +7,7 @@ from planner.search.planning import (
     plan,
     predict,
 )
+from planner.search.queries.account import Account, RankAccount, StageAccount, account
 from planner.search.queries.refusals import ImpossibleConstraint
 from planner.search.result import Callbacks, Progress
 

@@ -16,8 +16,8 @@ from planner.cost import TICK_SECONDS, Workload, workload
 from planner.cost.workload import on_part, rearranged
 from planner.search.bounds.parts import PartBounds
 from planner.search.layouts.order_classes import raise_bounds
-from planner.search.layouts.parts import Part
 from planner.search.layouts.space import Family, Space, space_of
+from planner.search.parts import Part
 from planner.search.result import Callbacks, Progress
 from planner.search.solve import advance, begin
 from planner.search.stage_maps.inside import NO_LIMIT

@@ -21,11 +21,11 @@ from planner.search.answer.relaxations import (
 )
 from planner.search.answer.rivals import rivals
 from planner.search.contenders import Contest
-from planner.search.layouts.offloading import NOTHING
+from planner.search.engine.offloading import NOTHING
 from planner.search.layouts.orders import SYNTHESIZED
-from planner.search.layouts.parts import token_price
 from planner.search.layouts.space import Space, constraints_without_layouts
 from planner.search.objectives import contest
+from planner.search.parts import token_price
 from planner.search.queries.explain import (
     change_text,
     described_alternatives,

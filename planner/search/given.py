@@ -6,7 +6,7 @@ import time
 
 from planner.cost import layout_costs, order_of, placement, workload
 from planner.cost.offload import is_offloading
-from planner.search.layouts.offloading import is_offloading_known
+from planner.search.engine.offloading import is_offloading_known
 from planner.search.planning import predict
 from planner.spec.job import CONSTRAINABLE, DIVISION, Constraint
 from planner.spec.layout import PredictionLayout

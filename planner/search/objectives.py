@@ -35,20 +35,20 @@ from planner.search.bounds.loads import part_ticks
 from planner.search.bounds.parts import PartBounds
 from planner.search.contenders import Contender, Contest, Field, contest_of, ticks_of
 from planner.search.dive import dive_on_groups, is_poor
-from planner.search.layouts.offloading import check_offload_constraints
+from planner.search.engine.division import check_division
+from planner.search.engine.offloading import check_offload_constraints
 from planner.search.layouts.order_classes import raise_bounds
 from planner.search.layouts.orders import MOST_VIRTUAL_STAGES
-from planner.search.layouts.parts import (
+from planner.search.layouts.space import space_of
+from planner.search.parts import (
     Part,
     arrangements,
     check_prices,
     parts_of,
     whole,
 )
-from planner.search.layouts.space import space_of
 from planner.search.result import Callbacks
 from planner.search.solve import advance, begin, dive, search
-from planner.search.stage_maps.division import check_division
 from planner.search.stage_maps.inside import NO_LIMIT
 from planner.spec.plan import PlanRequest
 from planner.spec.profile import ModelProfile

@@ -21,11 +21,12 @@ from planner.cost.interval import usable_bytes, with_headroom
 from planner.errors import LayoutError, MismatchError
 from planner.schedule import Requirement, Schedule, canonical_name, find, requirements
 from planner.search.bounds.layout import BOUNDED
+from planner.search.engine.division import given_sizes, own_sizes
 from planner.search.engine.result import Candidate
+from planner.search.engine.whole_sequences import check_pieces_of
 from planner.search.former import former_impossible, former_plan, is_former
 from planner.search.layouts.orders import SYNTHESIZED
-from planner.search.layouts.parts import token_price
-from planner.search.layouts.whole_sequences import check_pieces_of
+from planner.search.parts import token_price
 from planner.search.queries.alternatives import alternatives
 from planner.search.queries.explain import (
     change_text,
@@ -69,7 +70,6 @@ from planner.search.stage_maps.dealt_recompute import (
     check_per_layer,
     fewest_modes,
 )
-from planner.search.stage_maps.division import given_sizes, own_sizes
 from planner.search.stage_maps.inside import LayoutSearch, solve_layout
 from planner.search.stage_maps.segments import allowed_modes, uniform_modes
 from planner.search.stage_maps.synthesized import (
@@ -300,7 +300,7 @@ def predict(
 
     Without `layers_per_stage`, and without the job's constraint of that name, which yields to it, the stage map is the
     fastest for this layout that fits, else the fastest at all. Other runtimes than our own executor cut layers by their
-    own rule instead, where it makes so many stages: `stage_maps.division.own_sizes`. With a given division, and ``per-layer`` recomputation, the same holds
+    own rule instead, where it makes so many stages: `engine.division.own_sizes`. With a given division, and ``per-layer`` recomputation, the same holds
     for what recomputes. Under schedules whose partition the search does not look for (several stages per rank, split
     backwards), layers are dealt as `stage_maps.dealt` says, and recompute ``per-layer`` as `stage_maps.dealt_recompute`
     says; the order that is ``synthesized`` for them is the one that a search would find.

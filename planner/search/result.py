@@ -10,7 +10,7 @@ from typing import Protocol
 from planner.cost import TICK_SECONDS, LayoutCosts, StageMap, Step
 from planner.schedule import Schedule
 from planner.search.bounds.layout import BOUNDED
-from planner.search.layouts.parts import Part
+from planner.search.parts import Part
 from planner.spec.layout import Layout
 from planner.spec.plan import SearchReport
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from planner.check import check
 from planner.errors import DocumentError, UnsupportedError
 from planner.search import Callbacks, Progress, plan
-from planner.search.layouts.parts import parts_of, token_price
+from planner.search.parts import parts_of, token_price
 from planner.search.queries.objectives import Portfolio
 from planner.spec import Cluster, Infeasible, Job, ModelProfile, NodeGroup, Plan
 from planner.spec.job import Objective

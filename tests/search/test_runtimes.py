@@ -29,8 +29,8 @@ from planner.errors import LayoutError
 from planner.profiler.counted import counted_profile
 from planner.runtimes import planned
 from planner.search import plan, plan_layout, predict
+from planner.search.engine.division import runtime_sizes
 from planner.search.solve import single
-from planner.search.stage_maps.division import runtime_sizes
 from planner.search.stage_maps.lanes import Lane
 from planner.search.stage_maps.segments import allowed_modes
 from planner.search.stage_maps.windows import Windows

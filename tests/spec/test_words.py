@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.search.answer.words import constraint_text
+from planner.search.queries.phrases import constraint_text
 from planner.spec.job import Range
 from planner.spec.words import counted, gibibytes, written
 

@@ -11,7 +11,7 @@ from planner.cost.groups import groups_of
 from planner.cost.layers import priced
 from planner.search.bounds.layout import BOUNDED
 from planner.search.bounds.steady_state import holding
-from planner.search.layouts.offloading import NOTHING
+from planner.search.engine.offloading import NOTHING
 from planner.search.layouts.orders import SYNTHESIZED, Order, recompute_wish
 from planner.search.layouts.space import Family, Space
 from planner.search.result import Found

@@ -16,8 +16,8 @@ import math
 from collections.abc import Iterator
 
 from planner.cost import TICK_SECONDS, Workload, choose, rank_memory, workload
-from planner.search.layouts.parts import Part, arrangements, parts_of, token_price
 from planner.search.layouts.space import space_of
+from planner.search.parts import Part, arrangements, parts_of, token_price
 from planner.search.result import Callbacks, Candidate, Limits
 from planner.search.solve import advance, begin
 from planner.search.stage_maps.inside import NO_LIMIT

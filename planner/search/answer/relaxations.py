@@ -24,10 +24,10 @@ from dataclasses import dataclass, field, replace
 from planner.cost import TICK_SECONDS, Workload, reserved_bytes, workload
 from planner.errors import SpecError
 from planner.search.answer.nearest import least_need, unfit
-from planner.search.answer.words import constraint_text
-from planner.search.layouts.offloading import is_offloading_known
+from planner.search.engine.offloading import is_offloading_known
 from planner.search.layouts.orders import SYNTHESIZED, recompute_wish
 from planner.search.layouts.space import space_of
+from planner.search.queries.phrases import constraint_text
 from planner.search.result import Callbacks, Candidate, Limits
 from planner.search.solve import advance, begin, single
 from planner.search.stage_maps.inside import NO_LIMIT

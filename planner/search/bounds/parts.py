@@ -54,9 +54,9 @@ from planner.search.bounds.splits import (
     Pipelines,
     Ticks,
 )
+from planner.search.engine.offloading import NOTHING, offloadings_of
 from planner.search.layouts import order_classes
 from planner.search.layouts.chunks import chunks_of
-from planner.search.layouts.offloading import NOTHING, offloadings_of
 from planner.search.layouts.order_classes import (
     ALIKE,
     CLASSES,
@@ -67,7 +67,7 @@ from planner.search.layouts.order_classes import (
     FamilyBounds,
 )
 from planner.search.layouts.orders import MODES, SYNTHESIZED, schedules_of
-from planner.search.layouts.parts import Part
+from planner.search.parts import Part
 from planner.spec.cluster import Cluster, NodeGroup
 from planner.spec.devices import links_of
 from planner.spec.job import allows

@@ -20,6 +20,7 @@ from planner.search.engine.bound import (
     splits_backward,
 )
 from planner.search.engine.capacity import may_beat
+from planner.search.engine.division import given_sizes
 from planner.search.engine.first_plan import find_first_plan
 from planner.search.engine.options import Option, Options, Row
 from planner.search.engine.prices import Floats, Pricing
@@ -30,7 +31,6 @@ from planner.search.engine.solve import PROMISING, Item, RowSolver, has_few_cuts
 from planner.search.engine.space import Space, whole_space
 from planner.search.engine.stop import OPTION_WORK, GapStop, Stop
 from planner.search.engine.table import enumerate_table
-from planner.search.stage_maps.division import given_sizes
 
 BATCH = 64
 """Rows whose options are bounded at a time."""

@@ -30,9 +30,9 @@ from numpy.typing import NDArray
 
 from planner.cost import LayerCost
 from planner.search.engine.bound import Order, Traits, stage_ranks, traits_of
+from planner.search.engine.dealing import deal
 from planner.search.engine.prices import Floats, Prices
 from planner.search.engine.sums import Stack
-from planner.search.stage_maps.dealing import deal
 
 Sizes = tuple[int, ...]
 """Layers of every stage."""

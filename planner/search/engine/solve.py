@@ -17,13 +17,13 @@ from planner.schedule import Schedule
 from planner.schedule.in_flight import in_flight_vectors
 from planner.search.engine.bound import Order
 from planner.search.engine.cut import all_cuts
+from planner.search.engine.division import given_sizes
 from planner.search.engine.options import Option, Row
 from planner.search.engine.prices import Prices
 from planner.search.engine.recompute import Choice, Group, fewest_nanoseconds
 from planner.search.engine.result import Candidate
 from planner.search.engine.rule import MOST_REPAIRS, RuleCuts, Sizes
 from planner.search.engine.stop import CUT_WORK
-from planner.search.stage_maps.division import given_sizes
 from planner.spec.plan import RankMemory
 from planner.spec.profile import RecomputeMode
 

@@ -18,7 +18,7 @@ from planner.runtimes import Rule
 from planner.schedule import find, names
 from planner.schedule.synthesized import NAME as SYNTHESIZED
 from planner.search.engine.constraints import schedule_names
-from planner.search.layouts.offloading import is_offloading_known
+from planner.search.engine.offloading import is_offloading_known
 from planner.spec.job import WHOLE_PARAMETERS, Constraint, allows
 from planner.spec.layout import Layout
 from planner.spec.profile import Measurement, RecomputeMode

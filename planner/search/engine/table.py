@@ -20,6 +20,7 @@ from planner.errors import LayoutError
 from planner.schedule import find
 from planner.schedule.entry import Shape
 from planner.search.engine.constraints import permitted
+from planner.search.engine.division import divides
 from planner.search.engine.options import Options
 from planner.search.engine.space import (
     Offload,
@@ -27,7 +28,6 @@ from planner.search.engine.space import (
     divisors,
     runtime_constraints,
 )
-from planner.search.stage_maps.division import divides
 from planner.spec.job import Constraint
 
 Column = NDArray[np.int64]

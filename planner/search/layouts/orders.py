@@ -30,10 +30,10 @@ from planner.schedule.entry import Shape
 from planner.schedule.order_bound import SPLIT
 from planner.schedule.synthesize import MOST_ACTIONS
 from planner.schedule.synthesized import NAME
-from planner.search.answer.words import constraint_text
 from planner.search.bounds.layout import BOUNDED
 from planner.search.layouts.chunks import CHUNKED, Rows
 from planner.search.layouts.standing import Standing
+from planner.search.queries.phrases import constraint_text
 from planner.spec.job import Constraint, Range
 from planner.spec.layout import RecomputeWord
 from planner.spec.profile import RecomputeMode

@@ -7,7 +7,7 @@ what they offload; on several node groups also in whether their stage maps are s
 (D3)  micro-batch sizes, tensor, context and expert degrees and sequence parallelism are those that the profile has
       rows for: refuse, never guess                                                                    -> families()
 (D4)  a stage has a layer at least: pipeline x virtual stages <= layers                              -> layouts.orders
-      where the job fixes how layers are divided, into so many stages                       -> stage_maps.division
+      where the job fixes how layers are divided, into so many stages                       -> engine.division
       and equal pieces: the sequence divides by context x tensor degree under sequence parallelism, by the context
       degree without                                                                                   -> families()
 (D5)  optimizers that update whole matrices (Adafactor, Muon) take no tensor and expert parallelism and no ZeRO; ZeRO
@@ -38,15 +38,16 @@ from planner.cost import Workload
 from planner.cost.nearest import Split
 from planner.errors import UnsupportedError
 from planner.runtimes import Supports
-from planner.search.answer.words import constraint_text
 from planner.search.bounds.layout import BOUNDED
-from planner.search.layouts.chunks import CHUNKS, Rows, chunks_of, why_none
-from planner.search.layouts.offloading import (
+from planner.search.engine.division import divides
+from planner.search.engine.offloading import (
     NOTHING,
     Offloading,
     offloadings_of,
     orders_offloading,
 )
+from planner.search.engine.whole_sequences import check_asked_pieces
+from planner.search.layouts.chunks import CHUNKS, Rows, chunks_of, why_none
 from planner.search.layouts.orders import (
     MOST_VIRTUAL_STAGES,
     Order,
@@ -57,8 +58,7 @@ from planner.search.layouts.orders import (
 )
 from planner.search.layouts.standing import Degrees, Speeds, Standing, standings_of
 from planner.search.layouts.support import check_job, recomputing, supported
-from planner.search.layouts.whole_sequences import check_asked_pieces
-from planner.search.stage_maps.division import divides
+from planner.search.queries.phrases import constraint_text
 from planner.spec.job import WHOLE_PARAMETERS, Constraint, Job, allows
 from planner.spec.layout import Layout, RankOrder, ZeroStage
 from planner.spec.words import counted, written

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.cost import Workload, choose, predict_step
-from planner.search.answer.words import (
+from planner.search.queries.orders import order_gap
+from planner.search.queries.phrases import (
     changes_text,
     constraint_text,
     degrees_text,
     seconds_text,
 )
-from planner.search.queries.orders import order_gap
 from planner.search.result import Ended, Solution
 from planner.spec.job import DIVISION, OURS, Job
 from planner.spec.layout import Layout

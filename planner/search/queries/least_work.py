@@ -22,7 +22,7 @@ from planner.search.engine.bound import IMPOSSIBLE
 from planner.search.engine.constraints import recompute_modes
 from planner.search.engine.options import RANK_ORDERS
 from planner.search.engine.space import Split, divisors, runtime_constraints
-from planner.search.layouts.parts import Part
+from planner.search.parts import Part
 from planner.search.support import supported_space
 from planner.spec.layout import Layout
 

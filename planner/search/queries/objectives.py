@@ -25,7 +25,7 @@ from planner.search.engine.bound import IMPOSSIBLE
 from planner.search.engine.engine import Search, plan_space
 from planner.search.engine.result import Candidate, Result
 from planner.search.engine.stop import AnyStop, GapStop, Stop, WorkStop
-from planner.search.layouts.parts import Part, check_prices, parts_of, whole
+from planner.search.parts import Part, check_prices, parts_of, whole
 from planner.search.queries.counts import LayoutCounts
 from planner.search.queries.least_work import LeastWork
 from planner.search.queries.outcome import Outcome

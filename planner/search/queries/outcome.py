@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from planner.cost import Workload
 from planner.search.engine.engine import Search
 from planner.search.engine.result import Candidate
-from planner.search.layouts.parts import Part
+from planner.search.parts import Part
 from planner.spec.plan import SearchReport
 
 

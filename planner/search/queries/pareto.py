@@ -23,7 +23,7 @@ from planner.search.engine.bound import IMPOSSIBLE
 from planner.search.engine.engine import Search
 from planner.search.engine.result import Candidate
 from planner.search.engine.space import divisors
-from planner.search.layouts.parts import Part, parts_of, token_price
+from planner.search.parts import Part, parts_of, token_price
 from planner.search.result import Limits
 from planner.search.support import supported_space
 from planner.spec.cluster import Cluster

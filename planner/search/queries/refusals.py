@@ -13,8 +13,12 @@ from planner.errors import UnknownNameError, UnsupportedError
 from planner.runtimes import Supports
 from planner.schedule import canonical_name, find, names
 from planner.schedule.synthesized import NAME as SYNTHESIZED
-from planner.search.answer.words import constraint_text
 from planner.search.engine.constraints import COLUMNS
+from planner.search.engine.division import check_division
+from planner.search.engine.offloading import (
+    check_offload_constraints,
+    is_offloading_known,
+)
 from planner.search.engine.options import Options
 from planner.search.engine.space import (
     CHUNK_COUNTS,
@@ -23,12 +27,8 @@ from planner.search.engine.space import (
     whole_space,
 )
 from planner.search.engine.table import Table, enumerate_table
-from planner.search.layouts.offloading import (
-    check_offload_constraints,
-    is_offloading_known,
-)
 from planner.search.queries.counts import layouts_of_rows
-from planner.search.stage_maps.division import check_division
+from planner.search.queries.phrases import constraint_text
 from planner.spec.job import (
     WHOLE_PARAMETERS,
     Constraint,

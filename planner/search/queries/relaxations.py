@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 
 from planner.cost import TICK_SECONDS, Workload, reserved_bytes, workload
 from planner.errors import SpecError
-from planner.search.answer.words import constraint_text
 from planner.search.engine.bound import IMPOSSIBLE
 from planner.search.engine.engine import Search
+from planner.search.engine.offloading import is_offloading_known
 from planner.search.engine.result import Candidate, Result
 from planner.search.engine.stop import AnyStop, GapStop, Stop, WorkStop
-from planner.search.layouts.offloading import is_offloading_known
 from planner.search.queries.misses import needs
 from planner.search.queries.outcome import Outcome
+from planner.search.queries.phrases import constraint_text
 from planner.search.result import Limits
 from planner.search.support import supported_space
 from planner.spec.cluster import Cluster

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from planner.cost import Workload, choose, evaluate, layout_costs, workload
-from planner.search.layouts.offloading import is_offloading_known
+from planner.search.engine.offloading import is_offloading_known
 from planner.search.result import Limits, Solution
 from planner.spec.cluster import Cluster, Link
 from planner.spec.devices import find_device, links_of

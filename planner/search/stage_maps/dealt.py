@@ -2,7 +2,7 @@
 
 All layers recompute alike, in mode r; w(l) = f(l) + b(l, r); where ranks differ see `stage_maps.dealt_on_groups`:
 
-    (E1), (E2)  the rule by which the layers are dealt                                       -> stage_maps.dealing
+    (E1), (E2)  the rule by which the layers are dealt                                       -> engine.dealing
 
 Whatever the order, a rank runs nothing before its lowest stage has its first input, and all of its work after that:
 
@@ -32,8 +32,8 @@ from planner.schedule.entry import Shape
 from planner.schedule.in_flight import most_held
 from planner.schedule.rows import BACKWARD, Row
 from planner.search.bounds.layout import first_chunk, host_room_bytes, room_bytes
-from planner.search.stage_maps.dealing import dealt_in_proportion, holders
-from planner.search.stage_maps.division import Sizes, given_sizes
+from planner.search.engine.dealing import dealt_in_proportion, holders
+from planner.search.engine.division import Sizes, given_sizes
 from planner.search.stage_maps.segments import LayerModes
 from planner.search.stage_maps.windows import Kinds
 

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from planner.cost import LayoutCosts, StageMap
 from planner.search.bounds.whole_layers import Repeated
-from planner.search.stage_maps.dealing import Numbers, deal_among, holders
+from planner.search.engine.dealing import Numbers, deal_among, holders
+from planner.search.engine.division import given_sizes
 from planner.search.stage_maps.dealt import Traits, Uniform
-from planner.search.stage_maps.division import given_sizes
 from planner.search.stage_maps.lanes import modes_on
 from planner.search.stage_maps.segments import LayerModes
 

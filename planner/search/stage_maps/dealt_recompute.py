@@ -34,7 +34,7 @@ from planner.schedule import Schedule, find
 from planner.schedule.in_flight import in_flight_vectors
 from planner.search.bounds.first_gradient import FirstGradients
 from planner.search.bounds.layout import trades
-from planner.search.stage_maps.dealing import deal
+from planner.search.engine.dealing import deal
 from planner.search.stage_maps.dealt import Traits, Uniform
 from planner.search.stage_maps.inside import NO_LIMIT
 from planner.search.stage_maps.recompute import Held, fewest_ticks, kind_of

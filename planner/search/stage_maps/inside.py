@@ -37,7 +37,7 @@ from planner.search.bounds.layout import (
     warm_ups,
 )
 from planner.search.bounds.round_trips import Neighbours
-from planner.search.stage_maps.division import given_sizes
+from planner.search.engine.division import given_sizes
 from planner.search.stage_maps.lanes import Lane, lanes_of, windows_on
 from planner.search.stage_maps.paths import Cut, Path, Ways, most_even
 from planner.search.stage_maps.recompute import cheapest_modes

@@ -25,7 +25,7 @@ from planner.search.bounds.layout import (
     warm_ups,
     work_of,
 )
-from planner.search.stage_maps.division import given_sizes
+from planner.search.engine.division import given_sizes
 from planner.search.stage_maps.paths import bottleneck_bounds, segment_bounds
 from planner.search.stage_maps.segments import LayerModes, Mask, Segments, Table
 from planner.search.stage_maps.windows import Kinds, Windows, reach, windows_of, within

@@ -13,7 +13,7 @@ from planner.search import plan
 from planner.search.bounds.parts import PartBounds
 from planner.search.layouts.order_classes import SEARCHED, class_of
 from planner.search.layouts.orders import Order
-from planner.search.layouts.parts import parts_of
+from planner.search.parts import parts_of
 from planner.spec import Cluster, Job, ModelProfile, NodeGroup, Plan
 from planner.spec.cluster import ScaleUp
 from planner.spec.layout import Layout

@@ -12,7 +12,7 @@ from planner.search import predict
 from planner.search.bounds.parts import PartBounds
 from planner.search.layouts.order_classes import class_of
 from planner.search.layouts.orders import Order
-from planner.search.layouts.parts import parts_of
+from planner.search.parts import parts_of
 from planner.spec import Cluster, Job, ModelProfile, NodeGroup
 from planner.spec.layout import PredictionLayout, RecomputeWord, ZeroStage
 

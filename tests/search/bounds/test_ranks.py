@@ -7,7 +7,7 @@ import pytest
 from planner.cost import TICK_SECONDS, workload
 from planner.search.bounds.parts import PartBounds
 from planner.search.layouts.order_classes import ALIKE, MADE, PER_LAYER, SEARCHED, SPLIT
-from planner.search.layouts.parts import parts_of
+from planner.search.parts import parts_of
 from planner.spec import Job
 from tests.builders import cluster, job, layer, link, profile
 

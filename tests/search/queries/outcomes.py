@@ -10,7 +10,7 @@ from planner.search.engine.bound import IMPOSSIBLE
 from planner.search.engine.engine import Search
 from planner.search.engine.space import whole_space
 from planner.search.engine.stop import AnyStop, GapStop, Stop, WorkStop
-from planner.search.layouts.parts import whole
+from planner.search.parts import whole
 from planner.search.queries.outcome import Outcome
 from planner.search.result import Callbacks, Limits
 from planner.spec.plan import SearchReport

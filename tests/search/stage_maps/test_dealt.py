@@ -15,9 +15,9 @@ from planner.errors import LayoutError
 from planner.schedule import ActionKind, build, find
 from planner.schedule.in_flight import in_flight_vectors
 from planner.search.bounds.layout import Totals, any_order_bound
+from planner.search.engine.dealing import balanced, deal, deal_among, even_sizes
 from planner.search.layouts.orders import DEALT
 from planner.search.layouts.space import layouts
-from planner.search.stage_maps.dealing import balanced, deal, deal_among, even_sizes
 from planner.search.stage_maps.dealt import (
     Uniform,
     layout_schedule,

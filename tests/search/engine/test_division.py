@@ -15,7 +15,7 @@ from planner.check.structure import is_even
 from planner.cost import TICK_SECONDS, workload
 from planner.errors import LayoutError
 from planner.search import plan, predict
-from planner.search.stage_maps.division import divides, given_sizes
+from planner.search.engine.division import divides, given_sizes
 from planner.spec import Infeasible, ModelProfile, Plan
 from planner.spec.job import DIVISION_WORDS, Constraint
 from planner.spec.layout import PredictionLayout

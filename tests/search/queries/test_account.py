@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from planner.errors import LayoutError
 from planner.search import Account, RankAccount, account, predict
-from planner.search.answer.account import EQUATIONS
+from planner.search.queries.account import EQUATIONS
 from planner.spec import Forecast
 from planner.spec.layout import PredictionLayout
 from tests.builders import cluster, four_equal_layers, job

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from planner.cost import Workload
 from planner.errors import UnsupportedError
-from planner.search.answer.words import constraint_text
 from planner.search.layouts.chunks import CHUNKED
 from planner.search.layouts.orders import schedules_of
+from planner.search.queries.phrases import constraint_text
 from planner.spec.job import allows
 from planner.spec.layout import Layout
 from planner.spec.profile import ModelProfile

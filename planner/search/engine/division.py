@@ -33,7 +33,7 @@ from itertools import accumulate, pairwise
 from planner.cost import Workload
 from planner.errors import LayoutError
 from planner.runtimes import Runtime
-from planner.search.answer.words import constraint_text
+from planner.search.queries.phrases import constraint_text
 from planner.spec.job import DIVISION, OURS, Constraint, allows
 from planner.spec.profile import ModelProfile
 from planner.spec.words import counted
