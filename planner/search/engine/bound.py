@@ -148,6 +148,14 @@ def lower_bound(prices: Prices, order: Order, limit: int = IMPOSSIBLE) -> Bound:
         order: of the row.
         limit: nanoseconds of a known step; a bound above it need not be exact.
     """
+    bounds = [_of_replicas(each, order, limit) for each in prices.replicas]
+    return max(bounds)
+
+
+def _of_replicas(prices: Prices, order: Order, limit: int) -> Bound:
+    """Return a bound on the step of identical replicas."""
+    if prices.micro_batches is not None:
+        order = order._replace(micro_batches=prices.micro_batches)
     model = _Model(prices, order, traits_of(order))
     fill = model.fill()
     if fill >= limit:
@@ -195,7 +203,8 @@ class _Model:
         self.order = order
         self.timing = prices.timing(order.virtual_stages)
         self.traits = traits
-        is_plain = order.virtual_stages == order.chunks == 1
+        self.speeds = np.broadcast_to(prices.speeds, order.ranks)
+        is_plain = order.virtual_stages == order.chunks == 1 and not prices.ranks
         self.is_plain = is_plain and order.schedule in ("1f1b", "gpipe")
         self.starts_late = _starts_late(prices)
         self.fixed = prices.fixed_tail
@@ -211,16 +220,22 @@ class _Model:
             least = max(
                 least, work * self._growth() + self._ends() + self._first_tail()
             )
-        elif order.virtual_stages == 1 and (self.starts_late or self.traits.ends_low):
+        elif self._is_equal_chain():
             share = prices.first_share(with_backward=self.traits.ends_low)
             share = max(1e-12, share)
             shrink = 1 - (1 - share / count) ** ranks
             busy = share * prices.total_work / shrink
             least = max(least, busy + self._waiting() + self._last_tail())
         else:
-            mean = count * prices.total_work + float(self._ways().sum())
-            least = max(least, mean / ranks + self._waiting() + self._last_tail())
+            mean = count * prices.total_work + float(self.speeds @ self._ways())
+            mean /= float(self.speeds.sum())
+            least = max(least, mean + self._waiting() + self._last_tail())
         return least
+
+    def _is_equal_chain(self) -> bool:
+        """Return whether (W1) holds for one stage on each of several equal ranks."""
+        is_chain = self.order.virtual_stages == 1 and not self.prices.ranks
+        return is_chain and (self.starts_late or self.traits.ends_low)
 
     def capacity(self, least: float, limit: int) -> float:
         """Return the least nanoseconds at which all ranks take the whole model."""
@@ -280,10 +295,11 @@ class _Model:
     def _mean_with_tails(self) -> float:
         """Return the mean over ranks of start, work and own tail."""
         prices, order = self.prices, self.order
-        starts = float(self._starts().sum()) if self.starts_late else 0.0
+        starts = float(self.speeds @ self._starts()) if self.starts_late else 0.0
         work = order.micro_batches * prices.total_work
         tails = float(prices.counts @ prices.tails)
-        return (work + starts + tails) / order.ranks + self._waiting() + self.fixed
+        mean = (work + starts + tails) / float(self.speeds.sum())
+        return mean + self._waiting() + self.fixed
 
     def _starts(self) -> Floats:
         """Return the nanoseconds before every rank's first action: D of (W1)."""
@@ -299,7 +315,7 @@ class _Model:
         ranks, count = order.ranks, order.micro_batches
         if not self.is_plain:
             each = step - self._last_tail() - self._waiting() - self._ways()
-            limits = np.maximum(0.0, each / count)
+            limits = np.maximum(0.0, self.speeds * each / count)
             return limits, float(limits.sum())
         left = step - self._ends()
         waiting = 2 * self.timing.waiting
@@ -366,15 +382,18 @@ class _Group:
         """Return the capacity of ranks that hold this number of micro-batches."""
         work = prices.work[kinds]
         whole = float(prices.counts[kinds] @ work)
-        room = prices.free_bytes - float(prices.least_temporary[kinds].min())
+        free = np.broadcast_to(prices.free_of_ranks, len(held))
+        rooms = free - float(prices.least_temporary[kinds].min())
+        memories = list(zip(held.tolist(), rooms.tolist(), strict=True))
         known = {
-            units: _pieces(prices, units, kinds, room) for units in set(held.tolist())
+            (units, room): _pieces(prices, units, kinds, room)
+            for units, room in set(memories)
         }
         most = max(len(pieces) for pieces in known.values())
         lengths = np.zeros((len(held), most))
         slopes = np.full((len(held), most), _ANY_WORK)
-        for rank, units in enumerate(held.tolist()):
-            for place, (length, slope) in enumerate(known[units]):
+        for rank, memory in enumerate(memories):
+            for place, (length, slope) in enumerate(known[memory]):
                 lengths[rank, place] = length
                 slopes[rank, place] = slope
         return cls(
@@ -384,7 +403,7 @@ class _Group:
             slopes=slopes,
             layer=float(work[0]) if len(kinds) == 1 else 0.0,
             count=float(prices.counts[kinds].sum()),
-            has_room=room >= 0,
+            has_room=bool((rooms >= 0).all()),
         )
 
     def takes(self, limits: Floats, total: float) -> bool:

@@ -50,8 +50,8 @@ class _Main:
     count: float
     others: int
     """Layers of other kinds."""
-    room: float
-    """Bytes for states and saved activations."""
+    room: Floats
+    """Bytes for states and saved activations, of every rank or of all."""
     saved: tuple[float, ...]
     """Bytes per mode of the hull, most first."""
     added: tuple[float, ...]
@@ -73,7 +73,7 @@ class _Main:
             states=float(prices.states[kind]),
             count=count,
             others=int(prices.counts.sum() - count),
-            room=prices.free_bytes - float(prices.least_temporary[kind]),
+            room=prices.free_of_ranks - float(prices.least_temporary[kind]),
             saved=tuple(saved for saved, _ in hull),
             added=tuple(spent - first for _, spent in hull),
         )
@@ -97,10 +97,22 @@ def may_beat(prices: Prices, orders: Sequence[Order], limit: float) -> list[bool
         orders: of equally many ranks.
         limit: nanoseconds.
     """
+    found = [True] * len(orders)
+    for replicas in prices.replicas:
+        may = _may_beat(replicas, orders, limit)
+        found = [one and other for one, other in zip(found, may, strict=True)]
+    return found
+
+
+def _may_beat(prices: Prices, orders: Sequence[Order], limit: float) -> list[bool]:
+    """Return for every order whether identical replicas may take less than a limit."""
+    count = prices.micro_batches
+    if count is not None:
+        orders = [order._replace(micro_batches=count) for order in orders]
     main = _Main.of(prices)
     if main.work <= 0:
         return [True] * len(orders)
-    if main.room < 0:
+    if (main.room < 0).any():
         return [False] * len(orders)
     units = [_units_of(order, main.others) for order in orders]
     times = np.stack([_time_of_rank(prices, order, limit) for order in orders])
@@ -114,7 +126,8 @@ def _time_of_rank(prices: Prices, order: Order, limit: float) -> Floats:
     timing = prices.timing(order.virtual_stages)
     actions = 2 * order.micro_batches * order.virtual_stages * order.chunks
     left = limit - prices.fixed_tail - actions * timing.waiting
-    return np.maximum(0.0, (left - ways(prices, order)) / order.micro_batches)
+    time = (left - ways(prices, order)) / order.micro_batches
+    return np.maximum(0.0, prices.speeds * time)
 
 
 def _layers_within(main: _Main, units: Sequence[_Units], times: Floats) -> Floats:

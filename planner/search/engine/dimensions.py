@@ -65,14 +65,24 @@ def _values_of_rows(options: Options, table: Table) -> dict[str, tuple[str, ...]
     offloads = [space.offloads[place] for place in np.unique(table.offload).tolist()]
     found["activation_offload"] = _texts({each.activations for each in offloads})
     found["optimizer_offload"] = _texts({each.optimizer for each in offloads})
-    shares = np.unique(table.larger_shares > 0).tolist()
-    words = {False: "equal", True: "one micro-batch more on the first replicas"}
-    found["micro_batch_shares"] = tuple(words[is_uneven] for is_uneven in shares)
+    found["micro_batch_shares"] = _shares(table)
     if any(each.dimension == _EXPERT_TENSOR for each in space.left_out):
         found[_EXPERT_TENSOR] = ("the tensor degree of all layers",)
     found["recompute"] = _recompute(options)
     found[DIVISION] = _cuts(options, table)
     return found
+
+
+def _shares(table: Table) -> tuple[str, ...]:
+    """Return how micro-batches are divided among replicas."""
+    if len(table.arrangements) > 1:
+        used = [table.arrangements[place] for place in np.unique(table.arrangement)]
+        uneven = [one is not None and one.shares is not None for one in used]
+        words = {False: "equal", True: "in proportion to the speed of each replica"}
+    else:
+        uneven = np.unique(table.larger_shares > 0).tolist()
+        words = {False: "equal", True: "one micro-batch more on the first replicas"}
+    return tuple(words[is_uneven] for is_uneven in sorted(set(uneven)))
 
 
 _EXPERT_TENSOR = "expert_tensor_parallel_degree"

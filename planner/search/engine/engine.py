@@ -300,8 +300,8 @@ class Search:
         chosen = [option for _, option in options]
         least = np.full(len(options), float(node.nanoseconds))
         if node.cuts:
-            stack = self.pricing.stack(row, chosen, is_split=is_split)
-            by_rule = self._rule_bounds(CutBounds(stack, order), node.cuts)
+            stacks = self.pricing.stacks(row, chosen, is_split=is_split)
+            by_rule = self._rule_bounds(CutBounds(stacks, order), node.cuts)
             least = np.maximum(least, by_rule)
         modes = self._uniform_modes(is_split)
         for (place, option), nanoseconds in zip(options, least.tolist(), strict=True):

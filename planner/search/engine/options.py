@@ -15,6 +15,7 @@ from planner.cost import Workload
 from planner.cost.derived import DerivedRows
 from planner.runtimes.supports import IDLE_RANKS
 from planner.schedule import Requirement, build, find, requirements
+from planner.search.engine.arrangement import RANK_ORDERS, Arrangement
 from planner.search.engine.constraints import COLUMNS, recompute_modes
 from planner.search.engine.space import Offload, Rows, Space, runtime_constraints
 from planner.spec.job import WHOLE_PARAMETERS, Constraint, allows
@@ -23,7 +24,6 @@ from planner.spec.layout import Layout, RankOrder, RecomputeWord, ZeroStage
 if TYPE_CHECKING:
     from planner.search.engine.table import Table
 
-RANK_ORDERS: tuple[RankOrder, ...] = ("tp-cp-dp-pp", "tp-cp-pp-dp")
 STAGES: tuple[ZeroStage, ...] = (0, 1, 2, 3)
 
 
@@ -37,7 +37,7 @@ class Option(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One row of the table, as Python integers."""
+    """One row of the table, as Python integers, and its arrangement."""
 
     data: int
     tensor: int
@@ -53,25 +53,42 @@ class Row(NamedTuple):
     split: int
     offload: int
     larger_shares: int
+    arrangement: Arrangement | None
+    """Of ranks on several node groups."""
 
     @classmethod
     def of(cls, table: Table, index: int) -> Row:
         """Return one row of a table."""
-        return cls(*(int(getattr(table, name)[index]) for name in cls._fields))
+        values = {name: int(getattr(table, name)[index]) for name in _ROW_COLUMNS}
+        arrangement = table.arrangements[int(table.arrangement[index])]
+        return cls(**values, arrangement=arrangement)
 
     @property
-    def degrees(self) -> tuple[int, ...]:
+    def degrees(self) -> tuple[object, ...]:
         """Columns that decide prices; rows that agree in them differ in order only."""
-        return (*self[:9], self.split, self.offload, self.larger_shares)
+        others = (self.split, self.offload, self.larger_shares, self.arrangement)
+        return (*self[:9], *others)
+
+    @property
+    def has_unequal_replicas(self) -> bool:
+        """Whether replicas differ in devices or in micro-batches."""
+        if self.arrangement is not None:
+            return not self.arrangement.has_identical_replicas
+        return self.larger_shares > 0
 
     @property
     def shares(self) -> tuple[int, ...] | None:
         """Micro-batches of every data-parallel rank; None: all have the same number."""
+        if self.arrangement is not None:
+            return self.arrangement.shares
         if not self.larger_shares:
             return None
         others = self.data - self.larger_shares
         larger = (self.micro_batches,) * self.larger_shares
         return larger + (self.micro_batches - 1,) * others
+
+
+_ROW_COLUMNS = Row._fields[:-1]
 
 
 @dataclass
@@ -86,7 +103,7 @@ class Options:
         self.constraints: Mapping[str, Constraint] = runtime_constraints(self.work)
         self._shared: dict[tuple[int, int], bool] = {}
         self._modes: dict[int, frozenset[frozenset[str]]] = {}
-        self._known: dict[tuple[int, ...], tuple[Option, ...]] = {}
+        self._known: dict[tuple[object, ...], tuple[Option, ...]] = {}
 
     def of(self, row: Row) -> tuple[Option, ...]:
         """Return every option that the job and the runtime permit, simplest first."""
@@ -236,6 +253,7 @@ class Options:
             table.sequence_chunks > 1,
             table.larger_shares > 0,
             table.offload,
+            table.arrangement,
         ]
         splits = range(len(self.space.splits))
         if self.work.profile.shared_parameters:
@@ -286,6 +304,8 @@ class Options:
 
     def _rank_orders(self, row: Row) -> tuple[RankOrder, ...]:
         """Return the orders of ranks, without those that cost the same as another."""
+        if row.arrangement is not None:
+            return (row.arrangement.rank_order,)
         constraint = self.constraints.get("rank_order")
         permitted = tuple(order for order in RANK_ORDERS if allows(constraint, order))
         is_one_domain = self.work.devices <= self.work.domain_devices
@@ -300,13 +320,15 @@ class Options:
         if replicas == 1 or is_whole or splits_shared:
             return ((0, None, 1),)
         most = 3
-        if row.sequence_chunks > 1 or row.larger_shares:
+        if row.sequence_chunks > 1 or row.has_unequal_replicas:
             most = 1
         elif self.offload(row).activations:
             most = 2
-        return tuple(
-            each for each in shardings(replicas, row.expert) if each[0] <= most
-        )
+        found = [each for each in shardings(replicas, row.expert) if each[0] <= most]
+        if row.arrangement is not None:
+            near = row.arrangement.shard_degrees
+            found = [each for each in found if each[1] in near]
+        return tuple(found)
 
     def _splits_shared(self, split: int) -> bool:
         """Return whether a rank has a shard of a parameter that layers share.

@@ -17,16 +17,15 @@ from numpy.typing import NDArray
 from planner.cost import (
     LayerCost,
     LayoutCosts,
-    SharedCost,
     Workload,
     layout_costs,
-    reserved_bytes,
 )
 from planner.cost.groups import groups_of
 from planner.cost.layers import priced
 from planner.search.engine.constraints import recompute_modes
 from planner.search.engine.options import Option, Options, Row
 from planner.search.engine.sums import Stack
+from planner.search.engine.unequal import EqualRanks, Ranks, free_bytes, most_shared
 from planner.spec.cluster import Link
 from planner.spec.layout import Layout
 from planner.spec.profile import RecomputeMode
@@ -60,6 +59,8 @@ class Prices:
     counts: Floats
     layouts: tuple[LayoutCosts, ...]
     """Costs of every layout that these prices are the least of."""
+    ranks: tuple[Ranks, ...] = ()
+    """Of every class of identical replicas, where ranks differ."""
 
     @classmethod
     def of(cls, layouts: Sequence[LayoutCosts], wanted: Sequence[str]) -> Prices:
@@ -70,7 +71,11 @@ class Prices:
             wanted: recompute modes; a layer that has none of them may have any.
         """
         costs = layouts[0]
-        if len(layouts) > 1 or costs.columns:
+        ranks: tuple[Ranks, ...] = ()
+        if costs.columns and costs.work.groups:
+            equal = EqualRanks(layouts)
+            costs, ranks = equal.costs(), equal.ranks()
+        elif len(layouts) > 1 or costs.columns:
             costs = least_costs(layouts)
         firsts = [first for first, _ in costs.kinds]
         place = {first: kind for kind, first in enumerate(firsts)}
@@ -80,7 +85,32 @@ class Prices:
             kind_of=tuple(place[first] for first in costs.alike),
             counts=np.array([count for _, count in costs.kinds], dtype=np.float64),
             layouts=tuple(layouts),
+            ranks=ranks,
         )
+
+    @cached_property
+    def replicas(self) -> tuple[Prices, ...]:
+        """The prices of every class of identical replicas."""
+        if not self.ranks:
+            return (self,)
+        return tuple(replace(self, ranks=(each,)) for each in self.ranks)
+
+    @property
+    def micro_batches(self) -> int | None:
+        """Of the first class of replicas; None: as the row of the table has."""
+        return self.ranks[0].micro_batches if self.ranks else None
+
+    @property
+    def speeds(self) -> Floats:
+        """Speed of every pipeline rank of the first class of replicas, or of all."""
+        return self.ranks[0].speeds if self.ranks else np.ones(1)
+
+    @property
+    def free_of_ranks(self) -> Floats:
+        """`free_bytes` of every pipeline rank of the first class of replicas, or of all."""
+        if not self.ranks:
+            return np.array([self.free_bytes])
+        return self.ranks[0].free_bytes
 
     def timing(self, virtual_stages: int) -> Timing:
         """Return the least nanoseconds between stages."""
@@ -92,9 +122,9 @@ class Prices:
         return self._timings[is_interleaved]
 
     @cached_property
-    def stack(self) -> Stack:
-        """Sums over the first layers."""
-        return Stack.of(self)
+    def stacks(self) -> tuple[Stack, ...]:
+        """Sums over the first layers, for every class of replicas."""
+        return tuple(Stack.of(each) for each in self.replicas)
 
     @cached_property
     def _timings(self) -> dict[bool, Timing]:
@@ -143,7 +173,10 @@ class Prices:
         """Least nanoseconds at the end of a rank's step, whatever its layers."""
         shared = self.costs.shared
         spared = sum((len(one.layers) - 1) * one.tail_ticks for one in shared)
-        return float(self.costs.fixed_tail_ticks - spared)
+        fixed = self.costs.fixed_tail_ticks
+        if self.ranks:
+            fixed = min(each.fixed_tail_ticks for each in self.layouts)
+        return float(fixed - spared)
 
     @cached_property
     def tail_rate(self) -> float:
@@ -221,12 +254,13 @@ class Prices:
 
     @cached_property
     def free_bytes(self) -> float:
-        """Bytes of a device for states, activations and temporaries of layers."""
-        costs, work = self.costs, self.costs.work
-        taken = reserved_bytes(work) + costs.gathered_bytes
-        taken += int(work.constants.workspace_bytes) + work.framework.workspace_bytes
-        spared = sum((len(one.layers) - 1) * one.ogp_bytes for one in costs.shared)
-        return float(work.capacity_bytes - taken + spared)
+        """Bytes of a device for states, activations and temporaries of layers.
+
+        Where ranks differ, those of the device that has most.
+        """
+        if self.ranks:
+            return max(float(each.free_bytes.max()) for each in self.ranks)
+        return free_bytes(self.costs)
 
 
 @dataclass
@@ -240,7 +274,7 @@ class Pricing:
         """Start without any known price."""
         self._known: dict[tuple[object, ...], LayoutCosts] = {}
         self._prices: dict[tuple[object, ...], Prices] = {}
-        self._stacks: dict[tuple[object, ...], Stack] = {}
+        self._stacks: dict[tuple[object, ...], tuple[Stack, ...]] = {}
         self._undominated: dict[tuple[object, ...], list[tuple[int, Option]]] = {}
         constraint = self.options.constraints.get("recompute")
         supported = self.work.framework.supports.allowed("recompute")
@@ -290,12 +324,17 @@ class Pricing:
             self._prices[key] = found
         return found
 
-    def stack(self, row: Row, options: Sequence[Option], *, is_split: bool) -> Stack:
-        """Return the prices of several options of a row together."""
+    def stacks(
+        self, row: Row, options: Sequence[Option], *, is_split: bool
+    ) -> tuple[Stack, ...]:
+        """Return the prices of several options of a row together.
+
+        They have one stack for every class of replicas.
+        """
         key = (row.degrees, tuple(options), is_split)
         if key not in self._stacks:
-            each = [self.prices(row, one, is_split=is_split).stack for one in options]
-            self._stacks[key] = Stack.of_options(each)
+            each = [self.prices(row, one, is_split=is_split).stacks for one in options]
+            self._stacks[key] = tuple(map(Stack.of_options, zip(*each, strict=True)))
         return self._stacks[key]
 
     def undominated(self, row: Row) -> list[tuple[int, Option]]:
@@ -327,7 +366,8 @@ class Pricing:
         domain = self.work.domain_devices
         piece = row.tensor * row.context
         is_aligned = domain % piece == 0 or piece % domain == 0
-        if not row.larger_shares or not is_aligned:
+        is_uneven = row.larger_shares and row.arrangement is None
+        if not is_uneven or not is_aligned:
             return self._base(row, option, layout)
         costs = priced(self.work, layout, groups_of(layout, domain))
         links = (_fastest_link(self.work),) * (row.pipeline - 1)
@@ -352,6 +392,9 @@ def _fastest_link(work: Workload) -> Link:
 
 def timing_of(costs: LayoutCosts, virtual_stages: int) -> Timing:
     """Return the least nanoseconds between stages of a layout."""
+    if costs.columns:
+        found = [timing_of(each, virtual_stages) for each in costs.columns]
+        return Timing(*(min(values) for values in zip(*found, strict=True)))
     layout = costs.layout
     boundaries = layout.pipeline_parallel_degree - 1
     if not boundaries:
@@ -362,7 +405,8 @@ def timing_of(costs: LayoutCosts, virtual_stages: int) -> Timing:
     if virtual_stages > 1:
         boundaries = 1
     least = min(min(costs.transfers_behind(s)) for s in range(boundaries))
-    return Timing(float(costs.waiting_ticks), float(least))
+    waiting = min(each.waiting_ticks for each in (costs, *costs.ranks))
+    return Timing(float(waiting), float(least))
 
 
 def least_costs(layouts: Sequence[LayoutCosts]) -> LayoutCosts:
@@ -377,7 +421,7 @@ def least_costs(layouts: Sequence[LayoutCosts]) -> LayoutCosts:
         for layer, _ in first.kinds
     }
     shared = tuple(
-        _most_shared(copies)
+        most_shared(copies)
         for copies in zip(*(each.shared for each in layouts), strict=True)
     )
     return replace(
@@ -413,15 +457,6 @@ _LEAST = (
     "activation_bytes",
     "temporary_bytes",
 )
-
-
-def _most_shared(copies: Sequence[SharedCost]) -> SharedCost:
-    most = {
-        name: max(getattr(one, name) for one in copies)
-        for name in ("parameters_bytes", "gradients_bytes", "optimizer_bytes")
-    }
-    tail = max(one.tail_ticks for one in copies)
-    return replace(copies[0], tail_ticks=tail, **most)
 
 
 def dominates(better: LayoutCosts, worse: LayoutCosts) -> bool:

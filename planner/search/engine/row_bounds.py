@@ -7,11 +7,13 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.cost.mixed import MIXED_SCHEDULES
 from planner.cost.nearest import nearest_ticks
 from planner.cost.placement import widest_expert_group
 from planner.schedule import find
+from planner.search.engine.arrangement import RANK_ORDERS
 from planner.search.engine.bound import IMPOSSIBLE, splits_backward
-from planner.search.engine.options import RANK_ORDERS, Option, Options, Row
+from planner.search.engine.options import Option, Options, Row
 from planner.search.engine.prices import Prices, Pricing
 from planner.search.engine.space import Space
 from planner.search.engine.table import Table
@@ -31,6 +33,8 @@ class RowBounds:
 
     def of(self, table: Table) -> NDArray[np.int64]:
         """Return a bound in nanoseconds for every row."""
+        if len(table.arrangements) > 1:
+            return self._of_arrangements(table)
         is_uneven = table.larger_shares > 0
         columns = [table.split, table.sequence_chunks, table.offload, is_uneven]
         keys = np.stack([*columns, table.data, table.pipeline], axis=1)
@@ -68,6 +72,17 @@ class RowBounds:
         is_impossible = lean > table.pipeline * free[inverse]
         steps[is_impossible] = IMPOSSIBLE
         return (steps * _ROUNDING).astype(np.int64)
+
+    def _of_arrangements(self, table: Table) -> NDArray[np.int64]:
+        """Return the bounds of rows on several node groups."""
+        names = self.space.schedules
+        simple = [names.index(name) for name in MIXED_SCHEDULES if name in names]
+        is_simple = np.isin(table.schedule, simple)
+        found = table.arrangements[1:]
+        least = np.array([0, *(one.least for one in found if one)])
+        least_of_any = np.array([0, *(one.least_of_any for one in found if one)])
+        of_any = least_of_any[table.arrangement]
+        return np.where(is_simple, np.maximum(least[table.arrangement], of_any), of_any)
 
     def _fewest_nanoseconds(self, row: Row) -> float:
         """Return the least work of one micro-batch on any devices of the cluster."""

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from planner.cost import LayerCost
 from planner.search.engine.bound import Order, Traits, stage_ranks, traits_of
-from planner.search.engine.dealing import deal
+from planner.search.engine.dealing import deal, deal_among
 from planner.search.engine.prices import Floats, Prices
 from planner.search.engine.sums import Stack
 
@@ -67,7 +67,43 @@ class _Cuts(NamedTuple):
 
 @dataclass
 class CutBounds:
-    """Lower bounds on a cut under several options, or on several cuts under one."""
+    """Lower bounds on a cut under several options, or on several cuts under one.
+
+    A step ends with the slowest class of replicas.
+    """
+
+    stacks: tuple[Stack, ...]
+    """Of every class."""
+    order: Order
+
+    def bounds(self, cuts: Sequence[Sizes]) -> Floats:
+        """Return nanoseconds per option or cut; infinity: it does not fit.
+
+        Args:
+            cuts: one, or several where there is one option.
+        """
+        most: Floats = np.max([each.bounds(cuts) for each in self._replicas], axis=0)
+        return most
+
+    def free(self, cuts: Sequence[Sizes]) -> Floats:
+        """Return the bytes that every rank has left if it recomputes all it can."""
+        least: Floats = np.min([each.free(cuts) for each in self._replicas], axis=0)
+        return least
+
+    @cached_property
+    def _replicas(self) -> list[_ReplicaBounds]:
+        found = []
+        for stack in self.stacks:
+            order = self.order
+            if stack.micro_batches is not None:
+                order = order._replace(micro_batches=stack.micro_batches)
+            found.append(_ReplicaBounds(stack, order))
+        return found
+
+
+@dataclass
+class _ReplicaBounds:
+    """Lower bounds on a cut on identical replicas."""
 
     stack: Stack
     order: Order
@@ -85,7 +121,7 @@ class CutBounds:
         timing = stack.timing(order.virtual_stages)
         actions = 2 * order.micro_batches * order.virtual_stages * order.chunks
         waiting = actions * timing.waiting
-        busy = once * order.micro_batches + waiting[:, None]
+        busy = once * order.micro_batches / stack.speeds + waiting[:, None]
         tails = self._tails(cut)
         if stack.staggers_steps:
             return self._most(busy + tails)
@@ -103,7 +139,7 @@ class CutBounds:
         cut, stack = _Cuts.of(cuts), self.stack
         kept = cut.of_stages(stack.least_saved) * self._units
         taken = self._of_ranks(kept + cut.of_stages(stack.states))
-        free: Floats = stack.free[:, None] - taken
+        free: Floats = stack.free - taken
         return free
 
     def _most(self, ends: Floats) -> Floats:
@@ -130,7 +166,7 @@ class CutBounds:
         kept = cut.of_stages(stack.saved) * units
         spared = cut.of_stages(stack.spared) * units
         taken = self._of_ranks(kept - spared + cut.of_stages(stack.states))
-        excess = np.maximum(0.0, taken - stack.free[:, None])
+        excess = np.maximum(0.0, taken - stack.free)
         if not excess.any():
             return excess
         layers = cut.of_stages(stack.main) * units
@@ -156,6 +192,7 @@ class CutBounds:
             of_first = self._of_first(stack.update, cut)
             hidden = self._of_ranks(cut.of_stages(stack.forward)) * stack.overlap
             tails = tails - np.minimum(update - of_first, hidden)
+        tails = np.maximum(0.0, tails / stack.speeds)
         least: Floats = np.maximum(0.0, tails + stack.fixed_tail[:, None])
         return least
 
@@ -176,7 +213,7 @@ class RuleCuts:
     @cached_property
     def bounds(self) -> CutBounds:
         """Bounds of cuts under these prices alone."""
-        return CutBounds(self.prices.stack, self.order)
+        return CutBounds(self.prices.stacks, self.order)
 
     def bound(self, sizes: Sizes) -> float:
         """Return nanoseconds that a cut takes at least; infinity: it does not fit."""
@@ -197,7 +234,13 @@ class RuleCuts:
         ]
         for chosen in (self.prices.fastest, leanest):
             works = [_work(cost) for cost in chosen]
-            yield deal(tuple(works[kind] for kind in self.prices.kind_of), ranks)
+            of_layers = tuple(works[kind] for kind in self.prices.kind_of)
+            for replicas in self.prices.replicas:
+                speeds = replicas.speeds
+                if len(speeds) == 1:
+                    yield deal(of_layers, ranks)
+                else:
+                    yield _on_unequal_ranks(of_layers, speeds, ranks)
 
     def _is_too_large(self, sizes: Sizes) -> bool:
         return bool((self.bounds.free([sizes]) < 0).any())
@@ -226,6 +269,22 @@ def stages_of_ranks(order: Order) -> NDArray[np.intp]:
     ranks = np.array(stage_ranks(order), dtype=np.intp)
     shape = (order.ranks, order.virtual_stages)
     return np.argsort(ranks, kind="stable").reshape(shape)
+
+
+def _on_unequal_ranks(
+    work: tuple[int, ...], speeds: Floats, stage_ranks: tuple[int, ...]
+) -> Sizes:
+    """Return the cut of the rule on ranks of different speeds.
+
+    Args:
+        work: of every layer on a rank of speed 1.
+        speeds: of every pipeline rank.
+        stage_ranks: rank of every stage.
+    """
+    distinct = sorted(set(speeds.tolist()), reverse=True)
+    times = [tuple(max(1, round(each / speed)) for each in work) for speed in distinct]
+    devices = tuple(distinct.index(speed) for speed in speeds.tolist())
+    return deal_among(tuple(times), devices, stage_ranks)
 
 
 def _work(cost: LayerCost) -> int:

@@ -441,6 +441,8 @@ def _report_chunks(
 
 
 def _why_no_chunks(work: Workload, schedules: tuple[str, ...]) -> str:
+    if work.groups:
+        return "the cluster has several node groups"
     if not work.job.sequence_length:
         return "the job has no sequence"
     if work.profile.whole_sequences:

@@ -57,7 +57,11 @@ class Stack:
     """Nanoseconds of the first chunk's forward."""
     first_backward: Floats
     free: Floats
-    """Bytes for states, activations and temporaries of layers, [option]."""
+    """Bytes for states, activations and temporaries of layers, [option, rank].
+
+    All ranks have the same number where there is only one."""
+    speeds: Floats
+    """Of every rank: a rank takes 1 / speed times as long, [option, rank] or as `free`."""
     fixed_tail: Floats
     """Least nanoseconds at the end of a rank's step, [option]."""
     freed_bytes: Floats
@@ -72,6 +76,8 @@ class Stack:
     staggers_steps: bool
     overlap: float
     """Share of compute that hides communication."""
+    micro_batches: int | None
+    """Of a class of replicas where replicas differ."""
 
     def timing(self, virtual_stages: int) -> Timings:
         """Return the least nanoseconds between stages."""
@@ -94,9 +100,12 @@ class Stack:
         def field(name: str) -> Floats:
             return np.array([float(getattr(one, name)) for one in firsts])
 
-        longest = [
-            float(max(one.backward_ticks for one in modes)) for modes in prices.modes
-        ]
+        longest = np.array(
+            [float(max(one.backward_ticks for one in modes)) for modes in prices.modes]
+        )
+        forward = field("forward_ticks")
+        if prices.ranks:
+            forward, longest = prices.ranks[0].forward, prices.ranks[0].backward
         update = field("update_ticks")
         freed = _freed(prices, main)
         timings = [prices.timing(stages) for stages in (1, 2)]
@@ -111,11 +120,12 @@ class Stack:
             reduction=summed(field("reduction_ticks") - update),
             update=summed(update),
             optimizer=summed(field("optimizer_ticks")),
-            forward=summed(field("forward_ticks")),
-            backward=summed(np.array(longest)),
+            forward=summed(forward),
+            backward=summed(longest),
             first_forward=prices.first_forward[None],
             first_backward=prices.first_backward[None],
-            free=np.array([prices.free_bytes]),
+            free=prices.free_of_ranks[None],
+            speeds=prices.speeds[None],
             fixed_tail=np.array([prices.fixed_tail]),
             freed_bytes=np.array([[each for each, _ in freed]]),
             freed_rates=np.array([[rate for _, rate in freed]]),
@@ -124,7 +134,8 @@ class Stack:
             overlaps_reduction=framework.overlaps_reduction,
             overlaps_gathers=framework.overlaps_gathers,
             staggers_steps=framework.staggers_steps,
-            overlap=prices.costs.work.constants.overlap_fraction,
+            overlap=_overlap(prices),
+            micro_batches=prices.micro_batches,
         )
 
     @classmethod
@@ -144,6 +155,12 @@ class Stack:
 
         make: Callable[..., Stack] = cls
         return make(**{field.name: together(field.name) for field in fields(cls)})
+
+
+def _overlap(prices: Prices) -> float:
+    """Return the largest share of compute that hides communication, on any device."""
+    work = prices.costs.work
+    return max(each.constants.overlap_fraction for each in work.groups or (work,))
 
 
 def _widened(values: Floats, steps: int) -> Floats:

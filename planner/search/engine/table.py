@@ -19,6 +19,7 @@ from planner.cost.mixed import MIXED_SCHEDULES
 from planner.errors import LayoutError
 from planner.schedule import find
 from planner.schedule.entry import Shape
+from planner.search.engine.arrangement import Arrangement, Arrangements
 from planner.search.engine.constraints import permitted
 from planner.search.engine.division import divides
 from planner.search.engine.options import Options
@@ -61,15 +62,19 @@ class Table:
     """Index into `Space.offloads`."""
     larger_shares: Column
     """Data-parallel ranks that have one micro-batch more than the others; 0: all have
-    equal shares."""
+    equal shares, or those of the arrangement."""
+    arrangement: Column
+    """Index into `arrangements`; 0: on one node group."""
+    arrangements: tuple[Arrangement | None, ...]
+    """Of ranks on several node groups; the first one is None."""
 
     def __len__(self) -> int:
         return len(self.data)
 
     def take(self, rows: NDArray[np.intp] | NDArray[np.bool_]) -> Table:
         """Return a table of some rows."""
-        columns = (getattr(self, field.name)[rows] for field in fields(self))
-        return Table(*columns)
+        columns = {name: getattr(self, name)[rows] for name in COLUMN_NAMES}
+        return Table(**columns, arrangements=self.arrangements)
 
     @property
     def replicas(self) -> Column:
@@ -77,9 +82,26 @@ class Table:
         return self.data * self.context
 
     @property
+    def is_unlike(self) -> NDArray[np.bool_]:
+        """Rows whose replicas differ in devices or in micro-batches."""
+        differs = np.array([_differs(each) for each in self.arrangements], dtype=bool)
+        is_unlike: NDArray[np.bool_] = differs[self.arrangement]
+        return is_unlike | (self.larger_shares > 0)
+
+    @property
     def stages(self) -> Column:
         """Stages of all pipeline ranks."""
         return self.pipeline * self.virtual_stages
+
+
+COLUMN_NAMES = tuple(
+    field.name for field in fields(Table) if field.name != "arrangements"
+)
+
+
+def _differs(arrangement: Arrangement | None) -> bool:
+    """Return whether the replicas of an arrangement differ."""
+    return arrangement is not None and not arrangement.has_identical_replicas
 
 
 def enumerate_table(work: Workload, space: Space) -> Table:
@@ -89,7 +111,10 @@ def enumerate_table(work: Workload, space: Space) -> Table:
     divide the micro-batches, the first ones have one more than the others.
     """
     degrees = _degrees(work, space)
-    table = _with_orders(work, space, degrees)
+    arrangements: tuple[Arrangement | None, ...] = (None,)
+    if work.groups:
+        degrees, arrangements = _arranged(work, space, degrees)
+    table = _with_orders(work, space, degrees, arrangements)
     constraints = runtime_constraints(work)
     table = table.take(permitted(table, constraints))
     table = _with_offloads(table, space)
@@ -119,7 +144,9 @@ def _degrees(work: Workload, space: Space) -> dict[str, Column]:
     every_round, remainder = np.divmod(work.job.global_batch_size, micro_batch_size)
     smaller, larger = np.divmod(every_round, np.maximum(1, data))
     divides_batch = (remainder == 0) & (data >= 1) & (smaller >= 1)
-    if space.has_uneven_shares:
+    if work.groups:
+        has_shares = smaller >= 1
+    elif space.has_uneven_shares:
         has_shares = (larger == 0) | ((expert == 1) & (chunks[:, None] == 1))
     else:
         has_shares = larger == 0
@@ -139,14 +166,45 @@ def _degrees(work: Workload, space: Space) -> dict[str, Column]:
         "split": index[rows],
         "offload": np.zeros(len(rows), dtype=np.int64),
         "larger_shares": more,
+        "arrangement": np.zeros(len(rows), dtype=np.int64),
     }
 
 
-def _with_orders(work: Workload, space: Space, degrees: Mapping[str, Column]) -> Table:
+def _arranged(
+    work: Workload, space: Space, degrees: Mapping[str, Column]
+) -> tuple[dict[str, Column], tuple[Arrangement | None, ...]]:
+    """Return every combination of degrees once for each arrangement of its ranks."""
+    constraint = runtime_constraints(work).get("rank_order")
+    every = Arrangements(work, constraint, has_shares=space.has_uneven_shares)
+    found: list[Arrangement | None] = [None]
+    rows: list[int] = []
+    names = ("data", "pipeline", "split", "sequence_chunks")
+    combinations = np.stack([degrees[name] for name in names], axis=1)
+    for row, (data, pipeline, split, chunks) in enumerate(combinations.tolist()):
+        if chunks > 1:
+            continue
+        for one in every.of((data, pipeline), space.splits[split]):
+            rows.append(row)
+            found.append(one)
+    columns = {name: column[rows] for name, column in degrees.items()}
+    numbers = [one.micro_batches for one in found if one is not None]
+    columns["micro_batches"] = np.array(numbers, dtype=np.int64)
+    columns["larger_shares"] = np.zeros(len(rows), dtype=np.int64)
+    columns["arrangement"] = np.arange(1, len(rows) + 1)
+    return columns, tuple(found)
+
+
+def _with_orders(
+    work: Workload,
+    space: Space,
+    degrees: Mapping[str, Column],
+    arrangements: tuple[Arrangement | None, ...],
+) -> Table:
     """Return one row for every schedule and number of stages that the degrees take."""
-    has_equal_shares = degrees["larger_shares"] == 0
+    differs = np.array([_differs(each) for each in arrangements], dtype=bool)
+    is_unlike = (degrees["larger_shares"] > 0) | differs[degrees["arrangement"]]
     names = ("pipeline", "micro_batches", "sequence_chunks")
-    shapes = np.stack([*(degrees[name] for name in names), has_equal_shares], axis=1)
+    shapes = np.stack([*(degrees[name] for name in names), is_unlike], axis=1)
     distinct, inverse = np.unique(shapes, axis=0, return_inverse=True)
     constraints = runtime_constraints(work)
     orders = [
@@ -163,7 +221,12 @@ def _with_orders(work: Workload, space: Space, degrees: Mapping[str, Column]) ->
     place = np.arange(len(rows)) - np.repeat(first, repeats)
     chosen = listed[starts[inverse[rows]] + place]
     columns = {name: column[rows] for name, column in degrees.items()}
-    return Table(schedule=chosen[:, 0], virtual_stages=chosen[:, 1], **columns)
+    return Table(
+        schedule=chosen[:, 0],
+        virtual_stages=chosen[:, 1],
+        **columns,
+        arrangements=arrangements,
+    )
 
 
 def _orders(
@@ -173,18 +236,18 @@ def _orders(
     constraints: Mapping[str, Constraint],
 ) -> list[Order]:
     """Return the schedules and virtual stages that a number of ranks can take."""
-    pipeline, micro_batches, chunks, has_equal_shares = shape
+    pipeline, micro_batches, chunks, is_unlike = shape
     layers = len(work.profile.layers)
     found = []
     for index, name in enumerate(space.schedules):
-        if not has_equal_shares and name not in MIXED_SCHEDULES:
+        if is_unlike and name not in MIXED_SCHEDULES:
             continue
         is_chunked = find(name).takes_sequence_chunks
         if is_chunked != (chunks > 1) or (pipeline == 1 and name not in SIMPLE):
             continue
         for virtual in space.virtual_stages:
             stages = pipeline * virtual
-            if stages > layers:
+            if stages > layers or (is_unlike and virtual > 1):
                 break
             if not takes(name, pipeline, micro_batches, virtual, chunks):
                 continue
@@ -206,11 +269,11 @@ def _with_offloads(table: Table, space: Space) -> Table:
         parts.append(replace(part, offload=np.full(len(part), place)))
     if not parts:
         return table.take(np.zeros(len(table), dtype=np.bool_))
-    columns = (
-        np.concatenate([getattr(part, field.name) for part in parts])
-        for field in fields(Table)
-    )
-    return Table(*columns)
+    columns = {
+        name: np.concatenate([getattr(part, name) for part in parts])
+        for name in COLUMN_NAMES
+    }
+    return Table(**columns, arrangements=table.arrangements)
 
 
 @lru_cache(maxsize=1 << 18)

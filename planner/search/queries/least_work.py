@@ -18,9 +18,9 @@ from dataclasses import replace
 from planner.cost import LayoutCosts, Workload, layout_costs
 from planner.cost.placement import widest_expert_group
 from planner.cost.workload import on_part
+from planner.search.engine.arrangement import RANK_ORDERS
 from planner.search.engine.bound import IMPOSSIBLE
 from planner.search.engine.constraints import recompute_modes
-from planner.search.engine.options import RANK_ORDERS
 from planner.search.engine.space import Split, divisors, runtime_constraints
 from planner.search.parts import Part
 from planner.search.support import supported_space

@@ -26,12 +26,13 @@ from planner.cost import (
     schedule_of,
 )
 from planner.schedule import Schedule
+from planner.search.engine.arrangement import RANK_ORDERS
 from planner.search.engine.bound import splits_backward, traits_of
 from planner.search.engine.cut import all_cuts
 from planner.search.engine.dealing import deal
 from planner.search.engine.division import given_sizes
 from planner.search.engine.engine import Search
-from planner.search.engine.options import RANK_ORDERS, Option, Row
+from planner.search.engine.options import Option, Row
 from planner.search.engine.prices import Modes, Prices
 from planner.search.engine.result import Candidate
 from planner.search.engine.solve import has_few_cuts
