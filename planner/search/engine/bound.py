@@ -99,7 +99,11 @@ def traits_of(order: Order) -> Traits:
 
 
 def _held_by_stage(order: Order) -> Floats:
-    """Return units of every stage that its rank holds at one moment, the peak."""
+    """Return units of every stage that its rank holds at one moment, the peak.
+
+    A synthesized order has at least one micro-batch of every stage: the first one that
+    comes back.
+    """
     numbers = (order.ranks, order.micro_batches, order.virtual_stages, order.chunks)
     ranks = np.array(stage_ranks(order))
     places = np.zeros(len(ranks), dtype=np.int64)
@@ -108,6 +112,8 @@ def _held_by_stage(order: Order) -> Floats:
         places[stage] = seen[rank]
         seen[rank] += 1
     entry = find(order.schedule)
+    if entry.needs_durations:
+        return np.full(len(ranks), float(order.chunks))
     units = entry.held_by_stage(*numbers, ranks, places)
     if units is not None:
         return units.astype(np.float64)
@@ -127,17 +133,24 @@ def stage_ranks(order: Order) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def splits_backward(name: str) -> bool:
-    """Return whether a schedule splits backwards.
+    """Return whether a schedule splits backwards, or may split them.
 
     One that does not ends every rank with the backward of its lowest stage.
     """
     entry = find(name)
+    if entry.needs_durations:
+        return True
     shape = Shape(2, 4, entry.least_virtual_stages, 1)
     for rank in range(2):
         kinds = Row.read(entry.rank_actions(shape, rank)).kinds
         if np.isin(kinds, (BACKWARD_INPUT, BACKWARD_WEIGHT)).any():
             return True
     return False
+
+
+def forbids_recompute(name: str) -> bool:
+    """Return whether no layer recomputes under a schedule: it always splits backwards."""
+    return splits_backward(name) and not find(name).needs_durations
 
 
 def lower_bound(prices: Prices, order: Order, limit: int = IMPOSSIBLE) -> Bound:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from planner.search.engine.bound import splits_backward
+from planner.search.engine.bound import forbids_recompute
 from planner.search.engine.constraints import MODES, recompute_modes
 from planner.search.engine.options import Option, Options
 from planner.search.engine.solve import has_few_cuts
@@ -158,7 +158,7 @@ def _other_cuts(options: Options, table: Table) -> list[LeftOut]:
 def _without_recompute(options: Options, table: Table) -> list[LeftOut]:
     """Return the schedules whose layers do not recompute."""
     names = [options.space.schedules[place] for place in np.unique(table.schedule)]
-    split = [name for name in names if splits_backward(name)]
+    split = [name for name in names if forbids_recompute(name)]
     if not split or _recompute(options) == ("none",):
         return []
     reason = "both halves of a backward would run the forward again"

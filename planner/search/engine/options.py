@@ -207,7 +207,7 @@ class Options:
         """
         names = self.space.schedules
         splits = range(len(self.space.splits))
-        is_whole = np.array([has_whole_backwards(name) for name in names], dtype=bool)
+        is_whole = np.array(list(map(permits_recompute, names)), dtype=bool)
         is_free = np.array([self._may_save_all(split) for split in splits], dtype=bool)
         mask: NDArray[np.bool_] = is_whole[table.schedule] | is_free[table.split]
         return mask
@@ -346,9 +346,19 @@ class Options:
 @lru_cache(maxsize=64)
 def has_whole_backwards(name: str) -> bool:
     """Return whether a schedule does not split backwards."""
+    if find(name).needs_durations:
+        return False
     stages = find(name).least_virtual_stages
     built = build(name, ranks=2, micro_batches=4, virtual_stages=stages)
     return Requirement.SPLIT_BACKWARD not in requirements(built)
+
+
+def permits_recompute(name: str) -> bool:
+    """Return whether layers may recompute under a schedule.
+
+    A synthesized order splits backwards only where nothing recomputes.
+    """
+    return find(name).needs_durations or has_whole_backwards(name)
 
 
 @lru_cache(maxsize=4096)

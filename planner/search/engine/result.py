@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.cost import LayoutCosts, StageMap, Step
-from planner.schedule import Schedule
+from planner.schedule import Schedule, find
 from planner.search.engine.options import Option, Row
 from planner.search.engine.space import Space
 from planner.spec.layout import Layout, RecomputeWord
@@ -31,8 +31,11 @@ class Candidate:
     def layout(self) -> Layout:
         """The layout, with the recompute mode of its layers.
 
-        Layers that have only one mode make no choice.
+        Layers that have only one mode make no choice. A synthesized order has the mode
+        that all layers have if they offer it.
         """
+        if find(self.costs.layout.schedule).needs_durations:
+            return self.costs.layout
         pairs = [pair for stage in self.stage_map for pair in stage]
         modes = {mode for layer, mode in pairs if len(self.costs.layers[layer]) > 1}
         if not modes:

@@ -10,12 +10,11 @@ from numpy.typing import NDArray
 from planner.cost.mixed import MIXED_SCHEDULES
 from planner.cost.nearest import nearest_ticks
 from planner.cost.placement import widest_expert_group
-from planner.schedule import find
 from planner.search.engine.arrangement import RANK_ORDERS
 from planner.search.engine.bound import IMPOSSIBLE, splits_backward
 from planner.search.engine.options import Option, Options, Row
 from planner.search.engine.prices import Prices, Pricing
-from planner.search.engine.space import Space
+from planner.search.engine.space import Space, cuts_sequences
 from planner.search.engine.table import Table
 
 _ROUNDING = 1 - 1e-9
@@ -103,7 +102,7 @@ class RowBounds:
         whole = [
             index
             for index, name in enumerate(names)
-            if not splits_backward(name) and not find(name).takes_sequence_chunks
+            if not splits_backward(name) and not cuts_sequences(name)
         ]
         is_whole = np.isin(table.schedule, whole)
         return np.where(is_whole, np.maximum(1.0, growth), growth)

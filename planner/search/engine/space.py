@@ -19,7 +19,7 @@ from planner.schedule import find, names
 from planner.schedule.synthesized import NAME as SYNTHESIZED
 from planner.search.engine.constraints import schedule_names
 from planner.search.engine.offloading import is_offloading_known
-from planner.spec.job import WHOLE_PARAMETERS, Constraint, allows
+from planner.spec.job import DIVISION, WHOLE_PARAMETERS, Constraint, allows
 from planner.spec.layout import Layout
 from planner.spec.profile import Measurement, RecomputeMode
 from planner.spec.words import written
@@ -388,6 +388,15 @@ def _schedules(
             paired.append(name)
             continue
         found.append(name)
+    if asked is not None and SYNTHESIZED in asked:
+        if work.groups:
+            reason = "orders are synthesized for equal ranks only"
+            left_out.append(LeftOut("schedule", SYNTHESIZED, reason))
+        elif allowed is not None and SYNTHESIZED not in allowed:
+            lacking.append(SYNTHESIZED)
+        else:
+            found.append(SYNTHESIZED)
+            _report_synthesized(left_out)
     if lacking:
         reason = f"plans for {work.framework.name} do not support them"
         left_out.append(LeftOut("schedule", ", ".join(lacking), reason))
@@ -399,6 +408,25 @@ def _schedules(
         left_out.append(LeftOut("schedule", SYNTHESIZED, reason))
     # Of equal plans the first one wins: plain 1F1B is the schedule that most people know.
     return tuple(sorted(found, key=lambda name: name != "1f1b"))
+
+
+def _report_synthesized(left_out: list[LeftOut]) -> None:
+    """Report what a synthesized order is not searched with."""
+    under = f"under {SYNTHESIZED}"
+    reason = "all layers have one mode"
+    left_out.append(LeftOut("recompute", f"per-layer {under}", reason))
+    reason = "layers are assigned by the rule; the gap over all cuts covers others"
+    left_out.append(LeftOut(DIVISION, f"other cuts {under}", reason))
+    reason = "orders are synthesized for whole sequences"
+    left_out.append(LeftOut("sequence_chunks", f"above 1 {under}", reason))
+    reason = "orders are synthesized for activations on the device"
+    left_out.append(LeftOut("activation_offload", f"true {under}", reason))
+
+
+def cuts_sequences(name: str) -> bool:
+    """Return whether the search has a schedule with sequence chunks only."""
+    entry = find(name)
+    return entry.takes_sequence_chunks and not entry.needs_durations
 
 
 def _chunks_have_prices(
@@ -447,7 +475,7 @@ def _why_no_chunks(work: Workload, schedules: tuple[str, ...]) -> str:
         return "the job has no sequence"
     if work.profile.whole_sequences:
         return "the model needs whole sequences"
-    if not any(find(name).takes_sequence_chunks for name in schedules):
+    if not any(map(cuts_sequences, schedules)):
         return "the runtime or the job has no schedule for them"
     types = {work.profile.dtype} | ({"fp8"} if work.casts is not None else set())
     if not types <= work.device.peak_flops_per_second.keys():
@@ -483,8 +511,7 @@ def asks_chunks(work: Workload, schedules: Iterable[str]) -> bool:
     asked = work.job.constraints
     if "sequence_chunks" in asked:
         return True
-    is_chunked = (find(name).takes_sequence_chunks for name in schedules)
-    return "schedule" in asked and any(is_chunked)
+    return "schedule" in asked and any(map(cuts_sequences, schedules))
 
 
 def _counts_of_interest(work: Workload) -> tuple[int, ...]:

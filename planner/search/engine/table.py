@@ -19,6 +19,8 @@ from planner.cost.mixed import MIXED_SCHEDULES
 from planner.errors import LayoutError
 from planner.schedule import find
 from planner.schedule.entry import Shape
+from planner.schedule.order_bound import SPLIT
+from planner.schedule.synthesize import MOST_ACTIONS
 from planner.search.engine.arrangement import Arrangement, Arrangements
 from planner.search.engine.constraints import permitted
 from planner.search.engine.division import divides
@@ -26,6 +28,7 @@ from planner.search.engine.options import Options
 from planner.search.engine.space import (
     Offload,
     Space,
+    cuts_sequences,
     divisors,
     runtime_constraints,
 )
@@ -242,8 +245,9 @@ def _orders(
     for index, name in enumerate(space.schedules):
         if is_unlike and name not in MIXED_SCHEDULES:
             continue
-        is_chunked = find(name).takes_sequence_chunks
-        if is_chunked != (chunks > 1) or (pipeline == 1 and name not in SIMPLE):
+        if cuts_sequences(name) != (chunks > 1) or (
+            pipeline == 1 and name not in SIMPLE
+        ):
             continue
         for virtual in space.virtual_stages:
             stages = pipeline * virtual
@@ -284,6 +288,9 @@ def takes(
     entry = find(name)
     if not entry.takes_virtual_stages(virtual_stages):
         return False
+    if entry.needs_durations:
+        actions = len(SPLIT) * ranks * micro_batches * virtual_stages
+        return actions <= MOST_ACTIONS
     try:
         entry.check(Shape(ranks, micro_batches, virtual_stages, chunks))
     except LayoutError:

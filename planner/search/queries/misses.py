@@ -27,7 +27,7 @@ from planner.cost import (
 )
 from planner.schedule import Schedule
 from planner.search.engine.arrangement import RANK_ORDERS
-from planner.search.engine.bound import splits_backward, traits_of
+from planner.search.engine.bound import forbids_recompute, traits_of
 from planner.search.engine.cut import all_cuts
 from planner.search.engine.dealing import deal
 from planner.search.engine.division import given_sizes
@@ -193,7 +193,7 @@ def _estimate(search: Search, row: Row) -> float:
     """
     order = search.order(row)
     option = _least_options(search, row)[0]
-    is_split = splits_backward(order.schedule)
+    is_split = forbids_recompute(order.schedule)
     prices = search.pricing.prices(row, option, is_split=is_split)
     saved = float(prices.counts @ prices.least_activations)
     states = float(prices.counts @ prices.states)
@@ -235,7 +235,7 @@ class _LeastMemory:
     @cached_property
     def prices(self) -> Prices:
         """The prices of the layers."""
-        is_split = splits_backward(self.search.order(self.row).schedule)
+        is_split = forbids_recompute(self.search.order(self.row).schedule)
         pricing = self.search.pricing
         return pricing.prices(self.row, self.option, is_split=is_split)
 

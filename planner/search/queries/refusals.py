@@ -24,6 +24,7 @@ from planner.search.engine.space import (
     CHUNK_COUNTS,
     MOST_VIRTUAL_STAGES,
     Space,
+    cuts_sequences,
     whole_space,
 )
 from planner.search.engine.table import Table, enumerate_table
@@ -179,7 +180,7 @@ def _check_pieces(work: Workload) -> None:
         if not allows(constraints.get(field), 1):
             _refuse_pieces(work.profile, field, constraints[field], "use 1")
     schedules = asked_schedules(work.job)
-    if schedules and all(find(name).takes_sequence_chunks for name in schedules):
+    if schedules and all(map(cuts_sequences, schedules)):
         hint = "use a schedule of whole sequences, such as 1f1b"
         _refuse_pieces(work.profile, "schedule", constraints["schedule"], hint)
 

@@ -1,0 +1,404 @@
+"""Orders of micro-batches that are made for the stages of a layout.
+
+Schedules of the catalogue follow from the numbers of ranks and micro-batches alone. A
+synthesized one follows from the durations of the stages and the memory of the devices:
+
+    (Y1) layers are assigned by the rule of `planner.search.engine.dealing`, and all have
+         one recompute mode; several stages per rank lie in a loop or in a V, whichever
+         has the shorter step                                                   -> Case
+    (Y2) the order runs the durations and tails of the stages within the memory that
+         every device has free for activations; backwards are split if nothing
+         recomputes                                                    -> order_problem()
+    (Y3) no order is shorter than `OrderProblem.bound`                   -> Case.bound
+    (Y4) the first order is the best of those that need no search. If it is not proven
+         and has at most `SOLVED_ACTIONS` actions, CP-SAT looks for a better one
+                                                                      -> CaseSearch.best()
+
+CP-SAT is limited by its own measure of work, so that the same layout always has the same
+order. What it does not prove remains open: the bound of the layout counts in the gap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from planner.cost import (
+    LayerCost,
+    LayoutCosts,
+    StageLayers,
+    StageMap,
+    choose,
+    durations,
+    evaluate,
+    stage_memory,
+    tail_ticks,
+)
+from planner.cost.memory import unit_bytes
+from planner.cost.step import by_rank
+from planner.errors import UnsupportedError
+from planner.schedule import Placement, Schedule, find
+from planner.schedule.greedy import backward_first
+from planner.schedule.order_bound import SPLIT
+from planner.schedule.order_model import Effort
+from planner.schedule.order_problem import Objective, OrderProblem
+from planner.schedule.room import Room
+from planner.schedule.synthesize import (
+    MOST_ACTIONS,
+    Synthesis,
+    best_known,
+    best_order,
+    best_shape,
+)
+from planner.schedule.synthesized import NAME
+from planner.search.engine.bound import IMPOSSIBLE
+from planner.search.engine.constraints import recompute_modes
+from planner.search.engine.dealing import deal
+from planner.search.engine.division import given_sizes
+from planner.search.engine.result import Candidate
+from planner.search.engine.solve import Item, RowSolver
+from planner.search.engine.stop import CUT_WORK, WORK_PER_SECOND
+from planner.spec.profile import RecomputeMode
+
+SOLVED_ACTIONS = 512
+"""Actions up to which CP-SAT is asked; it improves no longer order within its work. 8
+ranks with 16 micro-batches have 384."""
+ORDER_EFFORT = 0.25
+"""CP-SAT's deterministic time for the order of one case."""
+BRIEF_EFFORT = 0.05
+"""The same for an alternative of the plan."""
+SEARCH_EFFORT = 2.0
+"""The same, over all cases of a search whose first order does not beat the best plan."""
+FIRST_ORDERS = 8
+"""Orders that are simulated without a search, on average."""
+_MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
+
+
+def is_synthesized(schedule: str) -> bool:
+    """Return whether a schedule's order is made for the stages of a layout."""
+    return find(schedule).needs_durations
+
+
+def order_length(ranks: int, micro_batches: int, virtual_stages: int) -> int:
+    """Return the most actions that an order of whole sequences has."""
+    return len(SPLIT) * ranks * micro_batches * virtual_stages
+
+
+def order_problem(
+    costs: LayoutCosts, stage_map: StageMap, shape: Schedule
+) -> OrderProblem:
+    """Return the question for the best order of a layout's stages: (Y2).
+
+    Args:
+        costs: of the layout, whose ranks are equal.
+        stage_map: layers and modes of every stage.
+        shape: the rank of every stage; its actions do not count.
+    """
+    stages = choose(costs, stage_map)
+    tails = tail_ticks(costs, by_rank(shape, stages))
+    modes = {mode for stage in stage_map for _, mode in stage}
+    staggers = costs.work.framework.staggers_steps
+    return OrderProblem(
+        shape=shape,
+        durations=durations(costs, stages),
+        room=free_memory(costs, stages, shape),
+        tails=tuple(map(sum, tails)),
+        is_split=modes == {"none"},
+        objective=Objective.SPAN if staggers else Objective.MAKESPAN,
+    )
+
+
+def free_memory(
+    costs: LayoutCosts, stages: Sequence[StageLayers], shape: Schedule
+) -> Room:
+    """Return the bytes of a unit of every stage, and those that ranks have for units.
+
+    A rank whose states overflow its host has none.
+    """
+    units = [unit_bytes(costs, stages, stage) for stage in range(shape.stages)]
+    once = replace(one_by_one(shape), micro_batches=1, sequence_chunks=1)
+    free = []
+    for row in stage_memory(costs, stages, once):
+        mine = shape.stages_of(row.pipeline_rank)
+        resident = sum(units[stage] for stage in mine)
+        spare = row.capacity_bytes - row.peak_bytes + resident
+        free.append(spare if row.fits_host else -1)
+    return Room(tuple(units), tuple(free))
+
+
+def one_by_one(shape: Schedule, micro_batches: int = 1) -> Schedule:
+    """Return the order that runs one micro-batch after the other.
+
+    No order of the same stages needs less memory.
+    """
+    actions = backward_first(shape.stage_ranks, micro_batches, limit=1)
+    return replace(shape, actions=actions)
+
+
+def shapes(costs: LayoutCosts) -> tuple[Schedule, ...]:
+    """Return the stages of a layout on its ranks, without actions: a V, then a loop."""
+    layout = costs.layout
+    virtual_stages = layout.virtual_stages_per_rank
+    ranks = layout.pipeline_parallel_degree
+    found = []
+    for placement in Placement:
+        numbers = (ranks, costs.micro_batches, virtual_stages, layout.sequence_chunks)
+        found.append(best_shape(*numbers, placement))
+    return tuple(found[:1] if virtual_stages == 1 else found)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recompute mode and a placement of the stages, and the question for the order."""
+
+    costs: LayoutCosts
+    """Of the layout with the mode."""
+    stage_map: StageMap
+    problem: OrderProblem
+
+    @classmethod
+    def of(cls, costs: LayoutCosts, mode: RecomputeMode, shape: Schedule) -> Case:
+        """Assign the layers to stages: (Y1).
+
+        Args:
+            costs: of the layout, with any mode.
+            mode: of all layers that offer it; others recompute least.
+            shape: the rank of every stage.
+        """
+        layout = costs.layout.model_copy(update={"recompute": mode})
+        costs = costs.under(layout)
+        layers = [_in_mode(options, mode) for options in costs.layers]
+        works = tuple(each.forward_ticks + each.backward_ticks for each in layers)
+        sizes = given_sizes(costs.work, shape.stages) or deal(works, shape.stage_ranks)
+        modes = enumerate(each.mode for each in layers)
+        stage_map = tuple(tuple(next(modes) for _ in range(size)) for size in sizes)
+        return cls(costs, stage_map, order_problem(costs, stage_map, shape))
+
+    @property
+    def fits(self) -> bool:
+        """Whether some order fits in memory."""
+        return self.problem.room.is_enough(self.problem.shape)
+
+    @cached_property
+    def bound(self) -> int:
+        """Nanoseconds that no order beats: (Y3)."""
+        return math.ceil(self.problem.bound())
+
+    def without_memory_limit(self) -> Case:
+        """Return the case on devices with memory for everything."""
+        room = Room.of_units(self.problem.shape, None)
+        return replace(self, problem=replace(self.problem, room=room))
+
+
+@dataclass
+class CaseSearch:
+    """Finds the best order over some cases of one layout: (Y4)."""
+
+    cases: Sequence[Case]
+    """Those of which some order fits."""
+    each: float = ORDER_EFFORT
+    """CP-SAT's deterministic time for the order of one case."""
+    more: float = 0.0
+    """The same to look for an order below the limit where the first one is not."""
+    work: int = 0
+    """Done, in units of `planner.search.engine.stop`."""
+    bound: int = 0
+    """Nanoseconds that no order of any case beats, once the search ended."""
+
+    def best(self, limit: int) -> tuple[Case, Schedule] | None:
+        """Return the case with the shortest order that was found; None: there is none.
+
+        Args:
+            limit: nanoseconds; only shorter orders count.
+        """
+        best: tuple[Case, Schedule] | None = None
+        bounds = [IMPOSSIBLE]
+        for case in sorted(self.cases, key=lambda one: one.bound):
+            bounds.append(case.bound)
+            if case.bound >= limit:
+                continue
+            found = self._best_order(case, limit)
+            if found is None:
+                continue
+            bounds[-1] = math.ceil(found.lower_bound)
+            if found.value < limit:
+                best = (case, found.schedule)
+                limit = int(found.value)
+        self.bound = min(bounds)
+        return best
+
+    def _best_order(self, case: Case, limit: int) -> Synthesis | None:
+        """Return the best order of a case that was found.
+
+        The limit is that of a search. An order below it is therefore looked for once
+        more without any limit: the same layout has the same order in every search.
+        """
+        problem = case.problem
+        first = best_known(problem)
+        self.work += CUT_WORK + FIRST_ORDERS * problem.actions
+        if first is None or problem.actions > SOLVED_ACTIONS:
+            return first
+        found = first
+        if first.value >= limit and self.more > 0:
+            effort = min(self.more, self.each)
+            found = self._improved(problem, first, effort, limit)
+            self.more -= found.deterministic
+        if found.value >= limit:
+            return found
+        free = self._improved(problem, first, self.each, None)
+        best = min(free, found, key=lambda one: one.value)
+        bound = max(free.lower_bound, found.lower_bound)
+        return replace(best, lower_bound=min(bound, best.value))
+
+    def _improved(
+        self,
+        problem: OrderProblem,
+        first: Synthesis,
+        effort: float,
+        below: int | None,
+    ) -> Synthesis:
+        """Return the best order that CP-SAT finds."""
+        limits = Effort(deterministic=effort)
+        found = best_order(problem, first, limits, below=below)
+        self.work += int(found.deterministic * WORK_PER_SECOND)
+        return found
+
+
+@dataclass
+class OrderSolver:
+    """Finds the best plan of one row with an option, whose order is synthesized."""
+
+    item: Item
+    more: float = 0.0
+    """CP-SAT's deterministic time to look for an order below the limit."""
+
+    def __post_init__(self) -> None:
+        """Start without any case."""
+        self.actions = 0
+        self.bound = 0
+
+    @cached_property
+    def cases(self) -> list[Case]:
+        """The modes and placements of which some order fits."""
+        costs = self.item.costs
+        if costs.columns or costs.ranks:
+            return []
+        found = []
+        for mode in uniform_modes(costs):
+            for shape in shapes(costs):
+                self.actions += CUT_WORK
+                case = Case.of(costs, mode, shape)
+                if case.fits:
+                    found.append(case)
+        return found
+
+    def least(self) -> int:
+        """Return the nanoseconds that no order beats without a search: (Y3)."""
+        return min((case.bound for case in self.cases), default=IMPOSSIBLE)
+
+    def solve(self, limit: int, *, moves: bool = True) -> Candidate | None:
+        """Return the best plan that was found; None: none is below the limit.
+
+        Args:
+            limit: nanoseconds of a known step.
+            moves: improve the order as far as `planner predict` does.
+        """
+        each = ORDER_EFFORT if moves else BRIEF_EFFORT
+        search = CaseSearch(self.cases, each, self.more)
+        found = search.best(limit)
+        self.actions += search.work
+        self.more = search.more
+        self.bound = search.bound
+        if found is None:
+            return None
+        case, schedule = found
+        stages = choose(case.costs, case.stage_map)
+        step = evaluate(case.costs, schedule, stages)
+        item = self.item
+        return Candidate(
+            item.row, item.option, case.costs, schedule, case.stage_map, step
+        )
+
+
+def solver_of(item: Item) -> RowSolver | OrderSolver:
+    """Return the solver of a row with an option, by its schedule."""
+    if is_synthesized(item.order.schedule):
+        return OrderSolver(item)
+    return RowSolver(item)
+
+
+def order_of_layout(costs: LayoutCosts) -> tuple[StageMap, Schedule]:
+    """Return the stages and the order of one layout, whether they fit or not.
+
+    Raises:
+        UnsupportedError: no order is synthesized for such a layout.
+    """
+    check_synthesis(costs)
+    mode = costs.layout.recompute
+    assert mode != "per-layer"
+    cases = [Case.of(costs, mode, shape) for shape in shapes(costs)]
+    fitting = [case for case in cases if case.fits]
+    possible = fitting or [case.without_memory_limit() for case in cases]
+    found = CaseSearch(possible, more=SEARCH_EFFORT).best(IMPOSSIBLE)
+    assert found is not None, "some order fits"
+    case, schedule = found
+    return case.stage_map, schedule
+
+
+def check_synthesis(costs: LayoutCosts) -> None:
+    """Refuse a layout whose order cannot be synthesized.
+
+    Raises:
+        UnsupportedError: names the field that prevents it.
+    """
+    layout = costs.layout
+    ranks, virtual_stages = (
+        layout.pipeline_parallel_degree,
+        layout.virtual_stages_per_rank,
+    )
+    length = order_length(ranks, costs.micro_batches, virtual_stages)
+    if costs.columns or costs.ranks:
+        raise _unsupported("schedule", "for ranks that differ", "use gpipe or 1f1b")
+    if layout.activation_offload:
+        raise _unsupported("activation_offload", "with activation offload", "use false")
+    if layout.recompute == "per-layer":
+        hint = "use none, selective or full"
+        raise _unsupported("recompute", "with recomputation per layer", hint)
+    if length > MOST_ACTIONS:
+        reason = f"of {length} actions, more than {MOST_ACTIONS}"
+        raise _unsupported("schedule", reason, "use another schedule")
+
+
+def _unsupported(field: str, reason: str, hint: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"no order is {NAME} {reason}.", field=f"layout.{field}", hint=f"{hint}."
+    )
+
+
+def uniform_modes(costs: LayoutCosts) -> tuple[RecomputeMode, ...]:
+    """Return the recompute modes that all layers of a plan may have together.
+
+    Layers that do not offer a mode recompute least. If the job lists modes, they may
+    offer none of them.
+    """
+    constraint = costs.work.job.constraints.get("recompute")
+    supported = costs.work.framework.supports.allowed("recompute")
+    wanted = set(recompute_modes(constraint, supported))
+    offers = [set(costs.layers[first]) for first, _ in costs.kinds]
+    offered = set().union(*offers)
+    permitted = wanted & offered or offered
+    found: list[RecomputeMode] = []
+    for mode in _MODES:
+        is_uniform = all(mode in one or not one & wanted for one in offers)
+        if mode in permitted and (is_uniform or wanted >= set(_MODES)):
+            found.append(mode)
+    return tuple(found)
+
+
+def _in_mode(
+    options: Mapping[RecomputeMode, LayerCost], mode: RecomputeMode
+) -> LayerCost:
+    """Return the cost of a layer in a mode, or in its first one."""
+    return options.get(mode) or next(iter(options.values()))
