@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -16,8 +16,8 @@ from planner.cost import Workload
 from planner.search.engine.bound import (
     IMPOSSIBLE,
     Order,
+    forbids_recompute,
     lower_bound,
-    splits_backward,
 )
 from planner.search.engine.capacity import may_beat
 from planner.search.engine.division import given_sizes
@@ -30,6 +30,11 @@ from planner.search.engine.rule import CutBounds, RuleCuts, Sizes
 from planner.search.engine.solve import PROMISING, Item, RowSolver, has_few_cuts
 from planner.search.engine.space import Space, whole_space
 from planner.search.engine.stop import OPTION_WORK, GapStop, Stop
+from planner.search.engine.synthesize import (
+    SEARCH_EFFORT,
+    OrderSolver,
+    is_synthesized,
+)
 from planner.search.engine.table import enumerate_table
 
 BATCH = 64
@@ -73,6 +78,8 @@ class Node:
     """Of the rule of the row's schedule."""
     item: Item | None = field(compare=False, default=None)
     """What to solve; None: the option is open."""
+    solver: OrderSolver | None = field(compare=False, default=None)
+    """Of a synthesized order, once the bound is that of all orders."""
 
 
 class Search:
@@ -94,6 +101,8 @@ class Search:
         self.next_row = 0
         self.is_taken = np.zeros(len(self.table), dtype=np.bool_)
         self.queue: list[Node] = []
+        self.unproven: list[Node] = []
+        self.order_effort = SEARCH_EFFORT
         self.best: Candidate | None = None
         self.least_excluded = IMPOSSIBLE
         self.done = 0
@@ -117,6 +126,15 @@ class Search:
         return min(self.least_node, self._least_row())
 
     @property
+    def lower_bound(self) -> int:
+        """The least bound of all that may beat the limit, open or unproven.
+
+        A layout is unproven if its synthesized order may not be the best one.
+        """
+        unproven = (node.nanoseconds for node in self.unproven)
+        return min(self.least, min(unproven, default=IMPOSSIBLE), self.limit)
+
+    @property
     def least_node(self) -> int:
         """The least bound of the queue."""
         return self.queue[0].nanoseconds if self.queue else IMPOSSIBLE
@@ -128,11 +146,14 @@ class Search:
         self.start()
         if on_progress:
             on_progress(self.progress())
-        while self.is_open and not stop(self._total(), self.least, self.done):
+        while self.is_open and not self._is_stopped(stop):
             self.advance()
             if on_progress:
                 on_progress(self.progress())
         return self.result()
+
+    def _is_stopped(self, stop: Stop) -> bool:
+        return stop(self._total(), self.lower_bound, self.done)
 
     def start(self) -> None:
         """Look for a first plan."""
@@ -159,7 +180,7 @@ class Search:
             options_bounded=self.bounded,
             solved=self.solved,
             best=self._total(),
-            lower_bound=min(self.least, self.limit),
+            lower_bound=self.lower_bound,
             work=self.done,
         )
 
@@ -189,13 +210,13 @@ class Search:
         same: dict[tuple[object, ...], list[int]] = {}
         for index in below.tolist():
             row = Row.of(self.table, index)
-            is_split = splits_backward(self.space.schedules[row.schedule])
+            is_split = forbids_recompute(self.space.schedules[row.schedule])
             same.setdefault((row.degrees, is_split), []).append(index)
         excluded: list[int] = []
         for indices in same.values():
             rows = [Row.of(self.table, index) for index in indices]
             orders = [self.order(row) for row in rows]
-            is_split = splits_backward(orders[0].schedule)
+            is_split = forbids_recompute(orders[0].schedule)
             prices = self.pricing.least(rows[0], is_split=is_split)
             if prices is None:
                 continue
@@ -222,7 +243,8 @@ class Search:
         """Return a row with a bound on its step over all its options."""
         row = Row.of(self.table, index)
         order = self.order(row)
-        prices = self.pricing.least(row, is_split=splits_backward(order.schedule))
+        is_split = forbids_recompute(order.schedule)
+        prices = self.pricing.least(row, is_split=is_split)
         if prices is None:
             return Node(IMPOSSIBLE, index, -1, IMPOSSIBLE, ())
         work_only = int(self.row_bounds[index])
@@ -238,7 +260,9 @@ class Search:
         return Node(least, index, -1, all_cuts, cuts)
 
     def _rule_cuts(self, rule: RuleCuts) -> tuple[Sizes, ...]:
-        """Return the cuts that a row is solved with; empty: all of them."""
+        """Return the cuts that a row is solved with; empty: all, or the solver's own."""
+        if is_synthesized(rule.order.schedule):
+            return ()
         stages = rule.order.ranks * rule.order.virtual_stages
         fixed = given_sizes(self.work, stages)
         if fixed is not None:
@@ -278,6 +302,8 @@ class Search:
             Whether it was solved.
         """
         if node.item is not None:
+            if is_synthesized(node.item.order.schedule):
+                return self._expand_order(node, node.item, moves=moves)
             self._solve(node, node.item, moves=moves)
             return True
         row = Row.of(self.table, node.index)
@@ -296,7 +322,7 @@ class Search:
         if not options:
             return
         order = self.order(row)
-        is_split = splits_backward(order.schedule)
+        is_split = forbids_recompute(order.schedule)
         chosen = [option for _, option in options]
         least = np.full(len(options), float(node.nanoseconds))
         if node.cuts:
@@ -351,9 +377,38 @@ class Search:
         if found is not None and found.total < self.limit:
             self.best = found
 
+    def _expand_order(self, node: Node, item: Item, *, moves: bool) -> bool:
+        """Bound the orders of a layout, or look for its best order.
+
+        Returns:
+            Whether it was looked for.
+        """
+        solver = node.solver or OrderSolver(item)
+        before = solver.actions
+        if node.solver is None:
+            least = max(node.nanoseconds, solver.least())
+            all_cuts = least if solver.has_fixed_cut else node.all_cuts
+            self.push(
+                replace(node, nanoseconds=least, all_cuts=all_cuts, solver=solver)
+            )
+            self.done += solver.actions - before
+            return False
+        solver.more = self.order_effort
+        found = solver.solve(self.limit, moves=moves)
+        self.order_effort = solver.more
+        self.solved += 1
+        self.done += solver.actions - before
+        if found is not None and found.total < self.limit:
+            self.best = found
+        self.least_excluded = min(self.least_excluded, node.all_cuts)
+        bound = max(node.nanoseconds, solver.bound)
+        if bound < self.limit:
+            self.unproven.append(replace(node, nanoseconds=bound, solver=None))
+        return True
+
     def result(self) -> Result:
         """Return the best plan so far and what is proven about it."""
-        least = min(self.least, self.limit)
+        least = self.lower_bound
         return Result(
             best=self.best,
             lower_bound=least,

@@ -59,6 +59,7 @@ def _solve_some(
             tried += 1
             fitting += search.best is not None
     search.queue.clear()
+    search.unproven.clear()
     search.least_excluded = IMPOSSIBLE
 
 

@@ -279,6 +279,13 @@ class OrderSolver:
         self.actions = 0
         self.bound = 0
 
+    @property
+    def has_fixed_cut(self) -> bool:
+        """Whether the job or the runtime fixes the layers of every stage."""
+        order = self.item.order
+        stages = order.ranks * order.virtual_stages
+        return given_sizes(self.item.costs.work, stages) is not None
+
     @cached_property
     def cases(self) -> list[Case]:
         """The modes and placements of which some order fits."""

@@ -22,7 +22,8 @@ from planner.search.engine.engine import Search
 from planner.search.engine.first_plan import SCHEDULES
 from planner.search.engine.options import Option, Row
 from planner.search.engine.result import Candidate
-from planner.search.engine.solve import Item, RowSolver
+from planner.search.engine.solve import Item
+from planner.search.engine.synthesize import solver_of
 from planner.search.queries.masked import masked
 from planner.search.queries.outcome import Outcome
 from planner.search.result import Limits
@@ -179,7 +180,7 @@ class _Ranking:
         """Solve a row with an option; return whether any cut was simulated."""
         before = self.plans.get(key)
         limit = self.rule.ceiling if before is None else before.total
-        solver = RowSolver(item)
+        solver = solver_of(item)
         found = solver.solve(limit, moves=False)
         self.search.done += solver.actions
         if found is not None and found.total < limit:

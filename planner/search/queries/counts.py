@@ -48,12 +48,12 @@ class LayoutCounts:
         return cls(search, of_rows, int(of_rows.sum()))
 
     def open_layouts(self) -> int:
-        """Return the layouts that are neither evaluated nor excluded by a bound."""
+        """Return the layouts that are neither proven nor excluded by a bound."""
         search = self.search
         rows = search.rows[search.next_row :]
         is_open = search.row_bounds[rows] < search.limit
         count = int(self.of_rows[rows[is_open]].sum())
-        for node in search.queue:
+        for node in (*search.queue, *search.unproven):
             if node.nanoseconds >= search.limit:
                 continue
             has_option = node.place >= 0

@@ -28,6 +28,7 @@ def masked(
     found.next_row = 0
     found.is_taken = np.zeros(len(search.table), dtype=np.bool_)
     found.queue = []
+    found.unproven = []
     found.best = None
     found.least_excluded = IMPOSSIBLE
     found.done = 0
