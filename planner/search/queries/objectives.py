@@ -146,7 +146,7 @@ class PartSearch:
         """The least bound of all that is open; the limit if nothing is."""
         least = self.least
         if self.search is not None:
-            least = max(least, self.search.least)
+            least = max(least, self.search.lower_bound)
         return min(least, self.limit)
 
     @property
@@ -429,7 +429,9 @@ class Portfolio:
     def _proof(self) -> Proof:
         """Return what is proven about the best plan, or about there being none."""
         open_bounds = [
-            self.price(one, one.open_bound) for one in self.searches if one.is_open
+            self.price(one, one.open_bound)
+            for one in self.searches
+            if one.open_bound < one.limit
         ]
         other_cuts = [
             self.price(one, one.bound_all_cuts)
