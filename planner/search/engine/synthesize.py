@@ -21,7 +21,7 @@ order. What it does not prove remains open: the bound of the layout counts in th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -289,17 +289,9 @@ class OrderSolver:
     @cached_property
     def cases(self) -> list[Case]:
         """The modes and placements of which some order fits."""
-        costs = self.item.costs
-        if costs.columns or costs.ranks:
-            return []
-        found = []
-        for mode in uniform_modes(costs):
-            for shape in shapes(costs):
-                self.actions += CUT_WORK
-                case = Case.of(costs, mode, shape)
-                if case.fits:
-                    found.append(case)
-        return found
+        every = list(cases_of(self.item.costs))
+        self.actions += CUT_WORK * len(every)
+        return [case for case in every if case.fits]
 
     def least(self) -> int:
         """Return the nanoseconds that no order beats without a search: (Y3)."""
@@ -327,6 +319,15 @@ class OrderSolver:
         return Candidate(
             item.row, item.option, case.costs, schedule, case.stage_map, step
         )
+
+
+def cases_of(costs: LayoutCosts) -> Iterator[Case]:
+    """Yield every recompute mode and placement of a layout, whether it fits or not."""
+    if costs.columns or costs.ranks:
+        return
+    for mode in uniform_modes(costs):
+        for shape in shapes(costs):
+            yield Case.of(costs, mode, shape)
 
 
 def solver_of(item: Item) -> RowSolver | OrderSolver:

@@ -4,7 +4,7 @@ Rows are chosen by an estimate and computed by the memory model. A row that has 
 is computed with all of them and all recompute modes, so that its miss is exact; so is
 that of a row with one stage. Of other rows the cut that balances the bytes of layers is
 computed, and those that moves of one layer from the fullest pipeline rank to the
-emptiest reach.
+emptiest reach. Of synthesized orders it is the cut by their rule.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from planner.search.engine.options import Option, Row
 from planner.search.engine.prices import Modes, Prices
 from planner.search.engine.result import Candidate
 from planner.search.engine.solve import has_few_cuts
+from planner.search.engine.synthesize import cases_of, is_synthesized, one_by_one
 from planner.search.result import Limits
 from planner.spec.plan import Miss, RankMemory
 from planner.spec.profile import RecomputeMode
@@ -140,7 +141,10 @@ def needs(search: Search, limits: Limits) -> Iterator[Need]:
         for option in _least_options(search, row):
             if limits.should_stop():
                 return
-            yield _LeastMemory(search, row, option).need()
+            if is_synthesized(search.order(row).schedule):
+                yield from _needs_of_orders(search, row, option)
+            else:
+                yield _LeastMemory(search, row, option).need()
 
 
 def _least_rows(search: Search) -> list[Row]:
@@ -212,6 +216,19 @@ def _least_options(search: Search, row: Row) -> list[Option]:
         if known is None or ranks > (known.shard_degree or replicas):
             best[key] = option
     return sorted(best.values(), key=lambda one: -one.zero_stage)
+
+
+def _needs_of_orders(search: Search, row: Row, option: Option) -> Iterator[Need]:
+    """Yield the memory of a row with a synthesized order, for every mode and placement.
+
+    The micro-batches run one by one.
+    """
+    for case in cases_of(search.pricing.costs(row, option)):
+        costs, stage_map = case.costs, case.stage_map
+        schedule = one_by_one(case.problem.shape, costs.micro_batches)
+        memory = rank_memory(costs, schedule, choose(costs, stage_map))
+        fullest = max(memory, key=missing_bytes)
+        yield Need(row, option, costs, schedule, stage_map, fullest)
 
 
 @dataclass
