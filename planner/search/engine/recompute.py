@@ -1,25 +1,52 @@
-"""Recompute modes of the layers of one pipeline rank, under its memory.
+"""Recompute modes of the layers of a cut: as little recomputation as memory requires.
 
-The choice is exact for one stage per rank and whole sequences: every mixture of modes
-that is not dominated in bytes and nanoseconds is kept. With several stages the units
-of a stage at the peak weigh its bytes; the caller checks the peak itself.
+Every pipeline rank chooses by itself, since more recomputation on a rank makes no step
+shorter. The choice is exact for one stage per rank and whole sequences: every mixture
+of modes that is not dominated in bytes and nanoseconds is compared. With several stages
+the units of a stage at the peak weigh its bytes; the peak itself is checked afterwards.
+
+Where replicas differ, a stage has the same modes in all classes of identical replicas,
+and they fit in every class. Several choices are returned if one class is faster with
+one of them and another class with another: the simulated step decides.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, product
+from math import prod
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.engine.prices import Modes
+from planner.cost import (
+    LayerCost,
+    LayoutCosts,
+    StageLayers,
+    StageMap,
+    choose,
+    stage_memory,
+)
+from planner.cost.memory import kept_bytes
+from planner.cost.step import per_column
+from planner.schedule import Schedule, find
+from planner.schedule.in_flight import in_flight_vectors
+from planner.schedule.pipedream import in_steady_state
+from planner.search.engine.prices import Modes, Prices
+from planner.spec.plan import RankMemory
 
 Choice = tuple[int, ...]
-"""Index of the chosen mode, per layer of a group."""
+"""Index of the chosen mode, per layer."""
+RankChoice = tuple[Choice, ...]
+"""The same, per stage of a pipeline rank."""
+MOST_MIXTURES = 1 << 16
+"""Mixtures of a stage that are compared one by one where replicas differ."""
+MOST_STAGE_MAPS = 16
+"""Combinations of the ranks' choices that are returned for one cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +68,415 @@ class Mixtures:
     choices: tuple[Choice, ...]
 
 
+@dataclass(frozen=True)
+class RankLimits:
+    """What a pipeline rank may save, in one class of identical replicas."""
+
+    modes: tuple[Modes, ...]
+    """Per kind of layers, on the rank's device."""
+    kinds: tuple[tuple[int, ...], ...]
+    """Per stage: kinds of its layers."""
+    moments: tuple[tuple[int, ...], ...]
+    """Units that are saved of every stage, at moments that may be the peak."""
+    other_bytes: tuple[int, ...]
+    """Per stage: saved of a micro-batch in addition to its layers' activations."""
+    chunks: int
+    free_bytes: int
+    """For saved units and the largest temporary."""
+
+    def peak_bytes(self, choice: RankChoice) -> int:
+        """Return the bytes of saved units and the largest temporary at the peak."""
+        units = self._unit_bytes(choice)
+        saved = max(_dot(moment, units) for moment in self.moments)
+        return saved + max(each.temporary_bytes for each in self._layers(choice))
+
+    def fits(self, choice: RankChoice) -> bool:
+        """Return whether the rank has memory for a choice."""
+        return self.peak_bytes(choice) <= self.free_bytes
+
+    def nanoseconds(self, choice: RankChoice) -> int:
+        """Return the backward of all layers for one micro-batch."""
+        return sum(each.backward_ticks for each in self._layers(choice))
+
+    def least_recomputation(self, fastest: RankChoice) -> RankChoice | None:
+        """Return the choice of fewest nanoseconds that fits; None: none was found.
+
+        Args:
+            fastest: modes of all layers if memory did not matter.
+        """
+        units = self._unit_bytes(fastest)
+        peak = max(self.moments, key=lambda moment: _dot(moment, units))
+        for moment in (peak, self.most_units):
+            found = self._fewest_nanoseconds(moment)
+            if found is None:
+                return None
+            if self.fits(found):
+                return found
+        return None
+
+    def covers(self, other: RankLimits) -> bool:
+        """Return whether all that fits here fits in another class of replicas."""
+        is_same = self.modes == other.modes and self.other_bytes == other.other_bytes
+        units = zip(self.most_units, other.most_units, strict=True)
+        has_more = all(mine >= theirs for mine, theirs in units)
+        return is_same and has_more and self.free_bytes <= other.free_bytes
+
+    @property
+    def most_units(self) -> tuple[int, ...]:
+        """The most units of every stage, at whichever moment."""
+        return tuple(map(max, zip(*self.moments, strict=True)))
+
+    def _fewest_nanoseconds(self, units: Sequence[int]) -> RankChoice | None:
+        """Return the fastest choice that fits if so many units are saved."""
+        free = self.free_bytes
+        groups = []
+        for count, kinds, other in zip(
+            units, self.kinds, self.other_bytes, strict=True
+        ):
+            free -= count * -(-other // self.chunks)
+            for kind, times in Counter(kinds).items():
+                groups.append(Group(kind, times, count / self.chunks))
+        found = fewest_nanoseconds(groups, self.modes, free)
+        return None if found is None else _placed(self.kinds, found)
+
+    def _unit_bytes(self, choice: RankChoice) -> list[int]:
+        """Return the saved bytes of one unit of every stage."""
+        units = []
+        for kinds, chosen, other in zip(
+            self.kinds, choice, self.other_bytes, strict=True
+        ):
+            whole = other
+            for kind, mode in zip(kinds, chosen, strict=True):
+                whole += self.modes[kind][mode].activation_bytes
+            units.append(-(-whole // self.chunks))
+        return units
+
+    def _layers(self, choice: RankChoice) -> Iterator[LayerCost]:
+        """Yield the costs of all layers in their chosen modes."""
+        for kinds, chosen in zip(self.kinds, choice, strict=True):
+            for kind, mode in zip(kinds, chosen, strict=True):
+                yield self.modes[kind][mode]
+
+
+class _ReplicaClass(NamedTuple):
+    """Identical replicas with the stages of a cut in their fastest modes."""
+
+    costs: LayoutCosts
+    schedule: Schedule
+    stages: Sequence[StageLayers]
+    memory: tuple[RankMemory, ...]
+
+
+class _Device(NamedTuple):
+    """The modes of layers on one rank's device."""
+
+    modes: tuple[Modes, ...]
+    """Per kind."""
+    fastest: Choice
+    """Per kind: the mode whose backward is shortest, with the fewest bytes."""
+
+
+class _RankChoices(NamedTuple):
+    """The choices of one rank that may make the fastest step."""
+
+    choices: list[RankChoice]
+    limits: list[RankLimits]
+    """Of every class of replicas, if there are several choices."""
+
+
+class ModeChooser:
+    """Chooses the recompute modes of all ranks for cuts of one layout."""
+
+    def __init__(self, costs: LayoutCosts, schedule: Schedule, prices: Prices) -> None:
+        """Prepare the choice.
+
+        Args:
+            costs: of the layout.
+            schedule: of its micro-batches.
+            prices: kinds of its layers, and the names of the modes that each may have.
+        """
+        self.costs = costs
+        self.schedule = schedule
+        self.kind_of = prices.kind_of
+        self.names = [tuple(one.mode for one in modes) for modes in prices.modes]
+        self._firsts = [first for first, _ in prices.costs.kinds]
+        self._devices: dict[int, _Device] = {}
+
+    def stage_maps(self, sizes: Sequence[int]) -> list[StageMap]:
+        """Return a cut with least recomputation; empty: no choice fits.
+
+        Args:
+            sizes: layers of every stage.
+
+        Returns:
+            Several if classes of replicas differ in which choice is fastest.
+        """
+        fastest = self._fastest(sizes)
+        stages = choose(self.costs, self._stage_map(fastest))
+        classes = []
+        for costs, schedule, layers in per_column(self.costs, self.schedule, stages):
+            memory = stage_memory(costs, layers, schedule)
+            classes.append(_ReplicaClass(costs, schedule, layers, memory))
+        ranks = []
+        for rank in range(self.schedule.ranks):
+            if not all(each.memory[rank].fits_host for each in classes):
+                return []
+            mine = self.schedule.stages_of(rank)
+            start = tuple(fastest[stage] for stage in mine)
+            ranks.append(self._of_rank(rank, classes, start))
+            if not ranks[-1].choices:
+                return []
+        return [self._joined(fastest, chosen) for chosen in _combined(ranks)]
+
+    def _fastest(self, sizes: Sequence[int]) -> list[Choice]:
+        """Return the fastest modes of every stage, in the first class of replicas."""
+        costs = self.costs.of_replica
+        found = []
+        first = 0
+        for stage, size in enumerate(sizes):
+            fastest = self._device(costs.on_stage(stage)).fastest
+            kinds = self.kind_of[first : first + size]
+            found.append(tuple(fastest[kind] for kind in kinds))
+            first += size
+        return found
+
+    def _device(self, costs: LayoutCosts) -> _Device:
+        """Return the modes on the device of a rank, by its costs."""
+        key = id(costs.layers)
+        if key not in self._devices:
+            modes = []
+            for first, names in zip(self._firsts, self.names, strict=True):
+                modes.append(tuple(costs.layers[first][name] for name in names))
+            self._devices[key] = _Device(tuple(modes), tuple(map(_fastest, modes)))
+        return self._devices[key]
+
+    def _of_rank(
+        self, rank: int, classes: Sequence[_ReplicaClass], start: RankChoice
+    ) -> _RankChoices:
+        """Return the choices of a pipeline rank.
+
+        Args:
+            rank: pipeline rank.
+            classes: of identical replicas.
+            start: its fastest modes in the first class.
+        """
+        fastest = {self._device(each.costs.on_rank(rank)).fastest for each in classes}
+        if len(fastest) == 1 and all(each.memory[rank].fits for each in classes):
+            return _RankChoices([start], [])
+        limits = [self._limits(rank, each, start) for each in classes]
+        return _RankChoices(_choices(limits, start), limits)
+
+    def _limits(
+        self, rank: int, replicas: _ReplicaClass, start: RankChoice
+    ) -> RankLimits:
+        """Return what a rank may save, from its memory in some modes.
+
+        Args:
+            rank: pipeline rank.
+            replicas: one class of replicas.
+            start: modes that its memory is known for.
+        """
+        costs, schedule, stages, memory = replicas
+        if find(costs.layout.schedule).is_asynchronous:
+            schedule = in_steady_state(schedule)
+        mine = self.schedule.stages_of(rank)
+        kinds = []
+        for stage in mine:
+            kinds.append(tuple(self.kind_of[layer] for layer, _ in stages[stage]))
+        limits = RankLimits(
+            modes=self._device(costs.on_rank(rank)).modes,
+            kinds=tuple(kinds),
+            moments=in_flight_vectors(schedule)[rank],
+            other_bytes=tuple(kept_bytes(costs, stages, stage) for stage in mine),
+            chunks=costs.layout.sequence_chunks,
+            free_bytes=0,
+        )
+        free = memory[rank].capacity_bytes - memory[rank].peak_bytes
+        return replace(limits, free_bytes=free + limits.peak_bytes(start))
+
+    def _joined(
+        self, fastest: Sequence[Choice], chosen: Sequence[RankChoice]
+    ) -> StageMap:
+        """Return the stages of all ranks with the modes that these chose."""
+        of_stages = list(fastest)
+        for rank, choice in enumerate(chosen):
+            mine = self.schedule.stages_of(rank)
+            for stage, modes in zip(mine, choice, strict=True):
+                of_stages[stage] = modes
+        return self._stage_map(of_stages)
+
+    def _stage_map(self, chosen: Sequence[Choice]) -> StageMap:
+        """Return the stages of a cut with the modes of every stage."""
+        found = []
+        layer = 0
+        for modes in chosen:
+            stage = []
+            for mode in modes:
+                stage.append((layer, self.names[self.kind_of[layer]][mode]))
+                layer += 1
+            found.append(tuple(stage))
+        return tuple(found)
+
+
+def _combined(ranks: Sequence[_RankChoices]) -> list[tuple[RankChoice, ...]]:
+    """Return combinations of the ranks' choices.
+
+    All of them, or those that are fastest in one class of replicas each.
+    """
+    choices = [each.choices for each in ranks]
+    if prod(map(len, choices)) <= MOST_STAGE_MAPS:
+        return list(product(*choices))
+    classes = max(len(each.limits) for each in ranks)
+    found = []
+    for place in range(classes):
+        chosen = []
+        for rank in ranks:
+            best = rank.choices[0]
+            if len(rank.choices) > 1:
+                best = min(rank.choices, key=rank.limits[place].nanoseconds)
+            chosen.append(best)
+        found.append(tuple(chosen))
+    return list(dict.fromkeys(found))
+
+
+def _choices(limits: Sequence[RankLimits], fastest: RankChoice) -> list[RankChoice]:
+    """Return the choices of a rank that fit and that no other one dominates.
+
+    Args:
+        limits: of every class of replicas.
+        fastest: modes if memory did not matter.
+    """
+    binding: list[RankLimits] = []
+    for each in limits:
+        if not any(other.covers(each) for other in binding):
+            binding = [other for other in binding if not each.covers(other)]
+            binding.append(each)
+    if len(binding) == 1:
+        found = binding[0].least_recomputation(fastest)
+        return [] if found is None else [found]
+    return _choices_in_all(binding, fastest)
+
+
+def _choices_in_all(
+    limits: Sequence[RankLimits], fastest: RankChoice
+) -> list[RankChoice]:
+    """Return the choices of a stage that fit in several classes of replicas.
+
+    None of them is slower than another one in every class. If there are too many
+    mixtures to compare, the best ones of single classes are returned that fit in all.
+    """
+    (kinds,) = limits[0].kinds
+    groups = []
+    for kind, times in Counter(kinds).items():
+        places = range(len(limits[0].modes[kind]))
+        groups.append((kind, list(combinations_with_replacement(places, times))))
+    shape = tuple(len(mixtures) for _, mixtures in groups)
+    if prod(shape) > MOST_MIXTURES:
+        alone = [each.least_recomputation(fastest) for each in limits]
+        distinct = dict.fromkeys(each for each in alone if each is not None)
+        return [each for each in distinct if all(one.fits(each) for one in limits)]
+    fits = np.ones(prod(shape), dtype=np.bool_)
+    times_in_classes = []
+    for each in limits:
+        bytes_, nanoseconds = _peaks_and_times(each, groups)
+        fits &= bytes_ <= each.free_bytes
+        times_in_classes.append(nanoseconds)
+    fitting = np.flatnonzero(fits)
+    nanoseconds_in_classes = np.stack(times_in_classes, axis=1)[fitting]
+    found = []
+    for place in fitting[_fastest_in_some(nanoseconds_in_classes)].tolist():
+        indices = np.unravel_index(place, shape)
+        chosen = [each[1][index] for each, index in zip(groups, indices, strict=True)]
+        found.append(_placed((kinds,), chosen))
+    return found
+
+
+def _peaks_and_times(
+    limits: RankLimits, groups: Sequence[tuple[int, list[Choice]]]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return peak bytes and nanoseconds of all combinations of the groups' mixtures.
+
+    Args:
+        limits: of a rank with one stage.
+        groups: kinds of layers, with mixtures of modes.
+    """
+    saved = temporary = spent = np.zeros(1, dtype=np.int64)
+    for kind, mixtures in groups:
+        modes = limits.modes[kind]
+        places = range(len(modes))
+        counts = np.array(
+            [[each.count(place) for place in places] for each in mixtures]
+        )
+        activations = np.array([one.activation_bytes for one in modes])
+        backwards = np.array([one.backward_ticks for one in modes])
+        temporaries = np.array([one.temporary_bytes for one in modes])
+        largest = np.where(counts > 0, temporaries, 0).max(axis=1)
+        saved = np.add.outer(saved, counts @ activations).ravel()
+        spent = np.add.outer(spent, counts @ backwards).ravel()
+        temporary = np.maximum.outer(temporary, largest).ravel()
+    (units,) = limits.most_units
+    (other,) = limits.other_bytes
+    of_unit = -(-(saved + other) // limits.chunks)
+    return units * of_unit + temporary, spent
+
+
+def _fastest_in_some(times: NDArray[np.int64]) -> list[int]:
+    """Return the rows that no other row is below or equal to everywhere.
+
+    Args:
+        times: nanoseconds, [choice, class].
+    """
+    left = np.argsort(times.sum(axis=1), kind="stable")
+    found = []
+    while len(left):
+        best = int(left[0])
+        found.append(best)
+        left = left[(times[left] < times[best]).any(axis=1)]
+    return found
+
+
+def _placed(kinds: Sequence[tuple[int, ...]], found: Sequence[Choice]) -> RankChoice:
+    """Return the modes of the layers of every stage, from those of its groups.
+
+    Args:
+        kinds: of the layers of every stage.
+        found: modes of the equal layers of every stage.
+    """
+    groups = iter(found)
+    stages = []
+    for each in kinds:
+        left = {kind: iter(next(groups)) for kind in dict.fromkeys(each)}
+        stages.append(tuple(next(left[kind]) for kind in each))
+    return tuple(stages)
+
+
+def _fastest(modes: Modes) -> int:
+    """Return the mode whose backward is shortest, with the fewest bytes."""
+    keys = [(one.backward_ticks, one.activation_bytes) for one in modes]
+    return keys.index(min(keys))
+
+
+def _dot(counts: Sequence[int], sizes: Sequence[int]) -> int:
+    """Return the sum of counts times sizes."""
+    return sum(count * size for count, size in zip(counts, sizes, strict=True))
+
+
 def fewest_nanoseconds(
-    groups: Sequence[Group], modes: Sequence[Modes], room_bytes: float
+    groups: Sequence[Group], modes: Sequence[Modes], free_bytes: float
 ) -> list[Choice] | None:
     """Return the modes of every group that take least time within a memory.
 
     Args:
         groups: layers of the rank.
         modes: of every kind.
-        room_bytes: for saved activations and the largest temporary.
+        free_bytes: for saved activations and the largest temporary.
 
     Returns:
         None if no choice fits.
     """
     best: tuple[float, list[Choice]] | None = None
     for largest in _temporaries(groups, modes):
-        found = _within(groups, modes, room_bytes - largest, largest)
+        found = _within(groups, modes, free_bytes - largest, largest)
         if found is not None and (best is None or found[0] < best[0]):
             best = found
     return None if best is None else best[1]
@@ -70,10 +490,10 @@ def _temporaries(groups: Sequence[Group], modes: Sequence[Modes]) -> list[int]:
 
 
 def _within(
-    groups: Sequence[Group], modes: Sequence[Modes], room: float, largest: int
+    groups: Sequence[Group], modes: Sequence[Modes], free: float, largest: int
 ) -> tuple[float, list[Choice]] | None:
     """Return time and modes of the best choice with temporaries up to a size."""
-    if room < 0:
+    if free < 0:
         return None
     bytes_ = np.zeros(1)
     spent = np.zeros(1)
@@ -82,7 +502,7 @@ def _within(
         options = mixtures(modes[group.kind], group.count, group.units, largest)
         both = bytes_[:, None] + options.bytes
         times = spent[:, None] + options.nanoseconds
-        kept = _undominated(both.ravel(), times.ravel(), room)
+        kept = _undominated(both.ravel(), times.ravel(), free)
         if not len(kept):
             return None
         before, chosen = np.divmod(kept, len(options.choices))
@@ -98,11 +518,11 @@ def _within(
 
 
 def _undominated(
-    bytes_: NDArray[np.float64], times: NDArray[np.float64], room: float
+    bytes_: NDArray[np.float64], times: NDArray[np.float64], free: float
 ) -> NDArray[np.intp]:
     """Return places of mixtures that fit and that no other one dominates."""
     order = np.lexsort((times, bytes_))
-    order = order[bytes_[order] <= room]
+    order = order[bytes_[order] <= free]
     if not len(order):
         return order
     sorted_times = times[order]
