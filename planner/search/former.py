@@ -49,8 +49,7 @@ from planner.spec.words import counted, gibibytes
 
 def is_former(cluster: Cluster, job: Job) -> bool:
     """Return whether only the former search plans this request."""
-    has_several_groups = len(cluster.node_groups) > 1
-    return has_several_groups or SYNTHESIZED in (asked_schedules(job) or ())
+    return SYNTHESIZED in (asked_schedules(job) or ())
 
 
 def former_plan(

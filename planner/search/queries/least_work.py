@@ -8,6 +8,11 @@ with p pipeline ranks and d = n / (t c p) replicas, some rank is busy for
 
 The bound of a part is the least T over its splits and degrees. Parts share the times of
 their splits, so that a part costs a sum and no prices.
+
+On several node groups g of n(g) devices, with W(g) the time on one of them and R the
+sum over layers of their least share of W(g), some device is busy for
+
+    T >= ceil(batch / m) t c R / sum over g of n(g) / W(g)
 """
 
 from __future__ import annotations
@@ -15,13 +20,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from planner.cost import LayoutCosts, Workload, layout_costs
+from planner.cost.nearest import nearest_ticks
 from planner.cost.placement import widest_expert_group
 from planner.cost.workload import on_part
 from planner.search.engine.arrangement import RANK_ORDERS
 from planner.search.engine.bound import IMPOSSIBLE
 from planner.search.engine.constraints import recompute_modes
 from planner.search.engine.space import Split, divisors, runtime_constraints
+from planner.search.engine.sums import Floats
 from planner.search.parts import Part
 from planner.search.support import supported_space
 from planner.spec.layout import Layout
@@ -43,10 +52,56 @@ class LeastWork:
         supported = whole.framework.supports.allowed("recompute")
         self._modes = recompute_modes(constraint, supported)
         self._times: dict[tuple[object, ...], float] = {}
+        self._of_groups: dict[Split, tuple[Floats, float]] = {}
 
     def of_parts(self, parts: Sequence[Part]) -> list[int]:
         """Return nanoseconds that no layout of each part beats."""
+        if self.whole.groups:
+            return [self._on_groups(part) for part in parts]
         return [self._of_part(on_part(self.whole, part.cluster)) for part in parts]
+
+    def _on_groups(self, part: Part) -> int:
+        """Return nanoseconds that no layout of a part of several node groups beats."""
+        devices = self._devices_of_groups(part)
+        work = replace(self.whole, cluster=part.cluster)
+        work.__dict__["sizes"] = self.whole.sizes
+        batch = work.job.global_batch_size
+        least = float(IMPOSSIBLE)
+        for split in supported_space(work).splits:
+            ranks = split.tensor * split.context
+            if ranks > part.devices:
+                continue
+            totals, least_share = self._on_every_group(split)
+            speed = float((devices / totals).sum())
+            micro_batches = -(-batch // split.micro_batch_size)
+            least = min(least, micro_batches * ranks * least_share / speed)
+        return int(least * _ROUNDING)
+
+    def _devices_of_groups(self, part: Part) -> Floats:
+        """Return the devices of a part in every node group of the whole cluster."""
+        first_nodes = np.cumsum([each.nodes for each in self.whole.cluster.node_groups])
+        devices = np.zeros(len(first_nodes))
+        place = 0
+        for group in part.cluster.node_groups:
+            node = part.nodes[place]
+            devices[int(np.searchsorted(first_nodes, node, side="right"))] += (
+                group.nodes * group.devices_per_node
+            )
+            place += group.nodes
+        return devices
+
+    def _on_every_group(self, split: Split) -> tuple[Floats, float]:
+        """Return W of every node group, and R, for a split of the layers."""
+        if split not in self._of_groups:
+            both = np.array(
+                [nearest_ticks(group, split) for group in self.whole.groups],
+                dtype=np.float64,
+            )
+            each = both.sum(axis=1)
+            totals = np.maximum(1.0, each.sum(axis=1))
+            least_share = float((each / totals[:, None]).min(axis=0).sum())
+            self._of_groups[split] = totals, least_share
+        return self._of_groups[split]
 
     def _of_part(self, work: Workload) -> int:
         space = supported_space(work)

@@ -2,7 +2,8 @@
 
 A part is some of the cluster's devices. The objectives rank plans by a price:
 
-- step_time: the step; the only part is the whole cluster
+- step_time: the step; the parts are the whole cluster or, of several node groups, any of
+  them in any order, since a slow group may cost more than it adds
 - cost: the price of the step, which is that of a token times a constant
 - devices: the number of devices, then the step; a step must meet the deadline
 
@@ -15,17 +16,18 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from planner.cost import TICK_SECONDS, Workload, workload
-from planner.cost.workload import on_part
+from planner.cost.workload import on_part, rearranged
 from planner.search.engine.bound import IMPOSSIBLE
 from planner.search.engine.engine import Search, plan_space
 from planner.search.engine.result import Candidate, Result
 from planner.search.engine.stop import AnyStop, GapStop, Stop, WorkStop
-from planner.search.parts import Part, check_prices, parts_of, whole
+from planner.search.parts import Part, arrangements, check_prices, parts_of, whole
 from planner.search.queries.counts import LayoutCounts
 from planner.search.queries.least_work import LeastWork
 from planner.search.queries.outcome import Outcome
@@ -70,7 +72,7 @@ def search_parts(
     """Search for the plan that is best by the job's objective.
 
     Args:
-        request: with a cluster of one node group.
+        request: what to plan.
         profile: of the model.
         callbacks: progress, and whether to stop.
 
@@ -102,13 +104,18 @@ class PartSearch:
     """The search over the layouts of one part."""
 
     part: Part
-    work: Workload
+    make_workload: Callable[[], Workload]
     ceiling: int
     """Nanoseconds; only faster steps matter. Once the search started, it has its own."""
     least: int
     """Nanoseconds that no layout of the part beats."""
     search: Search | None = None
     counts: LayoutCounts | None = None
+
+    @cached_property
+    def work(self) -> Workload:
+        """What is planned, on the devices of the part."""
+        return self.make_workload()
 
     def begin(self) -> Search:
         """Enumerate the layouts of the part, and return the search over them."""
@@ -192,7 +199,7 @@ class Portfolio:
         if len(parts) > 1:
             least = LeastWork(self.whole).of_parts(parts)
         self.searches = [
-            PartSearch(part, on_part(self.whole, part.cluster), ceiling, bound)
+            PartSearch(part, partial(self._workload, part), ceiling, bound)
             for part, bound in zip(parts, least, strict=True)
         ]
         self._next_report = 0.0
@@ -203,10 +210,23 @@ class Portfolio:
     def _parts(self) -> tuple[Part, ...]:
         cluster = self.request.cluster
         if self.job.objective == "step_time":
+            if len(cluster.node_groups) > 1:
+                return arrangements(cluster)
             return (whole(cluster),)
         if self.job.objective == "cost":
             check_prices(cluster)
         return parts_of(cluster)
+
+    def _workload(self, part: Part) -> Workload:
+        """Return the workload on the devices of a part."""
+        request = self.request
+        if not self.whole.groups:
+            return on_part(self.whole, part.cluster)
+        if len(part.groups) > 1:
+            return rearranged(self.whole, part.cluster, part.groups)
+        return workload(
+            self.profile, part.cluster, request.job, calibration=request.calibration
+        )
 
     def price(self, one: PartSearch, nanoseconds: int) -> Price:
         """Return the price of a step on a part."""
