@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.search.engine.bound import forbids_recompute
 from planner.search.engine.constraints import MODES, recompute_modes
 from planner.search.engine.options import Option, Options
 from planner.search.engine.solve import has_few_cuts
 from planner.search.engine.space import Dimension, LeftOut
+from planner.search.engine.synthesize import is_synthesized
 from planner.search.engine.table import Table
 from planner.spec.job import DIVISION
 from planner.spec.layout import Layout
@@ -68,7 +70,7 @@ def _values_of_rows(options: Options, table: Table) -> dict[str, tuple[str, ...]
     found["micro_batch_shares"] = _shares(table)
     if any(each.dimension == _EXPERT_TENSOR for each in space.left_out):
         found[_EXPERT_TENSOR] = ("the tensor degree of all layers",)
-    found["recompute"] = _recompute(options)
+    found["recompute"] = _recompute(options, table)
     found[DIVISION] = _cuts(options, table)
     return found
 
@@ -112,7 +114,7 @@ def _shard_degree(option: Option, replicas: int) -> int:
     return option.shard_degree or replicas
 
 
-def _recompute(options: Options) -> tuple[str, ...]:
+def _recompute(options: Options, table: Table) -> tuple[str, ...]:
     """Return the modes that layers may have."""
     if not options.space.splits:
         return ()
@@ -123,7 +125,9 @@ def _recompute(options: Options) -> tuple[str, ...]:
     offered = {mode for layer in rows for mode in layer}
     found: list[str] = [mode for mode in MODES if mode in wanted and mode in offered]
     mixes = supported is None or "per-layer" in supported
-    if mixes and len(found) > 1:
+    is_by_rule = _is_synthesized(options, table)
+    has_uniform_modes = len(table) > 0 and bool(is_by_rule.all())
+    if mixes and len(found) > 1 and not has_uniform_modes:
         found.append("per-layer")
     return tuple(found)
 
@@ -137,9 +141,20 @@ def _cuts(options: Options, table: Table) -> tuple[str, ...]:
         return (f"as {options.work.framework.name} divides them",)
     words = {True: "every cut", False: "cuts by rule, and moves of one layer from them"}
     layers = len(options.work.profile.layers)
-    stages = np.unique(table.stages).tolist()
-    found = {has_few_cuts(layers, count) for count in stages}
-    return tuple(words[is_few] for is_few in sorted(found, reverse=True))
+    is_by_rule = _is_synthesized(options, table)
+    stages = np.unique(table.stages[~is_by_rule]).tolist()
+    few = {has_few_cuts(layers, count) for count in stages}
+    found = [words[is_few] for is_few in sorted(few, reverse=True)]
+    if is_by_rule.any():
+        found.append("cuts by rule")
+    return tuple(found)
+
+
+def _is_synthesized(options: Options, table: Table) -> NDArray[np.bool_]:
+    """Return a mask of the rows whose order is synthesized."""
+    names = options.space.schedules
+    places = [place for place, name in enumerate(names) if is_synthesized(name)]
+    return np.isin(table.schedule, places)
 
 
 def _other_cuts(options: Options, table: Table) -> list[LeftOut]:
@@ -148,7 +163,7 @@ def _other_cuts(options: Options, table: Table) -> list[LeftOut]:
     if is_fixed or not options.work.framework.supports.uneven_stages:
         return []
     layers = len(options.work.profile.layers)
-    stages = np.unique(table.stages).tolist()
+    stages = np.unique(table.stages[~_is_synthesized(options, table)]).tolist()
     if all(has_few_cuts(layers, count) for count in stages):
         return []
     reason = "they are too many; the gap over all cuts covers them"
@@ -159,7 +174,7 @@ def _without_recompute(options: Options, table: Table) -> list[LeftOut]:
     """Return the schedules whose layers do not recompute."""
     names = [options.space.schedules[place] for place in np.unique(table.schedule)]
     split = [name for name in names if forbids_recompute(name)]
-    if not split or _recompute(options) == ("none",):
+    if not split or _recompute(options, table) == ("none",):
         return []
     reason = "both halves of a backward would run the forward again"
     return [LeftOut("recompute", f"under {', '.join(split)}", reason)]
