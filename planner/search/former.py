@@ -22,7 +22,6 @@ from planner.search.answer.relaxations import (
 from planner.search.answer.rivals import rivals
 from planner.search.contenders import Contest
 from planner.search.engine.offloading import NOTHING
-from planner.search.layouts.orders import SYNTHESIZED
 from planner.search.layouts.space import Space, constraints_without_layouts
 from planner.search.objectives import contest
 from planner.search.parts import token_price
@@ -36,7 +35,7 @@ from planner.search.queries.explain import (
     relaxations_text,
     sensitivity_text,
 )
-from planner.search.queries.refusals import ImpossibleConstraint, asked_schedules
+from planner.search.queries.refusals import ImpossibleConstraint
 from planner.search.queries.sensitivity import sensitivity
 from planner.search.result import Callbacks, Found, Limits, improved
 from planner.search.stages import stages_of
@@ -48,8 +47,8 @@ from planner.spec.words import counted, gibibytes
 
 
 def is_former(cluster: Cluster, job: Job) -> bool:
-    """Return whether only the former search plans this request."""
-    return SYNTHESIZED in (asked_schedules(job) or ())
+    """Return whether only the former search plans this request: none is left."""
+    return False
 
 
 def former_plan(
