@@ -10,16 +10,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from planner.check import check
-from planner.cost import TICK_SECONDS, workload
+from planner.cost import TICK_SECONDS
 from planner.errors import DocumentError, UnsupportedError
 from planner.executor.support import check_plan
-from planner.search import Callbacks, plan, predict
-from planner.search.dive import dive_on_groups
-from planner.search.layouts.space import space_of
-from planner.search.solve import begin
+from planner.search import plan, predict
 from planner.spec import Cluster, Infeasible, Job, ModelProfile, NodeGroup, Plan
 from planner.spec.layout import PredictionLayout
-from planner.spec.plan import Options
 from tests.brute_force_mixed import Priced, price_all
 from tests.builders import cluster, job, layer, link, profile, request
 from tests.check.mixed import as_counted, group
@@ -126,13 +122,6 @@ def test_a_prime_batch_on_equal_devices() -> None:
     check_plan(found)
 
 
-def test_a_dive_on_one_group_of_several() -> None:
-    """Where one node group alone competes, with unequal shares, diving as on several of them was an IndexError."""
-    model = profile(layer() * 2)
-    work = workload(model, cluster(3), job(7))
-    assert dive_on_groups(begin(work, space_of(work), Options(), Callbacks())) is None
-
-
 def test_layers_without_work_are_refused() -> None:
     """A step that takes no time has no optimum: the profile is named."""
     model = profile(layer(forward=0.0) * 2)
@@ -142,17 +131,16 @@ def test_layers_without_work_are_refused() -> None:
 
 @settings(max_examples=40)
 @given(cases())
-def test_plan_is_the_optimum_over_node_groups(case: Case) -> None:
-    """The plan takes the least time of all that fit on any of the groups, and is proven; it is checked, and it runs."""
+def test_no_stage_map_on_node_groups_beats_the_plan(case: Case) -> None:
+    """The plan is no slower than all that fit on any of the groups, and proven; it is checked, and it runs."""
     fitting = [one.nanoseconds for one in case.priced if one.fits(case.memory)]
     found = plan(request(case.profile, case.cluster, case.job, top=0), case.profile)
     if not fitting:
         assert isinstance(found, Infeasible)
         return
     assert isinstance(found, Plan)
-    assert found.prediction.step_seconds == pytest.approx(
-        min(fitting) * TICK_SECONDS, rel=1e-12
-    )
+    # The search has more schedules, cuts and recompute modes than the brute force.
+    assert found.prediction.step_seconds <= min(fitting) * TICK_SECONDS * (1 + 1e-12)
     assert found.search.optimal
     assert check(found, case.profile).problems == ()
     check_plan(found)

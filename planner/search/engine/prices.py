@@ -22,6 +22,7 @@ from planner.cost import (
 )
 from planner.cost.groups import groups_of
 from planner.cost.layers import priced
+from planner.cost.ticks import ticks
 from planner.search.engine.constraints import recompute_modes
 from planner.search.engine.options import Option, Options, Row
 from planner.search.engine.sums import Stack
@@ -175,7 +176,9 @@ class Prices:
         spared = sum((len(one.layers) - 1) * one.tail_ticks for one in shared)
         fixed = self.costs.fixed_tail_ticks
         if self.ranks:
-            fixed = min(each.fixed_tail_ticks for each in self.layouts)
+            groups = self.costs.work.groups
+            shortest = min(each.constants.step_seconds for each in groups)
+            fixed = self.costs.reduction_latency_ticks + ticks(shortest)
         return float(fixed - spared)
 
     @cached_property
