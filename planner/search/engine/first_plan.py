@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from planner.search.engine.bound import IMPOSSIBLE
 from planner.search.engine.options import Option, Row
+from planner.search.engine.synthesize import is_synthesized
 
 if TYPE_CHECKING:
     from planner.search.engine.engine import Search
@@ -25,7 +26,7 @@ ROUNDS = 3
 """Rounds of rows around the best plan."""
 MOST_AROUND = 512
 SCHEDULES = ("1f1b", "interleaved-1f1b", "seqpipe")
-"""Of the coarse grid."""
+"""Of the coarse grid; without any of them, synthesized orders."""
 VIRTUAL_STAGES = (1, 2, 4, 8)
 MICRO_BATCH_SIZES = (1, 2, 4)
 
@@ -104,6 +105,8 @@ def _coarse_rows(search: Search) -> list[int]:
     table = search.table
     names = search.space.schedules
     simple = [place for place, name in enumerate(names) if name in SCHEDULES]
+    if not simple:
+        simple = [place for place, name in enumerate(names) if is_synthesized(name)]
     is_coarse = np.isin(table.schedule, simple)
     is_coarse &= np.isin(table.virtual_stages, VIRTUAL_STAGES)
     is_coarse &= np.isin(table.micro_batch_size, MICRO_BATCH_SIZES)

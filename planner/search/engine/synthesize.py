@@ -71,8 +71,8 @@ BRIEF_EFFORT = 0.05
 """The same for an alternative of the plan."""
 SEARCH_EFFORT = 2.0
 """The same, over all cases of a search whose first order does not beat the best plan."""
-FIRST_ORDERS = 8
-"""Orders that are simulated without a search, on average."""
+FIRST_ORDER_WORK = 40
+"""Work of the orders that need no search, for every action of one of them."""
 _MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
 
 
@@ -237,7 +237,7 @@ class CaseSearch:
         """
         problem = case.problem
         first = best_known(problem)
-        self.work += CUT_WORK + FIRST_ORDERS * problem.actions
+        self.work += FIRST_ORDER_WORK * problem.actions
         if first is None or problem.actions > SOLVED_ACTIONS:
             return first
         found = first
@@ -302,14 +302,18 @@ class OrderSolver:
 
         Args:
             limit: nanoseconds of a known step.
-            moves: improve the order as far as `planner predict` does.
+            moves: improve the order as far as `planner predict` does; else only the
+                case of least bound counts.
         """
-        each = ORDER_EFFORT if moves else BRIEF_EFFORT
-        search = CaseSearch(self.cases, each, self.more)
+        if moves:
+            search = CaseSearch(self.cases, more=self.more)
+        else:
+            first = sorted(self.cases, key=lambda one: one.bound)[:1]
+            search = CaseSearch(first, BRIEF_EFFORT, self.more)
         found = search.best(limit)
         self.actions += search.work
         self.more = search.more
-        self.bound = search.bound
+        self.bound = search.bound if moves else self.least()
         if found is None:
             return None
         case, schedule = found
