@@ -5,8 +5,8 @@ from planner.search.planning import (
     impossible_constraints,
     make_request,
     plan,
-    predict,
 )
+from planner.search.predicting import predict
 from planner.search.queries.account import Account, RankAccount, StageAccount, account
 from planner.search.queries.refusals import ImpossibleConstraint
 from planner.search.result import Callbacks, Progress

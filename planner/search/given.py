@@ -7,7 +7,7 @@ import time
 from planner.cost import layout_costs, order_of, placement, workload
 from planner.cost.offload import is_offloading
 from planner.search.engine.offloading import is_offloading_known
-from planner.search.planning import predict
+from planner.search.predicting import predict
 from planner.spec.job import CONSTRAINABLE, DIVISION, Constraint
 from planner.spec.layout import PredictionLayout
 from planner.spec.plan import Infeasible, Plan, PlanRequest, SearchReport
