@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import islice, product
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from planner.check.actions import parse_actions
+from planner.check.price import Pricing
+from planner.check.step import Step
 from planner.cost import TICK_SECONDS
 from planner.errors import (
     LayoutError,
@@ -15,11 +19,13 @@ from planner.errors import (
     UnknownNameError,
     UnsupportedError,
 )
+from planner.schedule import build
 from planner.search import plan, predict
-from planner.spec import Forecast, ModelProfile, Plan
+from planner.spec import Forecast, Layout, ModelProfile, Plan
 from planner.spec.layout import PredictionLayout
+from planner.spec.profile import RecomputeMode
 from planner.spec.words import gibibytes
-from tests.brute_force import PARTITIONED, facts, is_ruled, layouts, price
+from tests.brute_force import PARTITIONED, facts, layouts
 from tests.builders import (
     cluster,
     fat_embedding,
@@ -30,6 +36,7 @@ from tests.builders import (
     request,
     with_recompute,
 )
+from tests.search.engine.exact import all_cuts, with_memory
 from tests.strategies import Instance, instances
 
 
@@ -55,32 +62,124 @@ def test_plan_and_prediction_agree() -> None:
     assert told.micro_batches == found.micro_batches
 
 
-@settings(max_examples=40)
-@given(instances(), st.data())
-def test_partition_left_open_is_the_best_one(
+@settings(max_examples=60)
+@given(instances(most_layers=6), st.data())
+def test_stage_map_that_is_open_is_the_best_one(
     instance: Instance, data: st.DataObject
 ) -> None:
-    """Without layers_per_stage: the fastest stage map of the layout, with any mix of recomputation if so wished; under
-    schedules that deal their layers, the dealt one."""
-    every = layouts(instance.profile, instance.cluster, instance.job)
-    possible = [layout for layout in every if not is_ruled(layout)]
-    if not possible:
-        return
+    """Without layers_per_stage: the fastest stage map that fits of all cuts, with the modes of the layout's word.
+
+    If none fits, the fastest one of all; no layer recomputes then under ``per-layer``.
+    """
+    possible = list(layouts(instance.profile, instance.cluster, instance.job))
+    assume(possible)
     layout = data.draw(st.sampled_from(possible))
-    least = min(
-        one.nanoseconds
-        for one in price(
-            facts(instance.profile, instance.cluster, instance.job, layout)
-        )
+    if layout.schedule in PARTITIONED and not layout.activation_offload:
+        word = data.draw(st.sampled_from(("none", "selective", "full", "per-layer")))
+        layout = layout.model_copy(update={"recompute": word})
+    is_exact = layout.recompute != "per-layer" or is_simple(layout)
+    priced = all_priced(instance, layout)
+    peaks = sorted(peak for _, peak, _ in priced)
+    memory = data.draw(st.sampled_from((10**9, *peaks)))
+    fitting = [nanoseconds for nanoseconds, peak, _ in priced if peak <= memory]
+    anyway = [nanoseconds for nanoseconds, _, least in priced if least]
+    wanted = PredictionLayout(**layout.model_dump())
+    machines = with_memory(instance, memory).cluster
+    found = predict(instance.profile, machines, instance.job, wanted)
+    nanoseconds = round(found.prediction.step_seconds / TICK_SECONDS)
+    if not is_exact:
+        assert not found.fits or nanoseconds >= min(fitting)
+        return
+    assert found.fits == bool(fitting)
+    assert nanoseconds == min(fitting or anyway)
+
+
+def is_simple(layout: Layout) -> bool:
+    """Return whether ranks have one stage each and sequences are whole."""
+    return layout.virtual_stages_per_rank == layout.sequence_chunks == 1
+
+
+def all_priced(instance: Instance, layout: Layout) -> list[tuple[int, int, bool]]:
+    """Return (nanoseconds, peak bytes, recomputes least) of every stage map of a layout."""
+    known = facts(instance.profile, instance.cluster, instance.job, layout)
+    cells = Pricing(known)
+    schedule = build(
+        layout.schedule,
+        ranks=layout.pipeline_parallel_degree,
+        micro_batches=known.micro_batches,
+        virtual_stages=layout.virtual_stages_per_rank,
+        sequence_chunks=layout.sequence_chunks,
     )
-    is_free = layout.schedule in PARTITIONED and not layout.has_uneven_shares
-    free = {"recompute": "per-layer"} if is_free else {}
-    wanted = PredictionLayout(**layout.model_dump() | free)
-    told = predict(instance.profile, instance.cluster, instance.job, wanted)
-    assert told.prediction.step_seconds == pytest.approx(
-        least * TICK_SECONDS, rel=1e-12
-    )
-    assert told.fits
+    actions = parse_actions(schedule.to_text())
+    offered = [tuple(known.rows(one)) for one in known.profile.layers]
+    word = layout.recompute
+    mixtures: list[tuple[RecomputeMode, ...]]
+    if word == "per-layer":
+        mixtures = list(product(*offered))
+    else:
+        mixtures = [tuple(word if word in one else one[0] for one in offered)]
+    fastest = fastest_modes(cells)
+    found = []
+    for sizes in all_cuts(len(offered), schedule.stages):
+        for mixture in mixtures:
+            layers = iter(enumerate(mixture))
+            stage_map = tuple(tuple(islice(layers, size)) for size in sizes)
+            step = Step(cells, stage_map, actions)
+            peak = max(row.peak_bytes for row in step.memory())
+            is_least = word != "per-layer" or mixture == fastest
+            found.append((step.last.step_nanoseconds, peak, is_least))
+    return found
+
+
+def fastest_modes(cells: Pricing) -> tuple[RecomputeMode, ...]:
+    """Return the mode of every layer whose backward is shortest, with fewest bytes."""
+    prices = cells.prices(cells.sites.columns[0], 0)
+    found = []
+    for modes in prices.layers:
+        keys = {
+            mode: (one.whole_backward_input + one.backward_weight, one.saved_bytes)
+            for mode, one in modes.items()
+        }
+        found.append(min(keys, key=lambda mode: keys[mode]))
+    return tuple(found)
+
+
+@pytest.mark.parametrize("word", ["per-layer", "selective", "full"])
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "dualpipev"])
+def test_recomputation_under_split_backwards_is_refused(
+    schedule: str, word: str
+) -> None:
+    """As the executor refuses it: the hint names what works, and that works."""
+    layout = {"pipeline_parallel_degree": 2, "schedule": schedule}
+    if schedule != "zb-h1":
+        layout["virtual_stages_per_rank"] = 2
+    with pytest.raises(UnsupportedError, match="splits backwards") as caught:
+        forecast(with_recompute(), recompute=word, **layout)
+    (problem,) = caught.value.problems
+    assert problem.field == "layout.recompute"
+    assert "give none" in problem.hint
+    assert forecast(with_recompute(), **layout).fits
+    works = {"schedule": "1f1b", "virtual_stages_per_rank": 1, "recompute": word}
+    assert forecast(with_recompute(), **layout | works).fits
+
+
+@pytest.mark.parametrize("schedule", ["dualpipe", "chimera", "torchgpipe"])
+def test_recomputation_that_layers_cannot_choose_is_refused(schedule: str) -> None:
+    """Stages on two ranks, and a schedule that decides which micro-batches recompute; all layers together may."""
+    layout = {"pipeline_parallel_degree": 2, "schedule": schedule}
+    with pytest.raises(UnsupportedError, match="not chosen per layer"):
+        forecast(with_recompute(), recompute="per-layer", **layout)
+    found = forecast(with_recompute(), recompute="full", **layout)
+    assert {one.recompute for stage in found.stages for one in stage.layers} == {"full"}
+
+
+@pytest.mark.parametrize(
+    "schedule", ["dualpipe", "chimera", "1f1b-overlap", "pipedream"]
+)
+def test_schedules_that_are_only_priced_have_even_stages(schedule: str) -> None:
+    """Four equal layers on two ranks are two each."""
+    found = forecast(four_equal_layers(), pipeline_parallel_degree=2, schedule=schedule)
+    assert [len(stage.layers) for stage in found.stages] == [2, 2]
 
 
 def test_given_partition_stands() -> None:
