@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from planner.cost import workload
+from planner.cost import Workload, layout_costs, workload
 from planner.profiler.counted import counted_profile
-from planner.search.engine.bound import lower_bound, splits_backward, traits_of
+from planner.search.engine.bound import (
+    IMPOSSIBLE,
+    Order,
+    lower_bound,
+    splits_backward,
+    traits_of,
+)
+from planner.search.engine.constraints import MODES
 from planner.search.engine.cut import all_cuts
 from planner.search.engine.engine import Search
 from planner.search.engine.options import Row
+from planner.search.engine.prices import Prices
 from planner.search.engine.recompute import Group, fewest_nanoseconds
 from planner.search.engine.rule import RuleCuts
-from planner.search.engine.solve import Item, RowSolver
+from planner.search.engine.solve import CutSolver, Item, RowSolver
 from planner.search.engine.space import whole_space
-from planner.spec import Cluster, Job, NodeGroup
+from planner.spec import Cluster, Job, Layout, NodeGroup
+from tests.builders import job, layer, profile
+from tests.check.mixed import as_counted, group
 from tests.search.engine.exact import Layouts, all_maps, step_of
 from tests.search.engine.test_engine import tight, whole
+from tests.search.engine.test_groups import mixed_works
 from tests.search.engine.test_table import decoder
 from tests.strategies import Instance, instances
 
@@ -80,9 +92,9 @@ def test_bound_of_a_cut_at_scale(case: tuple[str, int, int, int]) -> None:
         item = item_of(layouts, chooser)
         if item.row.micro_batches * item.row.pipeline * item.row.virtual_stages > 1024:
             continue
-        solver = RowSolver(item)
         if traits_of(item.order).is_split:
-            solver.item.modes = ("none",)
+            item.modes = ("none",)
+        solver = RowSolver(item)
         for sizes in solver.item.cuts:
             found = solver.evaluate(sizes)
             if found is None:
@@ -165,15 +177,15 @@ def test_recomputation_of_a_rank_is_the_cheapest_that_fits(seed: int) -> None:
 @pytest.mark.parametrize(("nodes", "per_node"), [(3, 8), (4, 6)])
 def test_bound_of_rows_with_unequal_shares(nodes: int, per_node: int) -> None:
     """No plan of a row whose replicas have unequal shares is below the row's bound, where groups cross nodes unequally too."""
-    group = NodeGroup(device="h100-sxm5-80gb", nodes=nodes, devices_per_node=per_node)
-    job = Job(
+    nodes_ = NodeGroup(device="h100-sxm5-80gb", nodes=nodes, devices_per_node=per_node)
+    asked = Job(
         global_batch_size=64,
         sequence_length=4096,
         precision="bf16-mixed",
         optimizer="adamw",
     )
     profile = counted_profile("llama-3.2-1b", sequence_length=4096)
-    work = workload(profile, Cluster(node_groups=(group,)), job)
+    work = workload(profile, Cluster(node_groups=(nodes_,)), asked)
     search = Search(work, whole_space(work))
     uneven = np.flatnonzero(search.table.larger_shares > 0).tolist()
     compared = 0
@@ -195,3 +207,54 @@ def test_bound_of_rows_with_unequal_shares(nodes: int, per_node: int) -> None:
             assert lower_bound(prices, order).nanoseconds <= found.total
             compared += 1
     assert compared > 40
+
+
+@settings(max_examples=60)
+@given(mixed_works(), st.integers(0, 2**30))
+def test_layouts_on_node_groups_have_the_best_stage_map(
+    work: Workload, seed: int
+) -> None:
+    """Of all cuts and modes that fit every class of replicas, under gpipe and 1f1b."""
+    chooser = random.Random(seed)
+    space = replace(whole_space(work, least_tokens=1), schedules=("1f1b", "gpipe"))
+    layouts = Layouts(work, space)
+    assume(len(layouts.table))
+    for index in chooser.choices(range(len(layouts.table)), k=4):
+        row = layouts.row(index)
+        option = chooser.choice(list(layouts.options.of(row)))
+        prices = layouts.prices(row, option)
+        costs = layouts.pricing.costs(row, option)
+        steps = []
+        for sizes in all_cuts(len(prices.kind_of), row.pipeline):
+            maps = all_maps(prices, sizes)
+            steps += [step_of(costs, stage_map) for stage_map in maps]
+        solver = CutSolver(prices, costs, layouts.order(row), ())
+        found = solver.solve(IMPOSSIBLE)
+        fitting = [step for step in steps if step is not None]
+        assert (found and found.total) == min(fitting, default=None)
+
+
+def test_modes_fit_the_class_of_replicas_with_least_memory() -> None:
+    """Two replicas on devices of different memory: the smaller one decides what recomputes."""
+    each = layer(
+        flops=10**6, activation=10_000, kept=100, modes=("none", "full"), recompute=5e-6
+    )
+    model = as_counted(profile(each * 4))
+    large = group(1.0, devices=1, memory_bytes=10**9, reserved_bytes=0)
+    small = group(2.0, devices=1, memory_bytes=30_000, reserved_bytes=0)
+
+    def recomputing(*machines: NodeGroup) -> int:
+        """Layers that recompute."""
+        work = workload(model, Cluster(node_groups=machines), job(8))
+        layout = Layout(data_parallel_degree=2, recompute="per-layer")
+        costs = layout_costs(work, layout)
+        prices = Prices.of([costs], MODES)
+        order = Order("1f1b", 1, costs.micro_batches, 1, 1)
+        found = CutSolver(prices, costs, order, ((4,),)).solve(IMPOSSIBLE)
+        assert found is not None
+        (stage,) = found.stage_map
+        return [mode for _, mode in stage].count("full")
+
+    assert recomputing(large, large) == 0
+    assert 0 < recomputing(large, small) < 4
+    assert recomputing(small, large) == recomputing(large, small)
