@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from math import comb
 from typing import NamedTuple
 
@@ -26,6 +27,10 @@ from planner.spec.plan import RankMemory
 
 PROMISING = 1.015
 """A cut is improved by moves if its step is below this multiple of the best step."""
+NEARLY_PROMISING = 1.1
+"""A cut that recomputes is rebalanced if its step is below this multiple."""
+MOST_REBALANCED = 16
+"""Cuts that are evaluated for that, those that move layers from the longest stages."""
 FEW_CUTS = 256
 """All cuts of a row are evaluated if they are not more than this."""
 MOST_MOVES = 40
@@ -120,7 +125,11 @@ class CutSolver:
         best = self._best_of(self.cuts)
         if best is None:
             best = self._best_of(self._fitting_cuts())
-        if best is None or not moves or best.total > PROMISING * limit:
+        if best is None or not moves:
+            return best
+        if PROMISING * limit < best.total < NEARLY_PROMISING * limit:
+            best = self._rebalanced(best)
+        if best.total > PROMISING * limit:
             return best
         return self._improve(best)
 
@@ -226,6 +235,40 @@ class CutSolver:
     def _kinds(self) -> tuple[int, ...]:
         """Kind of every layer."""
         return self.prices.kind_of
+
+    def _rebalanced(self, best: Solution) -> Solution:
+        """Return the best of a cut and moves from its busiest rank to its idlest.
+
+        Only if layers recompute: the rule's cuts do not know which ranks have to.
+        """
+        fastest = [one.mode for one in self.prices.fastest]
+        pairs = [pair for stage in best.stage_map for pair in stage]
+        if all(mode == fastest[self._kinds[layer]] for layer, mode in pairs):
+            return best
+        busy = best.step.simulation.busy_seconds
+        source, target = int(np.argmax(busy)), int(np.argmin(busy))
+        givers = [
+            stage for stage in self.schedule.stages_of(source) if best.sizes[stage] > 1
+        ]
+        givers.sort(key=lambda stage: -self._nanoseconds(best, stage))
+        cuts = []
+        for giver, taker in product(givers, self.schedule.stages_of(target)):
+            moved = list(best.sizes)
+            moved[giver] -= 1
+            moved[taker] += 1
+            cuts.append(tuple(moved))
+        if source == target:
+            return best
+        found = self._best_of(cuts[:MOST_REBALANCED])
+        return found if found is not None and found.total < best.total else best
+
+    def _nanoseconds(self, solution: Solution, stage: int) -> int:
+        """Return the time of a stage for one micro-batch, with its recomputation."""
+        costs = self.costs.of_replica.on_stage(stage)
+        layers = [
+            costs.layers[layer][mode] for layer, mode in solution.stage_map[stage]
+        ]
+        return sum(one.forward_ticks + one.backward_ticks for one in layers)
 
     def _improve(self, best: Solution) -> Solution:
         """Return the best stage map that moves of one layer reach."""
