@@ -67,6 +67,8 @@ SOLVED_ACTIONS = 512
 ranks with 16 micro-batches have 384."""
 ORDER_EFFORT = 0.25
 """CP-SAT's deterministic time for the order of one case."""
+FREE_SHARE = 0.6
+"""Share of that without a limit on the step."""
 BRIEF_EFFORT = 0.05
 """The same for an alternative of the plan."""
 SEARCH_EFFORT = 2.0
@@ -194,76 +196,86 @@ class Case:
 
 @dataclass
 class CaseSearch:
-    """Finds the best order over some cases of one layout: (Y4)."""
+    """Finds the best order over the placements of one layout with one mode: (Y4).
+
+    The order depends on the layout alone, and not on what else a search found, so that
+    `planner predict` returns the order of a plan.
+    """
 
     cases: Sequence[Case]
     """Those of which some order fits."""
-    each: float = ORDER_EFFORT
+    effort: float = ORDER_EFFORT
     """CP-SAT's deterministic time for the order of one case."""
-    more: float = 0.0
-    """The same to look for an order below the limit where the first one is not."""
-    work: int = 0
-    """Done, in units of `planner.search.engine.stop`."""
-    bound: int = 0
-    """Nanoseconds that no order of any case beats, once the search ended."""
 
-    def best(self, limit: int) -> tuple[Case, Schedule] | None:
-        """Return the case with the shortest order that was found; None: there is none.
+    def __post_init__(self) -> None:
+        """Sort the cases by their bounds."""
+        self.cases = sorted(self.cases, key=lambda one: one.bound)
+        self.bound = min((one.bound for one in self.cases), default=IMPOSSIBLE)
+        """Nanoseconds that no order of any case beats."""
+        self.spent = 0.0
+        """CP-SAT's deterministic time so far."""
+        self.work = 0
+        """Work so far, in units of `planner.search.engine.stop`."""
 
-        Args:
-            limit: nanoseconds; only shorter orders count.
-        """
-        best: tuple[Case, Schedule] | None = None
+    @cached_property
+    def first_orders(self) -> list[Synthesis | None]:
+        """The best order of every case that needs no search."""
+        for case in self.cases:
+            self.work += FIRST_ORDER_WORK * case.problem.actions
+        return [best_known(case.problem) for case in self.cases]
+
+    def has_first_below(self, limit: int) -> bool:
+        """Return whether an order that needs no search is shorter than a limit."""
+        return any(one is not None and one.value < limit for one in self.first_orders)
+
+    def best(self) -> tuple[Case, Synthesis] | None:
+        """Return the case with the shortest order that was found; None: there is none."""
+        best: tuple[Case, Synthesis] | None = None
         bounds = [IMPOSSIBLE]
-        for case in sorted(self.cases, key=lambda one: one.bound):
+        for case, first in zip(self.cases, self.first_orders, strict=True):
             bounds.append(case.bound)
-            if case.bound >= limit:
+            if first is None or (best is not None and case.bound >= best[1].value):
                 continue
-            found = self._best_order(case, limit)
-            if found is None:
-                continue
+            found = self._improved(case.problem, first)
             bounds[-1] = math.ceil(found.lower_bound)
-            if found.value < limit:
-                best = (case, found.schedule)
-                limit = int(found.value)
+            if best is None or found.value < best[1].value:
+                best = (case, found)
         self.bound = min(bounds)
         return best
 
-    def _best_order(self, case: Case, limit: int) -> Synthesis | None:
-        """Return the best order of a case that was found.
+    def _improved(self, problem: OrderProblem, first: Synthesis) -> Synthesis:
+        """Return the best order that CP-SAT finds, with the bound that it proves.
 
-        The limit is that of a search. An order below it is therefore looked for once
-        more without any limit: the same layout has the same order in every search.
+        If a first part of the effort proves nothing, the rest looks for an order in the
+        lower half between bound and best order: CP-SAT excludes more below a limit.
         """
-        problem = case.problem
-        first = best_known(problem)
-        self.work += FIRST_ORDER_WORK * problem.actions
-        if first is None or problem.actions > SOLVED_ACTIONS:
+        if problem.actions > SOLVED_ACTIONS:
             return first
-        found = first
-        if first.value >= limit and self.more > 0:
-            effort = min(self.more, self.each)
-            found = self._improved(problem, first, effort, limit)
-            self.more -= found.deterministic
-        if found.value >= limit:
+        begun = self.spent
+        found = self._ask(problem, first, FREE_SHARE * self.effort, None)
+        left = self.effort - (self.spent - begun)
+        middle = math.ceil((found.lower_bound + found.value) / 2)
+        if not found.lower_bound < middle < found.value or left <= 0:
             return found
-        free = self._improved(problem, first, self.each, None)
-        best = min(free, found, key=lambda one: one.value)
-        bound = max(free.lower_bound, found.lower_bound)
-        return replace(best, lower_bound=min(bound, best.value))
+        shorter = self._ask(problem, found, left, middle)
+        return min(shorter, replace(found, lower_bound=shorter.lower_bound), key=_value)
 
-    def _improved(
+    def _ask(
         self,
         problem: OrderProblem,
-        first: Synthesis,
+        known: Synthesis,
         effort: float,
         below: int | None,
     ) -> Synthesis:
-        """Return the best order that CP-SAT finds."""
         limits = Effort(deterministic=effort)
-        found = best_order(problem, first, limits, below=below)
+        found = best_order(problem, known, limits, below=below)
+        self.spent += found.deterministic
         self.work += int(found.deterministic * WORK_PER_SECOND)
         return found
+
+
+def _value(order: Synthesis) -> float:
+    return order.value
 
 
 @dataclass
@@ -272,7 +284,7 @@ class OrderSolver:
 
     item: Item
     more: float = 0.0
-    """CP-SAT's deterministic time to look for an order below the limit."""
+    """CP-SAT's deterministic time for orders whose first one is not below the limit."""
 
     def __post_init__(self) -> None:
         """Start without any case."""
@@ -305,18 +317,36 @@ class OrderSolver:
             moves: improve the order as far as `planner predict` does; else only the
                 case of least bound counts.
         """
-        if moves:
-            search = CaseSearch(self.cases, more=self.more)
-        else:
-            first = sorted(self.cases, key=lambda one: one.bound)[:1]
-            search = CaseSearch(first, BRIEF_EFFORT, self.more)
-        found = search.best(limit)
-        self.actions += search.work
-        self.more = search.more
-        self.bound = search.bound if moves else self.least()
-        if found is None:
-            return None
-        case, schedule = found
+        best: tuple[Case, Schedule] | None = None
+        bounds = [IMPOSSIBLE]
+        for search in self._searches(moves=moves):
+            bounds.append(search.bound)
+            if search.bound >= limit:
+                continue
+            is_near = search.has_first_below(limit)
+            if is_near or self.more > 0:
+                found = search.best()
+                bounds[-1] = search.bound
+                self.more -= 0.0 if is_near else search.spent
+                if found is not None and found[1].value < limit:
+                    best = (found[0], found[1].schedule)
+                    limit = int(found[1].value)
+            self.actions += search.work
+        self.bound = min(bounds) if moves else self.least()
+        return None if best is None else self._candidate(*best)
+
+    def _searches(self, *, moves: bool) -> list[CaseSearch]:
+        """Return a search for every mode, the least bound first."""
+        if not moves:
+            cases = sorted(self.cases, key=lambda one: one.bound)
+            return [CaseSearch(cases[:1], BRIEF_EFFORT)]
+        by_mode: dict[str, list[Case]] = {}
+        for case in self.cases:
+            by_mode.setdefault(case.costs.layout.recompute, []).append(case)
+        searches = map(CaseSearch, by_mode.values())
+        return sorted(searches, key=lambda one: one.bound)
+
+    def _candidate(self, case: Case, schedule: Schedule) -> Candidate:
         stages = choose(case.costs, case.stage_map)
         step = evaluate(case.costs, schedule, stages)
         item = self.item
@@ -353,10 +383,10 @@ def order_of_layout(costs: LayoutCosts) -> tuple[StageMap, Schedule]:
     cases = [Case.of(costs, mode, shape) for shape in shapes(costs)]
     fitting = [case for case in cases if case.fits]
     possible = fitting or [case.without_memory_limit() for case in cases]
-    found = CaseSearch(possible, more=SEARCH_EFFORT).best(IMPOSSIBLE)
+    found = CaseSearch(possible).best()
     assert found is not None, "some order fits"
-    case, schedule = found
-    return case.stage_map, schedule
+    case, order = found
+    return case.stage_map, order.schedule
 
 
 def check_synthesis(costs: LayoutCosts) -> None:

@@ -330,6 +330,20 @@ def test_what_was_found_can_be_asked_for_again(fixed: dict[str, Any]) -> None:
         assert kinds == ({"F", "B"} if fixed.get("recompute") else {"F", "I", "W"})
 
 
+@pytest.mark.parametrize("memory_bytes", [10**9, 150_000])
+def test_an_order_that_is_not_proven_can_be_asked_for_again(memory_bytes: int) -> None:
+    """The order depends on the layout, not on what else the search found before."""
+    fields = {"parameters": 2000, "activation": 4000, "output": 300}
+    modes = {"modes": ("none", "selective", "full")}
+    blocks = layer(forward=1e-3, **fields, **modes) * 10
+    wide = profile(blocks, layer(forward=2.5e-3, parameters=4000, **modes) * 2)
+    step = job(8, schedule=SYNTHESIZED)
+    made = planned(step, wide, memory_bytes=memory_bytes, top=0)
+    layout = PredictionLayout(**made.layout.model_dump())
+    forecast = predict(wide, made.request.cluster, step, layout)
+    assert (forecast.prediction, forecast.actions) == (made.prediction, made.actions)
+
+
 def test_another_order_is_another_plan() -> None:
     """The checker evaluates the plan's own order: memory, step, and whether it runs."""
     fixed = {"pipeline_parallel_degree": 4, "virtual_stages_per_rank": 1}
