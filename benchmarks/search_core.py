@@ -1,7 +1,7 @@
 """How soon the search finds good plans and proves the best one.
 
-``python -m benchmarks.search_core [--seconds N] [--case NAME] [--former]``. All times are
-CPU seconds of one process. With ``--former`` also the search that this one replaced.
+``python -m benchmarks.search_core [--seconds N] [--case NAME]``. All times are
+CPU seconds of one process.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from typing import NamedTuple
 
 from planner.cost import Workload, workload
 from planner.profiler.resolve import catalogue_profile
-from planner.search import Callbacks, make_request
 from planner.search.engine.engine import Search
 from planner.search.engine.result import Progress, Result
-from planner.search.former import former_plan
 from planner.search.support import supported_space
-from planner.spec import Cluster, Job, NodeGroup, Options, Plan
+from planner.spec import Cluster, Job, NodeGroup
 
 
 class Case(NamedTuple):
@@ -50,15 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="CPU limit")
     parser.add_argument("--case", choices=list(CASES), help="only this case")
-    parser.add_argument("--former", action="store_true", help="the former search, too")
     arguments = parser.parse_args(argv)
     print("first, 5 %, end: CPU seconds to the first plan, one within 5 %, the last")
     print(_row(HEADER))
     for name, case in CASES.items():
         if arguments.case in (None, name):
             print(_row((name, *_new(case, arguments.seconds))), flush=True)
-            if arguments.former:
-                print(_row(("former", *_former(case, arguments.seconds))), flush=True)
     return 0
 
 
@@ -128,19 +123,6 @@ def _peak_gibibytes() -> str:
     """Return the peak memory of this process so far."""
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return f"{kilobytes / 2**20:.2f}"
-
-
-def _former(case: Case, seconds: float) -> tuple[str, ...]:
-    work = work_of(case)
-    begun = time.process_time()
-    options = Options(time_limit_seconds=seconds, top=0)
-    request = make_request(work.profile, work.cluster, work.job, options)
-    found = former_plan(request, work.profile, Callbacks())
-    spent = time.process_time() - begun
-    if not isinstance(found, Plan):
-        return ("none", "", "", "", f"{spent:.1f}")
-    step = f"{found.prediction.step_seconds:.4f} s"
-    return (step, "", "", "", f"{spent:.1f}", f"{found.search.gap:.1%}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from planner.cost import (
 from planner.cost.interval import with_headroom
 from planner.errors import MismatchError
 from planner.search.engine.result import Candidate
-from planner.search.former import former_impossible, former_plan, is_former
 from planner.search.parts import token_price
 from planner.search.queries.alternatives import alternatives
 from planner.search.queries.explain import (
@@ -134,8 +133,6 @@ def plan(
             hint="give the profile that the request names.",
         )
     callbacks = callbacks or Callbacks()
-    if is_former(request.cluster, request.job):
-        return former_plan(request, profile, callbacks)
     seconds = request.options.time_limit_seconds + BRAKE_SECONDS
     deadline = time.monotonic() + seconds
     work = FULL_WORK if request.options.explain == "full" else BRIEF_WORK
@@ -248,6 +245,4 @@ def impossible_constraints(
     if not job.constraints:
         return ()
     work = workload(profile, cluster, job)
-    if is_former(cluster, job):
-        return former_impossible(work)
     return constraints_without_layouts(work)

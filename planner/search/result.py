@@ -1,4 +1,4 @@
-"""What the search hands out while it runs and when it ends."""
+"""What the search reports while it runs and when it ends."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from planner.cost import TICK_SECONDS, LayoutCosts, StageMap, Step
+from planner.cost import LayoutCosts, StageMap
 from planner.schedule import Schedule
-from planner.search.bounds.layout import BOUNDED
 from planner.search.parts import Part
 from planner.spec.layout import Layout
 from planner.spec.plan import SearchReport
 
 AFTERWARDS_SECONDS = 1.0
-"""Behind the time limit: for what is told besides a plan that the limit itself left no time for."""
+"""After the time limit: for what is reported in addition to the plan."""
 _ALTERNATIVES_SHARE = 0.6
-"""Of that, for the alternatives: all else that is told needs them."""
+"""Of that, for the alternatives, which all other reports need."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a running search stands."""
+    """State of a running search."""
 
     layouts_considered: int
     layouts_done: int
@@ -34,7 +33,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Callbacks:
-    """What the caller of a search may hang on it; the search itself knows no HTTP and no terminal."""
+    """What the caller of a search may pass: the search knows no HTTP and no terminal."""
 
     on_progress: Callable[[Progress], None] | None = None
     should_stop: Callable[[], bool] | None = None
@@ -42,27 +41,27 @@ class Callbacks:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much may be done for what is told besides the plan."""
+    """Limits of what is computed in addition to the plan."""
 
     work: int
-    """Parts of the space taken up for one question."""
+    """Work of one query, in units of `planner.search.engine.stop`."""
     deadline: float
     """Of `time.monotonic`."""
     callbacks: Callbacks
 
     def should_stop(self) -> bool:
-        """The caller wants to stop, or the time is over."""
+        """Return whether the caller wants to stop or the time is over."""
         asked = self.callbacks.should_stop is not None and self.callbacks.should_stop()
         return asked or time.monotonic() > self.deadline
 
     def for_alternatives(self) -> Limits:
-        """Until when alternatives are looked for."""
+        """Return the limits of the search for alternatives."""
         return replace(
             self, deadline=self.deadline + _ALTERNATIVES_SHARE * AFTERWARDS_SECONDS
         )
 
     def afterwards(self) -> Limits:
-        """Until when all else is told of the plan and its alternatives."""
+        """Return the limits of all other queries."""
         return replace(self, deadline=self.deadline + AFTERWARDS_SECONDS)
 
 
@@ -104,85 +103,3 @@ class Ended(Protocol):
     @property
     def report(self) -> SearchReport:
         """Counts and proof."""
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A solved layout: its best stage map."""
-
-    costs: LayoutCosts
-    schedule: Schedule
-    stage_map: StageMap
-    step: Step
-
-    @property
-    def ticks(self) -> int:
-        """Its step."""
-        return self.step.total_ticks
-
-    @property
-    def total(self) -> int:
-        """Nanoseconds of the step."""
-        return self.step.total_ticks
-
-    @property
-    def layout(self) -> Layout:
-        """The layout, with the recompute mode of its layers.
-
-        A layer that does not offer the mode has no other choice. With several stages
-        per rank or split backwards it is the rule that layers recompute by.
-        """
-        layout = self.costs.layout
-        if layout.recompute != "per-layer" or layout.schedule not in BOUNDED:
-            return layout
-        pairs = [pair for stage in self.stage_map for pair in stage]
-        layers = self.costs.layers
-        chosen = {mode for layer, mode in pairs if len(layers[layer]) > 1}
-        modes = chosen or {mode for _, mode in pairs}
-        word = modes.pop() if len(modes) == 1 else "per-layer"
-        return layout.model_copy(update={"recompute": word})
-
-    @property
-    def degrees(self) -> tuple[int, ...]:
-        """How it shares the devices out."""
-        return degrees_of(self.costs.layout)
-
-
-def degrees_of(layout: Layout) -> tuple[int, ...]:
-    """How a layout shares the devices out."""
-    return (
-        layout.data_parallel_degree,
-        layout.tensor_parallel_degree,
-        layout.pipeline_parallel_degree,
-        layout.context_parallel_degree,
-        layout.expert_parallel_degree,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """Result of the search over layouts: best first, with the proof."""
-
-    part: Part
-    """Of the cluster, that the plan uses."""
-    candidates: tuple[Candidate, ...]
-    report: SearchReport
-    unfit: tuple[LayoutCosts, ...]
-    """Layouts of which no stage map fits; filled only when nothing fits at all."""
-
-    @property
-    def best(self) -> Candidate | None:
-        """The plan."""
-        return self.candidates[0] if self.candidates else None
-
-
-def improved(report: SearchReport, ticks: int) -> SearchReport:
-    """The report of a stopped search whose plan was beaten by its own alternative, of so many ticks."""
-    seconds = ticks * TICK_SECONDS
-    bound = min(report.lower_bound_seconds, seconds)
-    gap = (seconds - bound) / seconds if seconds else 0.0
-    return (
-        report
-        if report.optimal
-        else report.model_copy(update={"lower_bound_seconds": bound, "gap": gap})
-    )

@@ -1,14 +1,15 @@
-"""Models whose sequences stay whole: what asks for pieces of them is refused, with the profile's reason.
+"""Models whose sequences must stay whole: requests for pieces of them are refused.
 
-The executor would refuse the plan (`planner.profiler.sequence.check_pieces`), so the planner must not make it.
+The executor would refuse the plan (`planner.profiler.sequence.check_pieces`), so that
+the planner must not make it.
 """
 
 from __future__ import annotations
 
 from planner.cost import Workload
 from planner.errors import UnsupportedError
-from planner.search.layouts.chunks import CHUNKED
-from planner.search.layouts.orders import schedules_of
+from planner.schedule import find
+from planner.search.engine.constraints import schedule_names
 from planner.search.queries.phrases import constraint_text
 from planner.spec.job import allows
 from planner.spec.layout import Layout
@@ -33,7 +34,8 @@ def check_asked_pieces(work: Workload) -> None:
                 constraint_text(asked[field]),
                 "give 1",
             )
-    if "schedule" in asked and set(schedules_of(asked["schedule"])) <= set(CHUNKED):
+    names = schedule_names(asked.get("schedule"))
+    if names and all(find(name).takes_sequence_chunks for name in names):
         hint = "give a schedule of whole sequences, such as 1f1b"
         _refuse(
             work.profile,
