@@ -38,6 +38,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.schedule import find
 from planner.schedule.entry import Shape
@@ -131,6 +132,14 @@ def stage_ranks(order: Order) -> tuple[int, ...]:
     return find(order.schedule).stage_ranks(Shape(*numbers))
 
 
+@lru_cache(maxsize=1 << 14)
+def stages_of_ranks(order: Order) -> NDArray[np.intp]:
+    """Return the stages of every rank, lowest first, [rank, local stage]."""
+    ranks = np.array(stage_ranks(order), dtype=np.intp)
+    shape = (order.ranks, order.virtual_stages)
+    return np.argsort(ranks, kind="stable").reshape(shape)
+
+
 @lru_cache(maxsize=64)
 def splits_backward(name: str) -> bool:
     """Return whether a schedule splits backwards, or may split them.
@@ -177,6 +186,27 @@ def _of_replicas(prices: Prices, order: Order, limit: int) -> Bound:
     if capacity <= fill:
         return Bound(int(fill * _ROUNDING), "fill")
     return Bound(min(IMPOSSIBLE, int(capacity * _ROUNDING)), "capacity")
+
+
+def least_kept(prices: Prices, order: Order) -> Floats:
+    """Return the bytes that every rank keeps at least of what its stages exchange.
+
+    They are the outputs of its stages, for every micro-batch held, and the buffers in
+    which one of its stages receives.
+    """
+    inner, last, buffers = prices.exchanged
+    units = traits_of(order).units / order.chunks
+    outputs = units * inner
+    outputs[-1] = units[-1] * last
+    if not prices.keeps_outputs:
+        outputs = np.zeros(len(units))
+    neighbours = np.full(len(units), 2.0)
+    neighbours[0] -= 1
+    neighbours[-1] -= 1
+    of_ranks = stages_of_ranks(order)
+    received = neighbours[of_ranks].max(axis=1) * buffers * inner / order.chunks
+    kept: Floats = outputs[of_ranks].sum(axis=1) + received
+    return kept
 
 
 def first_actions(prices: Prices, order: Order) -> Floats:
@@ -364,7 +394,8 @@ class _Model:
         groups = [[main]]
         if whole[main] < _MAIN_SHARE * prices.total_work:
             groups.append(kinds)
-        return [_Group.of(prices, self.traits.held, group) for group in groups]
+        held, kept = self.traits.held, least_kept(prices, self.order)
+        return [_Group.of(prices, held, kept, group) for group in groups]
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,12 +422,19 @@ class _Group:
     has_room: bool
 
     @classmethod
-    def of(cls, prices: Prices, held: Floats, kinds: list[int]) -> _Group:
-        """Return the capacity of ranks that hold this number of micro-batches."""
+    def of(cls, prices: Prices, held: Floats, kept: Floats, kinds: list[int]) -> _Group:
+        """Return the capacity of ranks.
+
+        Args:
+            prices: of the layers.
+            held: micro-batches of every rank.
+            kept: bytes of every rank in addition to those of layers.
+            kinds: of the layers.
+        """
         work = prices.work[kinds]
         whole = float(prices.counts[kinds] @ work)
         free = np.broadcast_to(prices.free_of_ranks, len(held))
-        rooms = free - float(prices.least_temporary[kinds].min())
+        rooms = free - kept - float(prices.least_temporary[kinds].min())
         memories = list(zip(held.tolist(), rooms.tolist(), strict=True))
         known = {
             (units, room): _pieces(prices, units, kinds, room)

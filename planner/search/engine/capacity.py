@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from planner.search.engine.bound import (
     Order,
+    least_kept,
     stage_ranks,
     traits_of,
     ways,
@@ -116,7 +117,8 @@ def _may_beat(prices: Prices, orders: Sequence[Order], limit: float) -> list[boo
         return [False] * len(orders)
     units = [_units_of(order, main.others) for order in orders]
     times = np.stack([_time_of_rank(prices, order, limit) for order in orders])
-    layers = _layers_within(main, units, times)
+    kept = np.stack([least_kept(prices, order) for order in orders])
+    layers = _layers_within(main, units, times, main.room - kept)
     found: list[bool] = (layers.sum(axis=1) >= main.count).tolist()
     return found
 
@@ -130,8 +132,17 @@ def _time_of_rank(prices: Prices, order: Order, limit: float) -> Floats:
     return np.maximum(0.0, prices.speeds * time)
 
 
-def _layers_within(main: _Main, units: Sequence[_Units], times: Floats) -> Floats:
-    """Return the most layers that every rank takes in a time, [order, rank]."""
+def _layers_within(
+    main: _Main, units: Sequence[_Units], times: Floats, rooms: Floats
+) -> Floats:
+    """Return the most layers that every rank takes in a time, [order, rank].
+
+    Args:
+        main: the kind of the layers.
+        units: of every order.
+        times: nanoseconds of every rank.
+        rooms: bytes for states and saved activations of every rank.
+    """
     least = np.stack([each.least for each in units])
     most = np.maximum(_ROUNDING, np.stack([each.most for each in units]))
     before = np.stack([each.before for each in units])
@@ -140,7 +151,7 @@ def _layers_within(main: _Main, units: Sequence[_Units], times: Floats) -> Float
     reached_time = np.zeros_like(times)
     for saved, added in zip(main.saved, main.added, strict=True):
         bytes_of_layer = saved * least + main.states
-        room = main.room - saved * before
+        room = rooms - saved * before
         layers = np.maximum(0.0, room / np.maximum(1 / _MANY, bytes_of_layer))
         takes_any = (bytes_of_layer <= 0) & (room >= 0)
         layers = np.where(takes_any, _MANY, layers)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.cost import Workload
 from planner.search.engine.bound import (
@@ -20,6 +21,7 @@ from planner.search.engine.bound import (
     lower_bound,
 )
 from planner.search.engine.capacity import may_beat
+from planner.search.engine.cut import all_cuts_of
 from planner.search.engine.division import given_sizes
 from planner.search.engine.first_plan import find_first_plan
 from planner.search.engine.options import Option, Options, Row
@@ -254,10 +256,20 @@ class Search:
             return Node(all_cuts, index, -1, all_cuts, ())
         rule = RuleCuts(prices, order)
         cuts = self._rule_cuts(rule)
-        least = all_cuts
-        if cuts:
-            least = max(all_cuts, int(self._rule_bounds(rule.bounds, cuts)[0]))
+        if not cuts:
+            all_cuts = max(all_cuts, self._least_of_all_cuts(rule))
+            return Node(all_cuts, index, -1, all_cuts, cuts)
+        least = max(all_cuts, int(self._rule_bounds(rule.bounds, cuts)[0]))
         return Node(least, index, -1, all_cuts, cuts)
+
+    def _least_of_all_cuts(self, rule: RuleCuts) -> int:
+        """Return nanoseconds that no cut beats where all are evaluated; else 0."""
+        if is_synthesized(rule.order.schedule):
+            return 0
+        stages = rule.order.ranks * rule.order.virtual_stages
+        cuts = all_cuts_of(len(rule.prices.kind_of), stages)
+        least = rule.bounds.bounds(cuts, float(self.limit)).min()
+        return int(min(float(IMPOSSIBLE), least))
 
     def _rule_cuts(self, rule: RuleCuts) -> tuple[Sizes, ...]:
         """Return the cuts that a row is solved with; empty: all, or the solver's own."""
@@ -277,7 +289,11 @@ class Search:
         Moves of a layer start from a cut of the rule that is at most `PROMISING` times
         the best step, so that a bound on those cuts counts that much less.
         """
-        least = np.min([bounds.bounds([sizes]) for sizes in cuts], axis=0)
+        limit = PROMISING * self.limit
+        if bounds.has_one_option:
+            least = bounds.bounds(cuts, limit).min(keepdims=True)
+        else:
+            least = np.min([bounds.bounds([sizes], limit) for sizes in cuts], axis=0)
         stages = len(cuts[0])
         if stages > 1 and given_sizes(self.work, stages) is None:
             least = least / PROMISING
@@ -327,11 +343,20 @@ class Search:
         least = np.full(len(options), float(node.nanoseconds))
         if node.cuts:
             stacks = self.pricing.stacks(row, chosen, is_split=is_split)
-            by_rule = self._rule_bounds(CutBounds(stacks, order), node.cuts)
+            bounds = CutBounds(stacks, order)
+            by_rule = self._rule_bounds(bounds, node.cuts)
             least = np.maximum(least, by_rule)
+            may_fit = self._may_fit(bounds, node.cuts) & (by_rule >= IMPOSSIBLE)
         modes = self._uniform_modes(is_split)
-        for (place, option), nanoseconds in zip(options, least.tolist(), strict=True):
-            all_cuts = node.all_cuts
+        for number, (place, option) in enumerate(options):
+            all_cuts, cuts = node.all_cuts, node.cuts
+            nanoseconds = float(least[number])
+            if cuts and may_fit[number]:
+                prices = self.pricing.prices(row, option, is_split=is_split)
+                rule = RuleCuts(prices, order)
+                cuts = rule.sizes
+                nanoseconds = float(self._rule_bounds(rule.bounds, cuts)[0])
+                nanoseconds = max(float(node.nanoseconds), nanoseconds)
             if nanoseconds >= self.limit:
                 yield Node(int(nanoseconds), node.index, place, all_cuts, ())
                 continue
@@ -339,17 +364,30 @@ class Search:
             if row.virtual_stages == 1 or not node.cuts:
                 bound = lower_bound(prices, order, self.limit).nanoseconds
                 all_cuts = max(all_cuts, bound)
+            if not node.cuts and all_cuts < self.limit:
+                rule = RuleCuts(prices, order)
+                all_cuts = max(all_cuts, self._least_of_all_cuts(rule))
             item = Item(
                 row=row,
                 option=option,
                 prices=prices,
                 costs=self.pricing.costs(row, option),
                 order=order,
-                cuts=node.cuts,
+                cuts=cuts,
                 modes=modes,
             )
             bound = max(int(nanoseconds), all_cuts)
-            yield Node(bound, node.index, place, all_cuts, node.cuts, item)
+            yield Node(bound, node.index, place, all_cuts, cuts, item)
+
+    def _may_fit(self, bounds: CutBounds, cuts: tuple[Sizes, ...]) -> NDArray[np.bool_]:
+        """Return per option whether moving layers to emptier ranks may beat the limit."""
+        if given_sizes(self.work, len(cuts[0])) is not None:
+            return np.zeros(len(bounds.free(cuts[:1])), dtype=np.bool_)
+        free = [bounds.free([sizes]).max(axis=1) for sizes in cuts]
+        least = np.min([bounds.times(sizes) for sizes in cuts], axis=0)
+        has_room = np.max(free, axis=0) > 0
+        may_fit: NDArray[np.bool_] = has_room & (least < PROMISING * self.limit)
+        return may_fit
 
     def order(self, row: Row) -> Order:
         """Return the schedule of a row and its numbers."""

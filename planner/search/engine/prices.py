@@ -22,6 +22,7 @@ from planner.cost import (
 )
 from planner.cost.groups import groups_of
 from planner.cost.layers import priced
+from planner.cost.memory import receive_buffers
 from planner.cost.ticks import ticks
 from planner.search.engine.constraints import recompute_modes
 from planner.search.engine.options import Option, Options, Row
@@ -131,6 +132,11 @@ class Prices:
     def _timings(self) -> dict[bool, Timing]:
         return {}
 
+    @cached_property
+    def known_cuts(self) -> dict[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+        """Cuts by the rule of schedules with these ranks of stages."""
+        return {}
+
     def _by_kind(self, value: Callable[[Modes], float]) -> Floats:
         return np.array([value(modes) for modes in self.modes], dtype=np.float64)
 
@@ -210,6 +216,18 @@ class Prices:
     def least_temporary(self) -> Floats:
         """Temporary bytes in the mode that needs least."""
         return self._by_kind(lambda modes: min(each.temporary_bytes for each in modes))
+
+    @cached_property
+    def exchanged(self) -> tuple[float, float, int]:
+        """Least bytes between stages, those behind the last one, buffers per neighbour."""
+        *inner, last = self.costs.all_boundary_bytes()
+        least = min(inner, default=0)
+        return float(least), float(last), receive_buffers(self.costs.work)
+
+    @property
+    def keeps_outputs(self) -> bool:
+        """Whether a stage keeps what it sends until its backward."""
+        return not self.costs.work.framework.frees_outputs
 
     @cached_property
     def first_forward(self) -> Floats:

@@ -22,15 +22,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost import LayerCost
-from planner.search.engine.bound import Order, Traits, stage_ranks, traits_of
+from planner.search.engine.bound import (
+    Order,
+    Traits,
+    stage_ranks,
+    stages_of_ranks,
+    traits_of,
+)
 from planner.search.engine.dealing import deal, deal_among
+from planner.search.engine.paths import Paths, StageWork, paths_of
 from planner.search.engine.prices import Floats, Prices
 from planner.search.engine.sums import Stack
 
@@ -76,13 +84,26 @@ class CutBounds:
     """Of every class."""
     order: Order
 
-    def bounds(self, cuts: Sequence[Sizes]) -> Floats:
+    @property
+    def has_one_option(self) -> bool:
+        """Whether several cuts are bounded at once."""
+        return len(self.stacks[0].work) == 1
+
+    def times(self, sizes: Sizes) -> Floats:
+        """Return nanoseconds of a cut per option, with memory for everything."""
+        every = [each.times(sizes) for each in self._replicas]
+        most: Floats = np.max(every, axis=0)
+        return most
+
+    def bounds(self, cuts: Sequence[Sizes], limit: float = np.inf) -> Floats:
         """Return nanoseconds per option or cut; infinity: it does not fit.
 
         Args:
             cuts: one, or several where there is one option.
+            limit: nanoseconds; a bound above it need not be close.
         """
-        most: Floats = np.max([each.bounds(cuts) for each in self._replicas], axis=0)
+        every = [each.bounds(cuts, limit) for each in self._replicas]
+        most: Floats = np.max(every, axis=0)
         return most
 
     def free(self, cuts: Sequence[Sizes]) -> Floats:
@@ -108,21 +129,40 @@ class _ReplicaBounds:
     stack: Stack
     order: Order
 
-    def bounds(self, cuts: Sequence[Sizes]) -> Floats:
+    def bounds(self, cuts: Sequence[Sizes], limit: float) -> Floats:
         """Return nanoseconds per option or cut; infinity: it does not fit.
 
         Args:
             cuts: one, or several where there is one option.
+            limit: nanoseconds; a bound above it need not be close.
         """
+        cut, stack = _Cuts.of(cuts), self.stack
+        recomputation = self._recomputation(cut)
+        tails = self._tails(cut)
+        most = self._of_slowest(cut, recomputation, tails)
+        is_known = stack.staggers_steps or stack.micro_batches is not None
+        if is_known or most.min() >= limit:
+            return most
+        paths = paths_of(self.order)
+        if paths is None:
+            return most
+        longest = self._longest(cut, paths, recomputation, tails)
+        closer: Floats = np.maximum(most, longest)
+        return closer
+
+    def times(self, sizes: Sizes) -> Floats:
+        """Return nanoseconds of a cut per option, with memory for everything."""
+        cut = _Cuts.of([sizes])
+        return self._of_slowest(cut, np.zeros((1, 1)), self._tails(cut))
+
+    def _of_slowest(self, cut: _Cuts, recomputation: Floats, tails: Floats) -> Floats:
+        """Return the step of the rank that takes longest by itself."""
         order, stack = self.order, self.stack
-        cut = _Cuts.of(cuts)
-        work = self._of_ranks(cut.of_stages(stack.work))
-        once = work + self._recomputation(cut)
+        once = self._of_ranks(cut.of_stages(stack.work)) + recomputation
         timing = stack.timing(order.virtual_stages)
         actions = 2 * order.micro_batches * order.virtual_stages * order.chunks
         waiting = actions * timing.waiting
         busy = once * order.micro_batches / stack.speeds + waiting[:, None]
-        tails = self._tails(cut)
         if stack.staggers_steps:
             return self._most(busy + tails)
         lowest = cut.starts[:, : order.ranks]
@@ -134,13 +174,55 @@ class _ReplicaBounds:
             after = np.maximum(tails, back + stack.fixed_tail[:, None])
         return self._most(before + busy + after)
 
+    def _longest(
+        self, cut: _Cuts, paths: Paths, recomputation: Floats, tails: Floats
+    ) -> Floats:
+        """Return the longest path through the order."""
+        stack = self.stack
+        timing = stack.timing(self.order.virtual_stages)
+        work = StageWork(
+            forward=cut.of_stages(stack.whole_forward),
+            forward_attention=cut.of_stages(stack.forward_attention),
+            backward=cut.of_stages(stack.whole_backward),
+            input=cut.of_stages(stack.input),
+            weight=cut.of_stages(stack.weight),
+            backward_attention=cut.of_stages(stack.backward_attention),
+            recomputation=np.nan_to_num(recomputation, posinf=0.0),
+            tails=tails,
+            waiting=timing.waiting,
+            transfer=timing.transfer,
+        )
+        longest: Floats = paths.nanoseconds(work) * (1 - _ROUNDING)
+        return longest
+
     def free(self, cuts: Sequence[Sizes]) -> Floats:
         """Return the bytes that every rank has left if it recomputes all it can."""
         cut, stack = _Cuts.of(cuts), self.stack
-        kept = cut.of_stages(stack.least_saved) * self._units
-        taken = self._of_ranks(kept + cut.of_stages(stack.states))
-        free: Floats = stack.free - taken
+        saved = cut.of_stages(stack.least_saved) * self._units
+        states = cut.of_stages(stack.states)
+        free: Floats = stack.free - self._of_ranks(saved + states) - self._others(cut)
         return free
+
+    def _others(self, cut: _Cuts) -> Floats:
+        """Return bytes of every rank that no recomputation frees.
+
+        They are what stages keep of their inputs and outputs, receive buffers, and the
+        least temporary of the first or last layer of any stage.
+        """
+        stack = self.stack
+        outputs = cut.at(stack.outgoing, cut.ends)
+        inputs = cut.at(stack.outgoing, cut.starts)
+        kept = stack.keeps_outputs * outputs + stack.keeps_inputs * inputs
+        kept = kept * self._units + cut.of_stages(stack.attention_bytes)
+        outputs = outputs.copy()
+        outputs[:, -1] = 0.0
+        buffers = stack.buffers * (inputs + outputs) / self.order.chunks
+        temporary = np.maximum(
+            cut.at(stack.temporary, cut.starts), cut.at(stack.temporary, cut.ends - 1)
+        )
+        of_ranks = stages_of_ranks(self.order)
+        most = buffers[:, of_ranks].max(axis=2) + temporary[:, of_ranks].max(axis=2)
+        return self._of_ranks(kept) + most
 
     def _most(self, ends: Floats) -> Floats:
         most: Floats = ends.max(axis=1) * (1 - _ROUNDING)
@@ -166,7 +248,7 @@ class _ReplicaBounds:
         kept = cut.of_stages(stack.saved) * units
         spared = cut.of_stages(stack.spared) * units
         taken = self._of_ranks(kept - spared + cut.of_stages(stack.states))
-        excess = np.maximum(0.0, taken - stack.free)
+        excess = np.maximum(0.0, taken + self._others(cut) - stack.free)
         if not excess.any():
             return excess
         layers = cut.of_stages(stack.main) * units
@@ -222,17 +304,37 @@ class RuleCuts:
     @cached_property
     def sizes(self) -> tuple[Sizes, ...]:
         """The distinct cuts of the rule; of one that does not fit, the nearest that does."""
-        cuts = dict.fromkeys(self._cuts())
-        fitting = [sizes for sizes in cuts if not self._is_too_large(sizes)]
-        return tuple(fitting or dict.fromkeys(map(self._fitted, cuts)))
+        cuts = tuple(dict.fromkeys(self._cuts()))
+        free = self.bounds.free(cuts)
+        fits = (free >= 0).all(axis=1).tolist()
+        if any(fits):
+            return tuple(compress(cuts, fits))
+        if free.sum(axis=1).max() + self._most_freed < 0:
+            return cuts
+        return tuple(dict.fromkeys(map(self._fitted, cuts)))
+
+    @property
+    def _most_freed(self) -> float:
+        """Bytes of all ranks together that moves of layers free at most."""
+        units = traits_of(self.order).units.max() / self.order.chunks
+        saved = MOST_REPAIRS * units * self.prices.least_activations.max()
+        temporary = self.order.ranks * self.prices.least_temporary.max()
+        return float(saved + temporary)
 
     def _cuts(self) -> Iterator[Sizes]:
+        """Yield the cut of the rule for work in the fastest and in the smallest modes."""
+        known = self.prices.known_cuts
         ranks = stage_ranks(self.order)
-        leanest = [
+        if ranks not in known:
+            known[ranks] = tuple(self._dealt(ranks))
+        yield from known[ranks]
+
+    def _dealt(self, ranks: tuple[int, ...]) -> Iterator[Sizes]:
+        smallest = [
             min(modes, key=lambda each: each.activation_bytes)
             for modes in self.prices.modes
         ]
-        for chosen in (self.prices.fastest, leanest):
+        for chosen in (self.prices.fastest, smallest):
             works = [_work(cost) for cost in chosen]
             of_layers = tuple(works[kind] for kind in self.prices.kind_of)
             for replicas in self.prices.replicas:
@@ -241,9 +343,6 @@ class RuleCuts:
                     yield deal(of_layers, ranks)
                 else:
                     yield _on_unequal_ranks(of_layers, speeds, ranks)
-
-    def _is_too_large(self, sizes: Sizes) -> bool:
-        return bool((self.bounds.free([sizes]) < 0).any())
 
     def _fitted(self, sizes: Sizes) -> Sizes:
         """Return a cut with layers moved from the fullest ranks to the emptiest."""
@@ -261,14 +360,6 @@ class RuleCuts:
             moved[givers.argmax()] -= 1
             moved[takers.argmin()] += 1
         return tuple(moved.tolist())
-
-
-@lru_cache(maxsize=1 << 14)
-def stages_of_ranks(order: Order) -> NDArray[np.intp]:
-    """Return the stages of every rank, lowest first, [rank, local stage]."""
-    ranks = np.array(stage_ranks(order), dtype=np.intp)
-    shape = (order.ranks, order.virtual_stages)
-    return np.argsort(ranks, kind="stable").reshape(shape)
 
 
 def _on_unequal_ranks(

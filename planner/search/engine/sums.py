@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.cost import LayerCost
+from planner.cost.memory import receive_buffers
 from planner.search.engine.hull import lower_hull
 
 if TYPE_CHECKING:
@@ -56,6 +58,21 @@ class Stack:
     first_forward: Floats
     """Nanoseconds of the first chunk's forward."""
     first_backward: Floats
+    whole_forward: Floats
+    """Nanoseconds of forwards without attention, which chunks share out unequally."""
+    forward_attention: Floats
+    whole_backward: Floats
+    """Of backwards with the gradients of weights, in the fastest mode."""
+    input: Floats
+    """Of backwards without the gradients of weights."""
+    weight: Floats
+    backward_attention: Floats
+    attention_bytes: Floats
+    """Keys and values that chunks keep."""
+    temporary: Floats
+    """Least temporary bytes of every layer, [option, layer]."""
+    outgoing: Floats
+    """Bytes that leave the first n layers, per micro-batch; none from none."""
     free: Floats
     """Bytes for states, activations and temporaries of layers, [option, rank].
 
@@ -78,6 +95,12 @@ class Stack:
     """Share of compute that hides communication."""
     micro_batches: int | None
     """Of a class of replicas where replicas differ."""
+    keeps_outputs: bool
+    """A stage keeps what it sends until its backward."""
+    keeps_inputs: bool
+    """A stage keeps what it receives in addition to what its layers save."""
+    buffers: int
+    """Receive buffers per neighbour."""
 
     def timing(self, virtual_stages: int) -> Timings:
         """Return the least nanoseconds between stages."""
@@ -94,11 +117,11 @@ class Stack:
         kinds = np.array(prices.kind_of)
         firsts = [modes[0] for modes in prices.modes]
 
-        def summed(values: Floats) -> Floats:
-            return np.concatenate([[0.0], np.cumsum(values[kinds])])[None]
-
         def field(name: str) -> Floats:
             return np.array([float(getattr(one, name)) for one in firsts])
+
+        def least(value: Callable[[LayerCost], int]) -> Floats:
+            return np.array([float(min(map(value, one))) for one in prices.modes])
 
         longest = np.array(
             [float(max(one.backward_ticks for one in modes)) for modes in prices.modes]
@@ -110,20 +133,36 @@ class Stack:
         freed = _freed(prices, main)
         timings = [prices.timing(stages) for stages in (1, 2)]
         framework = prices.costs.work.framework
+        costs = prices.costs
+        is_chunked = costs.layout.sequence_chunks > 1
+        sums = _sums(
+            kinds,
+            work=prices.work,
+            saved=saved,
+            least_saved=prices.least_activations,
+            spared=spared,
+            states=prices.states,
+            main=(np.arange(len(saved)) == main).astype(np.float64),
+            reduction=field("reduction_ticks") - update,
+            update=update,
+            optimizer=field("optimizer_ticks"),
+            forward=forward,
+            backward=longest,
+            whole_forward=least(_forward),
+            forward_attention=least(lambda one: one.attention.forward_ticks),
+            whole_backward=least(_backward),
+            input=least(lambda one: _backward(one) - one.backward_weight_ticks),
+            weight=least(lambda one: one.backward_weight_ticks),
+            backward_attention=least(lambda one: one.attention.backward_ticks),
+            attention_bytes=is_chunked * least(lambda one: one.attention.bytes),
+        )
+        outgoing = np.array([0, *costs.all_boundary_bytes()], dtype=np.float64)
         return cls(
-            work=summed(prices.work),
-            saved=summed(saved),
-            least_saved=summed(prices.least_activations),
-            spared=summed(spared),
-            states=summed(prices.states),
-            main=summed(np.arange(len(saved)) == main),
-            reduction=summed(field("reduction_ticks") - update),
-            update=summed(update),
-            optimizer=summed(field("optimizer_ticks")),
-            forward=summed(forward),
-            backward=summed(longest),
+            **sums,
             first_forward=prices.first_forward[None],
             first_backward=prices.first_backward[None],
+            temporary=prices.least_temporary[kinds][None],
+            outgoing=outgoing[None],
             free=prices.free_of_ranks[None],
             speeds=prices.speeds[None],
             fixed_tail=np.array([prices.fixed_tail]),
@@ -136,6 +175,9 @@ class Stack:
             staggers_steps=framework.staggers_steps,
             overlap=_overlap(prices),
             micro_batches=prices.micro_batches,
+            keeps_outputs=not framework.frees_outputs,
+            keeps_inputs=costs.layout.activation_offload,
+            buffers=receive_buffers(costs.work),
         )
 
     @classmethod
@@ -155,6 +197,24 @@ class Stack:
 
         make: Callable[..., Stack] = cls
         return make(**{field.name: together(field.name) for field in fields(cls)})
+
+
+def _sums(kinds: NDArray[np.intp], **values: Floats) -> dict[str, Any]:
+    """Return sums over the first layers of values per kind."""
+    of_layers = np.stack(list(values.values()))[:, kinds]
+    sums = np.zeros((len(values), len(kinds) + 1))
+    np.cumsum(of_layers, axis=1, out=sums[:, 1:])
+    return {name: sums[place, None] for place, name in enumerate(values)}
+
+
+def _forward(cost: LayerCost) -> int:
+    """Return nanoseconds of a forward without attention."""
+    return cost.forward_ticks - cost.attention.forward_ticks
+
+
+def _backward(cost: LayerCost) -> int:
+    """Return nanoseconds of a backward without attention."""
+    return cost.backward_ticks - cost.attention.backward_ticks
 
 
 def _overlap(prices: Prices) -> float:

@@ -17,7 +17,6 @@ from planner.search.engine.bound import (
     IMPOSSIBLE,
     Order,
     lower_bound,
-    splits_backward,
     traits_of,
 )
 from planner.search.engine.constraints import MODES
@@ -120,18 +119,16 @@ def test_bound_of_a_row_is_below_its_options(case: tuple[str, int, int, int]) ->
         node = search.bound_row(chooser.randrange(len(search.table)))
         row = Row.of(search.table, node.index)
         order = search.order(row)
-        is_split = splits_backward(order.schedule)
         option = chooser.choice(list(search.options.of(row)))
-        prices = search.pricing.prices(row, option, is_split=is_split)
         if row.micro_batches * row.pipeline * row.virtual_stages > 512:
             continue
-        costs = search.pricing.costs(row, option)
-        cuts = node.cuts or RuleCuts(prices, order).sizes
-        modes = ("none",) if is_split else ()
-        item = Item(row, option, prices, costs, order, cuts, modes)
-        found = RowSolver(item).solve(10**15, moves=False)
+        (one,) = search.bound_options(node, row, [(0, option)])
+        if one.item is None:
+            continue
+        found = RowSolver(one.item).solve(10**15, moves=False)
         if found is not None:
             assert node.all_cuts <= node.nanoseconds <= found.total, (order, option)
+            assert one.all_cuts <= one.nanoseconds <= found.total, (order, option)
             compared += 1
     assert compared > 5
 
