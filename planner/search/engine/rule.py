@@ -221,8 +221,10 @@ class _ReplicaBounds:
             cut.at(stack.temporary, cut.starts), cut.at(stack.temporary, cut.ends - 1)
         )
         of_ranks = stages_of_ranks(self.order)
-        most = buffers[:, of_ranks].max(axis=2) + temporary[:, of_ranks].max(axis=2)
-        return self._of_ranks(kept) + most
+        largest = buffers[:, of_ranks].max(axis=2)
+        largest = largest + temporary[:, of_ranks].max(axis=2)
+        others: Floats = self._of_ranks(kept) + largest
+        return others
 
     def _most(self, ends: Floats) -> Floats:
         most: Floats = ends.max(axis=1) * (1 - _ROUNDING)
@@ -306,7 +308,7 @@ class RuleCuts:
         """The distinct cuts of the rule; of one that does not fit, the nearest that does."""
         cuts = tuple(dict.fromkeys(self._cuts()))
         free = self.bounds.free(cuts)
-        fits = (free >= 0).all(axis=1).tolist()
+        fits: list[bool] = [min(ranks) >= 0 for ranks in free.tolist()]
         if any(fits):
             return tuple(compress(cuts, fits))
         if free.sum(axis=1).max() + self._most_freed < 0:
