@@ -454,7 +454,7 @@ class _Group:
             slopes=slopes,
             layer=float(work[0]) if len(kinds) == 1 else 0.0,
             count=float(prices.counts[kinds].sum()),
-            has_room=bool((rooms >= 0).all()),
+            has_room=bool((rooms >= 0).any()),
         )
 
     def takes(self, limits: Floats, total: float) -> bool:

@@ -113,7 +113,7 @@ def _may_beat(prices: Prices, orders: Sequence[Order], limit: float) -> list[boo
     main = _Main.of(prices)
     if main.work <= 0:
         return [True] * len(orders)
-    if (main.room < 0).any():
+    if (main.room < 0).all():
         return [False] * len(orders)
     units = [_units_of(order, main.others) for order in orders]
     times = np.stack([_time_of_rank(prices, order, limit) for order in orders])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from planner.cost import choose, rank_memory, schedule_of, workload
 from planner.search.engine.bound import Order, forbids_recompute
+from planner.search.engine.capacity import may_beat
 from planner.search.engine.options import Row
 from planner.search.engine.paths import Paths, paths_of
 from planner.search.engine.rule import RuleCuts
@@ -77,6 +78,8 @@ def test_no_recomputation_of_a_cut_beats_its_bound(
         assert all(bound <= step for step in fitting), (row, option, bound)
         among = bounds.bounds(cuts)[cuts.index(sizes)]
         assert among == pytest.approx(bound)
+        limits = [float(step + 1) for step in fitting]
+        assert all(may_beat(priced, [order], limit)[0] for limit in limits), row
 
 
 CASES = [
