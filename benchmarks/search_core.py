@@ -1,7 +1,8 @@
 """How soon the search finds good plans and proves the best one.
 
-``python -m benchmarks.search_core [--seconds N] [--case NAME]``. All times are
-CPU seconds of one process.
+``python -m benchmarks.search_core [--seconds N] [--case NAME] [--without PART]``. All
+times are CPU seconds of one process. Without a part of the bound the search proves the
+same with more work.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import argparse
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import NamedTuple
 
 from planner.cost import Workload, workload
 from planner.profiler.resolve import catalogue_profile
+from planner.search.engine import engine, prices, rule
 from planner.search.engine.engine import Search
 from planner.search.engine.result import Progress, Result
 from planner.search.support import supported_space
@@ -40,7 +43,28 @@ CASES = {
     "deepseek": Case("deepseek-v3", "h200-sxm-141gb", 24576, 24576, 4096),
 }
 HEADER = ("case", "step", "first", "5 %", "end", "CPU s", "gap", "all cuts", "GiB")
+HEADER += ("rows", "options", "solved")
 CLOSE = 1.05
+
+
+def _all_may_beat(prices: object, orders: Sequence[object], limit: float) -> list[bool]:
+    return [True] * len(orders)
+
+
+def _not_dominated(better: object, worse: object) -> bool:
+    return False
+
+
+def _no_paths(order: object) -> None:
+    return None
+
+
+PARTS: dict[str, tuple[ModuleType, str, Callable[..., object]]] = {
+    "paths": (rule, "paths_of", _no_paths),
+    "capacity": (engine, "may_beat", _all_may_beat),
+    "dominance": (prices, "dominates", _not_dominated),
+}
+"""Parts of the bound: module, function, and what stands for it without the part."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="CPU limit")
     parser.add_argument("--case", choices=list(CASES), help="only this case")
+    parser.add_argument("--without", choices=list(PARTS), help="a part of the bound")
     arguments = parser.parse_args(argv)
+    if arguments.without:
+        setattr(*PARTS[arguments.without])
     print("first, 5 %, end: CPU seconds to the first plan, one within 5 %, the last")
     print(_row(HEADER))
     for name, case in CASES.items():
@@ -103,7 +130,8 @@ def _new(case: Case, seconds: float) -> tuple[str, ...]:
     spent = time.process_time() - begun
     if result.best is None:
         return ("none", "", "", "", f"{spent:.1f}")
-    return (*_times(found, result), f"{spent:.1f}", *_gaps(result), _peak_gibibytes())
+    gaps = (*_gaps(result), _peak_gibibytes())
+    return (*_times(found, result), f"{spent:.1f}", *gaps, *_nodes(result))
 
 
 def _times(found: Sequence[Improvement], result: Result) -> tuple[str, ...]:
@@ -117,6 +145,13 @@ def _times(found: Sequence[Improvement], result: Result) -> tuple[str, ...]:
 
 def _gaps(result: Result) -> tuple[str, ...]:
     return (f"{result.gap:.1%}", f"{result.gap_all_cuts:.1%}")
+
+
+def _nodes(result: Result) -> tuple[str, ...]:
+    """Return the rows and options that were bounded, and those that were solved."""
+    progress = result.progress
+    numbers = (progress.rows_bounded, progress.options_bounded, progress.solved)
+    return tuple(f"{each:,}" for each in numbers)
 
 
 def _peak_gibibytes() -> str:

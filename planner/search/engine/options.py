@@ -104,15 +104,20 @@ class Options:
         self._shared: dict[tuple[int, int], bool] = {}
         self._modes: dict[int, frozenset[frozenset[str]]] = {}
         self._known: dict[tuple[object, ...], tuple[Option, ...]] = {}
+        self._extremes: dict[tuple[object, ...], tuple[Option, ...]] = {}
 
     def of(self, row: Row) -> tuple[Option, ...]:
         """Return every option that the job and the runtime permit, simplest first."""
-        depends_on_order = self.work.framework.supports.limits_plans
-        depends_on_order |= self.offload(row).activations
-        key = tuple(row) if depends_on_order else row.degrees
+        key = self._key(row)
         if key not in self._known:
             self._known[key] = tuple(self._permitted(row))
         return self._known[key]
+
+    def _key(self, row: Row) -> tuple[object, ...]:
+        """Return what decides the options of a row."""
+        depends_on_order = self.work.framework.supports.limits_plans
+        depends_on_order |= self.offload(row).activations
+        return tuple(row) if depends_on_order else row.degrees
 
     def _permitted(self, row: Row) -> Iterator[Option]:
         if self.offload(row).activations and not self._takes_no_recompute(row):
@@ -128,13 +133,19 @@ class Options:
             if self.work.framework.supports.violation(layout, self.work.job) is None:
                 yield option
 
-    def extremes(self, row: Row) -> list[Option]:
+    def extremes(self, row: Row) -> tuple[Option, ...]:
         """Return options that together have the least prices of all options of a row.
 
         Layers take least time under the lowest ZeRO stage, and states least bytes under
         the highest one, over as many ranks as permitted; gradients under stage 2, where
         the runtime adds them up whole under stage 3. Reductions have no least price.
         """
+        key = self._key(row)
+        if key not in self._extremes:
+            self._extremes[key] = tuple(self._found_extremes(row))
+        return self._extremes[key]
+
+    def _found_extremes(self, row: Row) -> list[Option]:
         groups: dict[tuple[object, ...], list[Option]] = {}
         for option in self.of(row):
             key = option._replace(zero_stage=0, shard_degree=None)

@@ -335,7 +335,7 @@ class Pricing:
         options = self.options.extremes(row)
         if not options:
             return None
-        key = (row.degrees, tuple(options), is_split)
+        key = (row.degrees, options, is_split)
         found = self._prices.get(key)
         if found is None:
             layouts = [self._of_equal_ranks(row, option) for option in options]
@@ -425,7 +425,9 @@ def timing_of(costs: LayoutCosts, virtual_stages: int) -> Timing:
     )
     if virtual_stages > 1:
         boundaries = 1
-    least = min(min(costs.transfers_behind(s)) for s in range(boundaries))
+    behind = [costs.transfers_behind(stage) for stage in range(boundaries)]
+    distinct = {id(each): each for each in behind}
+    least = min(map(min, distinct.values()))
     waiting = min(each.waiting_ticks for each in (costs, *costs.ranks))
     return Timing(float(waiting), float(least))
 
