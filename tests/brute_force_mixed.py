@@ -19,8 +19,8 @@ from planner.check.step import ColumnStep
 from planner.cost import workload
 from planner.cost.mixed import fair_shares
 from planner.schedule import Schedule, build
+from planner.search.engine.arrangement import Speeds
 from planner.search.engine.dealing import deal_among
-from planner.search.layouts.standing import Speeds
 from planner.spec.cluster import Cluster
 from planner.spec.job import WHOLE_PARAMETERS, Job
 from planner.spec.layout import Layout
@@ -190,7 +190,7 @@ def _choices(
             }
         return
     speeds = Speeds.of(workload(profile, cluster, job), split)
-    shares = fair_shares([speeds.ticks(row) for row in rows], count, len(rows[0]) - 1)
+    shares = fair_shares([speeds.of_one(row) for row in rows], count, len(rows[0]) - 1)
     if split[3] > 1 or min(shares) == 0:
         return
     sharings = _sharings(zeros[:2], rows, split)

@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 
 from planner import runtimes
-from planner.cost import workload
+from planner.cost import Workload, workload
 from planner.errors import LayoutError, UnsupportedError
 from planner.export import find
 from planner.profiler.counted import counted_profile
 from planner.runtimes import Supports
 from planner.search import plan, predict
-from planner.search.layouts.space import layouts, space_of
+from planner.search.engine.division import divides
+from planner.search.engine.options import Options, Row, permits_recompute
+from planner.search.engine.space import whole_space
+from planner.search.engine.table import enumerate_table
 from planner.spec import Infeasible, Job, Layout, ModelProfile, Plan, PredictionLayout
 from planner.spec.job import CONSTRAINABLE
 from planner.spec.layout import RecomputeWord
@@ -140,31 +143,39 @@ def test_constraints_are_narrowed() -> None:
     }
 
 
+def layouts_of(work: Workload) -> dict[str, Layout]:
+    """All layouts of the search, as text, before layers choose what they recompute."""
+    space = whole_space(work, least_tokens=1)
+    options = Options(work, space)
+    table = enumerate_table(work, space)
+    found = {}
+    for index in range(len(table)):
+        row = Row.of(table, index)
+        for option in options.of(row):
+            layout = options.layout(row, option)
+            found[str(layout)] = layout
+    return found
+
+
 @pytest.mark.parametrize("runtime", LIMITED)
-def test_the_search_has_only_supported_layouts(runtime: str) -> None:
+def test_the_search_has_all_supported_layouts_and_no_other(runtime: str) -> None:
     """The space of a runtime is that of our own executor without what it lacks."""
     model = llama("llama-3.1-8b")
     work = workload(model, MACHINES, JOB.model_copy(update={"runtime": runtime}))
-    found = set(map(str, layouts(work)))
-    supports = runtimes.planned(runtime).supports
+    found = layouts_of(work)
     assert found
-    for layout in layouts(work):
-        assert supports.violation(layout, work.job) is None
-    ours = workload(model, MACHINES, JOB)
-    words: tuple[RecomputeWord, ...] = ("none", "selective", "full")
+    supports = work.framework.supports
+    words: tuple[RecomputeWord, ...] = ("none", "selective", "full", "per-layer")
     possible = set()
-    for layout in layouts(ours):
-        mixed = supports.allowed("recompute") is None
-        bounded = layout.schedule in ("1f1b", "gpipe")
-        expanded = words if bounded and not mixed else (layout.recompute,)
-        for word in expanded:
-            one = layout.model_copy(update={"recompute": word})
-            if supports.violation(one, ours.job) is None:
-                possible.add(str(one))
-    if supports.uneven_stages:
-        assert found == possible
-    else:
-        assert found <= possible
+    for text, layout in layouts_of(workload(model, MACHINES, JOB)).items():
+        stages = layout.pipeline_parallel_degree * layout.virtual_stages_per_rank
+        if not divides(model, {}, work.framework, stages):
+            continue
+        recompute = words if permits_recompute(layout.schedule) else words[:1]
+        each = [layout.model_copy(update={"recompute": word}) for word in recompute]
+        if any(supports.violation(one, work.job) is None for one in each):
+            possible.add(text)
+    assert found.keys() == possible
 
 
 @pytest.mark.parametrize(
@@ -182,7 +193,7 @@ def test_a_job_that_a_runtime_lacks_is_refused(
     dtype: Any = "fp32" if job.precision == "fp32" else "bf16"
     model = counted_profile("llama-3.2-1b", sequence_length=1024, dtype=dtype)
     with pytest.raises(UnsupportedError) as raised:
-        space_of(workload(model, MACHINES, job))
+        plan(request(model, MACHINES, job), model)
     assert raised.value.problems[0].field == field
     assert raised.value.problems[0].hint
 

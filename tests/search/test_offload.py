@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
 import pytest
@@ -22,13 +21,12 @@ from planner.cost import (
 )
 from planner.errors import LayoutError, UnsupportedError
 from planner.search import account, plan, predict
-from planner.search.solve import single
 from planner.spec import Cluster, Infeasible, Job, ModelProfile, Plan
 from planner.spec.layout import PredictionLayout
 from planner.spec.plan import Alternative, Breakdown, Sensitivity
-from tests.brute_force import PARTITIONED, Priced, facts, layouts, price, price_all
+from tests.brute_force import Priced, facts, layouts, price, price_all
 from tests.builders import cluster, job, layer, profile, request, with_recompute
-from tests.search.test_brute_force import asked, freely
+from tests.search.test_brute_force import asked
 from tests.strategies import Instance, instances
 
 _BANDWIDTHS = (499979687.0, 4999999937.0, 99999999977.0)
@@ -143,22 +141,6 @@ def test_cost_model_and_validator_agree_on_offloading(
         assert evaluate(costs, schedule, stages).total_ticks == one.nanoseconds
         assert tuple(row.peak_bytes for row in memory) == one.peaks
         assert tuple(row.host_bytes for row in memory) == one.hosts
-
-
-@settings(max_examples=15)
-@given(hosted_instances())
-def test_bounds_of_offloaded_layouts_are_admissible(
-    case: tuple[Instance, list[Priced]],
-) -> None:
-    """No stage map of a layout that fits device and host is faster than the layout's lower bound."""
-    instance, priced = case
-    work = workload(instance.profile, instance.cluster, instance.job)
-    for layout, same in groupby(priced, key=lambda one: one.layout):
-        fitting = [one.nanoseconds for one in same if fits(one, instance)]
-        if layout.schedule in PARTITIONED and fitting:
-            assert single(work, freely(layout), ("per-layer",)).bound_ticks <= min(
-                fitting
-            )
 
 
 @settings(max_examples=10)

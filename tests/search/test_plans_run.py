@@ -9,10 +9,11 @@ from planner.check import check
 from planner.cost import workload
 from planner.executor.support import check_plan
 from planner.search import plan
-from planner.search.layouts.chunks import CHUNKED
-from planner.search.layouts.orders import SEARCHED
-from planner.search.layouts.space import layouts
+from planner.search.engine.options import permits_recompute
+from planner.search.engine.space import cuts_sequences, whole_space
+from planner.search.engine.table import enumerate_table
 from planner.spec import Plan
+from planner.spec.layout import RecomputeWord
 from tests.builders import cluster, job, layer, profile, request
 from tests.strategies import Instance, instances, with_operations
 
@@ -23,13 +24,15 @@ PLAIN = profile(
     * 8
 )
 MODEL = PLAIN.model_copy(update={"layers": tuple(map(with_operations, PLAIN.layers))})
+SEARCHED = whole_space(workload(MODEL, cluster(4), job(8))).schedules
 ASKED = [
     (name, stage)
     for name in SEARCHED
     for stage in range(4)
-    if stage < 2 or name not in CHUNKED
+    if stage < 2 or not cuts_sequences(name)
 ]
 """Schedule and ZeRO stage."""
+WORDS: tuple[RecomputeWord, ...] = ("none", "selective", "full", "per-layer")
 
 
 @settings(max_examples=30)
@@ -46,24 +49,21 @@ def test_plans_of_any_request(instance: Instance) -> None:
 @pytest.mark.parametrize(("name", "zero_stage"), ASKED)
 def test_plans_of_every_schedule(name: str, zero_stage: int) -> None:
     """Of every schedule that the search chooses, with every ZeRO stage, at every number of stages per rank."""
-    machines, step = (
-        cluster(4),
-        job(8, schedule=name, zero_stage=zero_stage, pipeline_parallel_degree=2),
-    )
-    possible = list(layouts(workload(MODEL, machines, step)))
-    assert possible
-    for virtual in {layout.virtual_stages_per_rank for layout in possible}:
-        for recompute in {layout.recompute for layout in possible}:
-            fixed = dict(step.constraints) | {
-                "virtual_stages_per_rank": virtual,
-                "recompute": recompute,
-            }
-            asked = step.model_copy(update={"constraints": fixed})
-            found = plan(request(MODEL, machines, asked, top=0), MODEL)
+    fixed = {"pipeline_parallel_degree": 2, "schedule": name, "zero_stage": zero_stage}
+    machines = cluster(4)
+    work = workload(MODEL, machines, job(8, **fixed))
+    table = enumerate_table(work, whole_space(work))
+    stages = set(table.virtual_stages.tolist())
+    assert stages
+    for virtual in sorted(stages):
+        for word in WORDS if permits_recompute(name) else WORDS[:1]:
+            more = {"virtual_stages_per_rank": virtual, "recompute": word}
+            step = job(8, **fixed, **more)
+            found = plan(request(MODEL, machines, step, top=0), MODEL)
             assert isinstance(found, Plan)
-            assert (found.layout.schedule, found.layout.zero_stage) == (
-                name,
-                zero_stage,
-            )
+            layout = found.layout
+            assert (layout.schedule, layout.zero_stage) == (name, zero_stage)
+            assert layout.virtual_stages_per_rank == virtual
+            assert layout.recompute == word or word == "per-layer"
             check_plan(found)
             assert check(found, MODEL).problems == ()

@@ -12,7 +12,7 @@ from planner.search.engine.table import enumerate_table
 from planner.search.queries.counts import layouts_of_rows
 from planner.spec.layout import Layout
 from planner.spec.words import written
-from tests.search.engine.test_former_space import request
+from tests.search.engine.requests import request
 from tests.search.engine.test_table import decoder
 
 ON_STAGES = ("recompute", "micro_batch_shares", "expert_tensor_parallel_degree")

@@ -1,15 +1,13 @@
-"""The engine against brute force over its whole space, and against the former search."""
+"""The engine against brute force over its whole space."""
 
 from __future__ import annotations
 
 import random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cost import (
-    TICK_SECONDS,
     Workload,
     choose,
     rank_memory,
@@ -20,11 +18,6 @@ from planner.search.engine.engine import plan_space
 from planner.search.engine.result import Candidate, Result
 from planner.search.engine.space import Space, listed_space, whole_space
 from planner.search.engine.stop import AnyStop, GapStop, WorkStop
-from planner.search.former import former_plan
-from planner.search.result import Callbacks
-from planner.spec import Options as PlanOptions
-from planner.spec import Plan
-from tests.builders import request
 from tests.search.engine.exact import (
     HOST_BANDWIDTHS,
     PLENTY,
@@ -127,55 +120,6 @@ def test_plan_is_the_optimum_of_the_whole_space(instance: Instance, seed: int) -
     )
     assert found.gap == 0.0
     assert found.lower_bound_all_cuts <= expected[0]
-
-
-@settings(max_examples=25, deadline=None)
-@given(instances(most_layers=5), st.integers(0, 2**30))
-def test_plan_is_never_slower_than_the_former_search(
-    instance: Instance, seed: int
-) -> None:
-    """The former search's plan is no faster, with hosts and unequal shares too."""
-    if len(workload(instance.profile, instance.cluster, instance.job).groups):
-        return
-    work = tight(instance, seed)
-    asked = request(work.profile, work.cluster, work.job, top=0)
-    former = former_plan(asked, work.profile, Callbacks())
-    if not isinstance(former, Plan):
-        return
-    if former.layout.devices != work.devices:
-        return
-    found = plan_space(work, whole(work))
-    assert found.best is not None
-    step = found.best.total * TICK_SECONDS
-    assert step <= former.prediction.step_seconds * (1 + 1e-12)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        ("llama-3.2-1b", 8, 16, 8192),
-        ("gpt2", 4, 32, 1024),
-        ("llama-3.1-8b", 8, 8, 4096),
-    ],
-    ids=lambda case: case[0],
-)
-def test_optimum_of_decoders_in_the_listed_space(
-    case: tuple[str, int, int, int],
-) -> None:
-    """On sizes that the profile lists, the former search's optimum is met or beaten."""
-    work = decoder(*case, sequence_chunks=1)
-    options = PlanOptions(time_limit_seconds=600, top=0)
-    former = former_plan(
-        request(work.profile, work.cluster, work.job, **options.model_dump()),
-        work.profile,
-        Callbacks(),
-    )
-    found = plan_space(work, listed_space(work))
-    assert isinstance(former, Plan)
-    assert found.best is not None
-    assert found.gap == 0.0
-    step = found.best.total * TICK_SECONDS
-    assert step <= former.prediction.step_seconds * (1 + 1e-12)
 
 
 def answer(result: Result) -> tuple[object, ...]:

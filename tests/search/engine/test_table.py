@@ -1,9 +1,8 @@
-"""The table of layouts against nested loops, and against the layouts of the former search."""
+"""The table of layouts against nested loops."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
 
 from planner.cost import Workload, workload
 from planner.errors import LayoutError
@@ -13,14 +12,11 @@ from planner.search.engine.options import Options, Row
 from planner.search.engine.space import (
     LEAST_TOKENS,
     Space,
-    listed_space,
     whole_space,
 )
 from planner.search.engine.table import enumerate_table
-from planner.search.layouts.space import layouts
 from planner.spec import Cluster, Job, NodeGroup
 from planner.spec.layout import Layout
-from tests.strategies import Instance, instances
 
 
 def decoder(
@@ -157,32 +153,6 @@ def keys(work: Workload, space: Space) -> set[Key]:
         for row in rows_of(work, space)
         for option in options.of(row)
     }
-
-
-def former_keys(work: Workload) -> set[Key]:
-    """All layouts of the former search."""
-    return set(map(key_of, layouts(work)))
-
-
-@settings(max_examples=60, deadline=None)
-@given(instances())
-def test_layouts_of_the_former_search_are_a_subset(instance: Instance) -> None:
-    """Every layout of the former search has a row and an option, in both spaces."""
-    work = workload(instance.profile, instance.cluster, instance.job)
-    if work.groups:
-        return
-    former = former_keys(work)
-    assert former <= keys(work, listed_space(work))
-    assert former <= keys(work, whole_space(work, least_tokens=1))
-
-
-@pytest.mark.parametrize("devices", [8, 64])
-def test_decoder_layouts_of_the_former_search_are_a_subset(devices: int) -> None:
-    """The same for a catalogue decoder, whose rows are derived for every size."""
-    work = decoder("llama-3.1-8b", devices, 64, 8192)
-    former = former_keys(work)
-    assert former
-    assert former <= keys(work, whole_space(work, least_tokens=1))
 
 
 @pytest.mark.parametrize(

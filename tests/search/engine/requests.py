@@ -1,19 +1,12 @@
-"""Layouts of the former search, for clusters of one node group, are layouts of the new one."""
+"""Random requests for plans on one node group: models, runtimes, hosts and constraints."""
 
 from __future__ import annotations
 
 import random
-from collections import Counter
 
 from planner.cost import Workload, workload
 from planner.profiler.counted import counted_profile
-from planner.search.engine.options import Options, Row
-from planner.search.engine.space import whole_space
-from planner.search.engine.table import enumerate_table
-from planner.search.layouts.space import layouts
 from planner.spec import Cluster, Job, NodeGroup
-from planner.spec.layout import Layout
-from tests.search.engine.test_table import key_of
 
 MODELS = {
     "llama-3.2-1b": 4096,
@@ -73,36 +66,3 @@ def request(seed: int) -> Workload:
     )
     profile = counted_profile(model, sequence_length=length)
     return workload(profile, Cluster(node_groups=(group,)), step)
-
-
-def missing_layouts(work: Workload, found: Counter[str]) -> list[Layout]:
-    """Return the former layouts that the new space lacks, and count what layouts have."""
-    space = whole_space(work, least_tokens=1)
-    options = Options(work, space)
-    table = enumerate_table(work, space)
-    keys = set()
-    for index in range(len(table)):
-        row = Row.of(table, index)
-        keys |= {key_of(options.layout(row, option)) for option in options.of(row)}
-    missing = []
-    for layout in layouts(work):
-        found["layouts"] += 1
-        found["unequal shares"] += layout.has_uneven_shares
-        found["activations on the host"] += layout.activation_offload
-        found["optimizer on the host"] += layout.optimizer_offload
-        found["experts"] += layout.expert_parallel_degree > 1
-        found[work.job.runtime] += 1
-        found[work.profile.model] += 1
-        if key_of(layout) not in keys:
-            missing.append(layout)
-    return missing
-
-
-def test_layouts_of_the_former_search_are_a_subset() -> None:
-    """The new space has every layout of the former one, whatever the request."""
-    found: Counter[str] = Counter()
-    for seed in range(24):
-        assert not missing_layouts(request(seed), found), seed
-    covered = {"unequal shares", "activations on the host", "optimizer on the host"}
-    covered |= {"experts", *MODELS, *RUNTIMES}
-    assert min(found[each] for each in covered) > 0, found

@@ -7,16 +7,21 @@ from typing import Any
 import pytest
 
 from planner.check import check
-from planner.cost import workload
+from planner.cost import Workload, workload
 from planner.errors import UnsupportedError
+from planner.schedule import names
 from planner.search import plan, predict
-from planner.search.layouts.chunks import CHUNKED
-from planner.search.layouts.space import layouts
+from planner.search.engine.options import Options, Row
+from planner.search.engine.space import Space, cuts_sequences, whole_space
+from planner.search.engine.table import enumerate_table
+from planner.search.support import supported_space
 from planner.spec import Infeasible, Layout, ModelProfile, Plan, PredictionLayout
 from planner.spec.profile import LayerProfile
 from tests.builders import cluster, job, layer, profile, request
 from tests.strategies import also_split, with_operations
 
+CHUNKED = ("seqpipe", "seqvpp", "seqsmartvpp")
+"""Schedules of sequences in several chunks."""
 PLAIN = profile(
     layer(parameters=1000, activation=5000, exchange=100, flops=900) * 8, degrees=(1, 2)
 )
@@ -55,32 +60,54 @@ def compute_bound(model: ModelProfile) -> ModelProfile:
     return model.model_copy(update={"layers": tuple(layers)})
 
 
+def layouts_of(work: Workload, space: Space) -> list[Layout]:
+    """All layouts of a space."""
+    table = enumerate_table(work, space)
+    options = Options(work, space)
+    rows = [Row.of(table, index) for index in range(len(table))]
+    return [options.layout(row, each) for row in rows for each in options.of(row)]
+
+
 def cut(model: ModelProfile, **constraints: Any) -> list[Layout]:
-    """Layouts of several chunks on four devices."""
-    return [
-        one
-        for one in layouts(workload(model, cluster(4), job(8, **constraints)))
-        if one.sequence_chunks > 1
-    ]
+    """Layouts of several chunks on four devices, however short."""
+    work = workload(model, cluster(4), job(8, **constraints))
+    found = layouts_of(work, whole_space(work, least_tokens=1))
+    return [one for one in found if one.sequence_chunks > 1]
 
 
-def test_profiles_of_split_sequences_show_that_they_can_be_cut() -> None:
-    """(D13): with rows for a context-parallel degree; without, or without kernels to price, only whole sequences."""
+def test_attention_with_kernels_can_be_cut() -> None:
+    """With rows that list kernels chunks have a price, at every context-parallel degree; without, there are none."""
     found = cut(model_of(split="context"))
     assert {one.schedule for one in found} == set(CHUNKED)
-    assert {one.sequence_chunks for one in found} == {2, 4, 8}
+    assert {one.sequence_chunks for one in found} == {2, 4, 8, 16}
     assert {one.context_parallel_degree for one in found} == {1, 2}
     assert {one.zero_stage for one in found} == {0, 1}
-    assert not cut(model_of())
+    assert {one.context_parallel_degree for one in cut(model_of())} == {1}
     assert not cut(model_of(operations=False, split="context"))
 
 
+def test_schedules_of_chunks_are_those_of_the_catalogue() -> None:
+    """Every schedule that the executor runs and that cuts sequences is searched."""
+    every = names(runnable_only=True, fixed_only=True)
+    assert set(CHUNKED) == set(filter(cuts_sequences, every))
+
+
+def test_short_chunks_are_searched_on_request_only() -> None:
+    """128 tokens are far below the chunks that measured runs support; a job may ask for any."""
+    model = model_of(split="context")
+    for constraints, is_cut in (({}, False), ({"sequence_chunks": (1, 4)}, True)):
+        work = workload(model, cluster(4), job(8, **constraints))
+        found = layouts_of(work, supported_space(work))
+        assert any(one.sequence_chunks > 1 for one in found) is is_cut
+
+
 @pytest.mark.parametrize(
-    "wish", [{"sequence_chunks": 4}, {"schedule": "seqpipe", "sequence_chunks": (1, 4)}]
+    "constraints",
+    [{"sequence_chunks": 4}, {"schedule": "seqpipe", "sequence_chunks": (1, 4)}],
 )
-def test_a_job_may_ask_for_chunks(wish: dict[str, Any]) -> None:
-    """(D13): it vouches for the model; the tokens of a chunk are shared out over tensor-parallel ranks, too."""
-    found = cut(model_of(split="sequence"), **wish)
+def test_a_job_may_ask_for_chunks(constraints: dict[str, Any]) -> None:
+    """The tokens of a chunk are divided over tensor-parallel ranks, too."""
+    found = cut(model_of(split="sequence"), **constraints)
     assert {one.sequence_chunks for one in found} == {4}
     assert {one.sequence_parallel for one in found} == {False, True}
 
@@ -89,19 +116,14 @@ def test_a_job_may_ask_for_chunks(wish: dict[str, Any]) -> None:
     ("split", "chunks"), [("sequence", {2, 4}), ("sequence and context", {2})]
 )
 def test_chunks_divide_the_tokens_of_a_rank(split: str, chunks: set[int]) -> None:
-    """(D13): eight tokens on two tensor-parallel ranks make four chunks at most; on two context-parallel ones, two."""
+    """Eight tokens on two tensor-parallel ranks make four chunks at most; on two context-parallel ones, two."""
     model = at_length(model_of(split=split), 8)
-    work = workload(
-        model,
-        cluster(8),
-        job(8, sequence_chunks=(1, 2, 4, 8)).model_copy(update={"sequence_length": 8}),
-    )
-    shared = [
-        one
-        for one in layouts(work)
-        if one.sequence_parallel and one.sequence_chunks > 1
-    ]
-    assert {one.sequence_chunks for one in shared} == chunks
+    asked = job(8, sequence_chunks=(1, 2, 4, 8))
+    asked = asked.model_copy(update={"sequence_length": 8})
+    work = workload(model, cluster(8), asked)
+    found = layouts_of(work, whole_space(work, least_tokens=1))
+    shared = [one for one in found if one.sequence_parallel]
+    assert {one.sequence_chunks for one in shared} - {1} == chunks
 
 
 def at_length(model: ModelProfile, tokens: int) -> ModelProfile:
@@ -126,11 +148,11 @@ def test_chunks_win_where_the_bubble_is_large() -> None:
     So short chunks are in the plan only where the job asks for them.
     """
     model = compute_bound(model_of(weights=False, split="context"))
-    wish = {"pipeline_parallel_degree": 4, "virtual_stages_per_rank": 1}
-    whole = plan(request(model, cluster(4), job(1, **wish), top=0), model)
+    constraints = {"pipeline_parallel_degree": 4, "virtual_stages_per_rank": 1}
+    whole = plan(request(model, cluster(4), job(1, **constraints), top=0), model)
     assert isinstance(whole, Plan)
     assert whole.layout.sequence_chunks == 1
-    asked = job(1, **wish, sequence_chunks=(1, 2, 4, 8))
+    asked = job(1, **constraints, sequence_chunks=(1, 2, 4, 8))
     found = plan(request(model, cluster(4), asked, top=0), model)
     assert isinstance(found, Plan)
     assert found.layout.sequence_chunks > 1
@@ -169,27 +191,27 @@ WHOLE = model_of(split="context").model_copy(
 
 
 def test_sequences_that_stay_whole_are_never_cut() -> None:
-    """(D13): whatever rows there are; a job may list chunks among others."""
+    """whatever rows there are; a job may list chunks among others."""
     assert cut(model_of(split="context"), sequence_chunks=(1, 2))
     assert not cut(WHOLE)
     assert not cut(WHOLE, sequence_chunks=(1, 2), schedule=("1f1b", "seqpipe"))
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "constraints",
     [
         {"sequence_chunks": 4},
         {"context_parallel_degree": 2},
         {"schedule": ("seqpipe", "seqvpp")},
     ],
 )
-def test_pieces_of_whole_sequences_are_refused(wish: dict[str, Any]) -> None:
+def test_pieces_of_whole_sequences_are_refused(constraints: dict[str, Any]) -> None:
     """The job that leaves nothing else hears why, not that nothing fits."""
-    asked = job(8, **wish)
+    asked = job(8, **constraints)
     with pytest.raises(UnsupportedError, match="attends to later tokens") as caught:
         plan(request(WHOLE, cluster(4), asked, top=0), WHOLE)
     (problem,) = caught.value.problems
-    assert problem.field == f"job.constraints.{next(iter(wish))}"
+    assert problem.field == f"job.constraints.{next(iter(constraints))}"
     assert problem.hint
 
 

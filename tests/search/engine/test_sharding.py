@@ -1,0 +1,64 @@
+"""Groups of ranks that share ZeRO's states: when they win, and which of them the search drops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from planner.check import check
+from planner.cost import workload
+from planner.executor.support import check_plan
+from planner.search import plan
+from planner.search.engine.space import whole_space
+from planner.spec import Plan
+from tests.builders import cluster, job, layer, link, profile, request
+from tests.search.engine.exact import Layouts
+
+ELEMENTS = 500_000
+MODEL = profile(layer(parameters=ELEMENTS, activation=500, optimizer=5e-5) * 8)
+SLOW = {"nodes": 2, "inter": link(1e7, 1e-5)}
+
+
+def planned(memory_bytes: int, **constraints: Any) -> Plan:
+    """The plan on eight devices of two nodes with a slow network between them."""
+    step = job(32, pipeline_parallel_degree=1, schedule="1f1b", **constraints)
+    machines = cluster(8, memory_bytes=memory_bytes, **SLOW)
+    found = plan(request(MODEL, machines, step), MODEL)
+    assert isinstance(found, Plan)
+    check_plan(found)
+    assert check(found, MODEL).problems == ()
+    return found
+
+
+def test_a_node_shares_states_where_the_network_is_slow() -> None:
+    """64 MB of states: a rank has memory for a quarter of them, but not for ZeRO 1; so a node's four ranks share."""
+    found = planned(21_500_000)
+    assert (found.layout.zero_stage, found.layout.zero_shard_degree) == (3, 4)
+    text = "ranks that share out its states all instead of 4"
+    assert any(text in one.reason for one in found.alternatives)
+    whole = planned(21_500_000, zero_stage=3, zero_shard_degree=8)
+    assert whole.layout.zero_shard_degree is None
+    assert whole.prediction.step_seconds > 3 * found.prediction.step_seconds
+    assert planned(13_000_000).layout.zero_shard_degree is None
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_groups_can_be_constrained(zero_stage: int) -> None:
+    """A constraint is on the number of ranks that share the states: one, without ZeRO."""
+    found = planned(10**9, zero_stage=zero_stage, zero_shard_degree=2)
+    assert (found.layout.zero_stage, found.layout.zero_shard_degree) == (zero_stage, 2)
+    assert planned(10**9, zero_shard_degree=1).layout.zero_stage == 0
+
+
+def test_dominated_groups_are_dropped() -> None:
+    """Without latency, smaller groups under ZeRO 1 only take more memory and longer updates, as no ZeRO at all does."""
+    work = workload(MODEL, cluster(8), job(8, pipeline_parallel_degree=1))
+    layouts = Layouts(work, whole_space(work, least_tokens=1))
+    assert len(layouts.table)
+    for index in range(len(layouts.table)):
+        row = layouts.row(index)
+        options = [option for _, option in layouts.pricing.undominated(row)]
+        found = [(one.zero_stage, one.shard_degree) for one in options]
+        assert [one for one in found if one[0] < 2] == [(1, None)]
+        assert len(layouts.options.of(row)) > len(found)
