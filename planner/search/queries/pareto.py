@@ -1,7 +1,8 @@
 """The Pareto front: step time against devices and memory per device.
 
     (O1)  Devices: all, and every number of nodes that divides the cluster's nodes; below
-          one node, every number of devices that divides the node's.
+          one node, every number of devices that divides the node's. On several node
+          groups these are nodes of the first group, and whole groups in every order.
     (O2)  Memory: all that the job may use of a device, three quarters, a half and a
           quarter of it.
     (O3)  For each, fewest devices first, the fastest plan. It must be faster than the
@@ -23,7 +24,7 @@ from planner.search.engine.bound import IMPOSSIBLE
 from planner.search.engine.engine import Search
 from planner.search.engine.result import Candidate
 from planner.search.engine.space import divisors
-from planner.search.parts import Part, parts_of, token_price
+from planner.search.parts import Part, arrangements, parts_of, token_price
 from planner.search.result import Limits
 from planner.search.support import supported_space
 from planner.spec.cluster import Cluster
@@ -56,15 +57,20 @@ def pareto_front(
 
 def dividing_parts(cluster: Cluster) -> tuple[Part, ...]:
     """Return the parts of (O1), fewest devices first."""
-    (group,) = cluster.node_groups
-    nodes = divisors(group.nodes)
+    group, *others = cluster.node_groups
+    nodes = divisors(sum(each.nodes for each in cluster.node_groups))
     devices = divisors(group.devices_per_node)
+    first = cluster.model_copy(update={"node_groups": (group,)})
     found = []
-    for part in parts_of(cluster):
+    for part in parts_of(first):
         count = len(part.nodes)
         if count in nodes and (count > 1 or part.devices in devices):
             found.append(part)
-    return tuple(found)
+    if others:
+        whole_first = first.devices
+        found = [part for part in found if part.devices < whole_first]
+        found += arrangements(cluster)
+    return tuple(sorted(found, key=lambda part: part.devices))
 
 
 def _points(
@@ -82,7 +88,7 @@ def _points(
     for share in SHARES:
         limited = _with_share(whole, job, share)
         work = workload(profile, part.cluster, limited, calibration=calibration)
-        if peak <= work.capacity_bytes:
+        if peak <= min(each.capacity_bytes for each in work.groups or (work,)):
             continue
         ceiling = _ceiling(fewer, work.capacity_bytes)
         search = Search(work, supported_space(work), ceiling)
@@ -104,9 +110,17 @@ def _ceiling(points: Sequence[ParetoPoint], capacity_bytes: int) -> int:
 
 
 def _with_share(work: Workload, job: Job, share: float) -> Job:
-    """Return the job with a share of the memory that it may use."""
+    """Return the job with a share of the memory that it may use.
+
+    On several node groups it is an equal fraction of every device.
+    """
     if share == 1:
         return job
+    if work.groups:
+        least = min(group.device.memory_bytes for group in work.groups)
+        headroom = work.headroom if work.headroom < 1 else work.headroom / least
+        fraction = 1 - share * (1 - headroom)
+        return job.model_copy(update={"memory_headroom": fraction})
     left = float(work.device.memory_bytes - int(share * work.capacity_bytes))
     return job.model_copy(update={"memory_headroom": left})
 

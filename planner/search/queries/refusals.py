@@ -242,16 +242,19 @@ def unfit_text(work: Workload, report: SearchReport) -> str:
     """Return that no layout fits in memory, and how much the job may use."""
     layouts = counted(report.layouts_considered, "layout")
     cuts = "" if report.gap_all_cuts is None else " with the cuts that were evaluated"
-    used = gibibytes(work.capacity_bytes, is_room=True)
-    whole = gibibytes(work.device.memory_bytes, is_room=True)
-    text = (
-        f"none of the {layouts} fits in memory{cuts}: the job may use {used} of the "
-        f"{whole} of {work.device.id}"
-    )
+    used = ", ".join(map(_used_text, work.groups or (work,)))
+    text = f"none of the {layouts} fits in memory{cuts}: the job may use {used}"
     if is_offloading_known(work):
         host = gibibytes(work.host_capacity_bytes or 0, is_room=True)
         text += f", and {host} of host memory per device"
     return text
+
+
+def _used_text(work: Workload) -> str:
+    """Return ``75.14 GiB of the 79.1 GiB of h100-sxm5-80gb``."""
+    used = gibibytes(work.capacity_bytes, is_room=True)
+    whole = gibibytes(work.device.memory_bytes, is_room=True)
+    return f"{used} of the {whole} of {work.device.id}"
 
 
 def not_found_text(report: SearchReport) -> str:

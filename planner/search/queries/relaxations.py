@@ -262,18 +262,22 @@ def _least_memory(search: Search, limits: Limits) -> Candidate | None:
 def _with_memory(work: Workload, extra_bytes: int) -> Change:
     """Return the change to devices of which the job may use so many bytes more.
 
-    A headroom is a fraction of the device, which has accordingly more.
+    Devices of all node groups change. A headroom is a fraction of the device, which has
+    accordingly more.
     """
     raised = extra_bytes
     words = f"{gibibytes(extra_bytes)} more per device"
     if 0 < work.headroom < 1:
         raised = math.ceil(extra_bytes / (1 - work.headroom))
         words += ", headroom apart"
-    (group,) = work.cluster.node_groups
-    device = find_device(group.device)
-    fields = {"memory_bytes": device.memory_bytes + raised}
-    changed = {"device": device.model_copy(update=fields)}
-    return Change("memory", words, _with_group(work, changed), work.job)
+    groups = []
+    for group in work.cluster.node_groups:
+        device = find_device(group.device)
+        fields = {"memory_bytes": device.memory_bytes + raised}
+        larger = device.model_copy(update=fields)
+        groups.append(group.model_copy(update={"device": larger}))
+    cluster = work.cluster.model_copy(update={"node_groups": tuple(groups)})
+    return Change("memory", words, cluster, work.job)
 
 
 def _with_host_memory(work: Workload, extra_bytes: int) -> Change:
@@ -286,9 +290,9 @@ def _with_host_memory(work: Workload, extra_bytes: int) -> Change:
 
 
 def _with_group(work: Workload, fields: Mapping[str, object]) -> Cluster:
-    """Return the cluster with changed fields of its only node group."""
-    (group,) = work.cluster.node_groups
-    groups = (group.model_copy(update=dict(fields)),)
+    """Return the cluster with changed fields of its first node group."""
+    group, *others = work.cluster.node_groups
+    groups = (group.model_copy(update=dict(fields)), *others)
     return work.cluster.model_copy(update={"node_groups": groups})
 
 
@@ -343,7 +347,7 @@ def _without_headroom(work: Workload) -> Iterator[Change]:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Size:
-    """Size of the cluster's node group."""
+    """Size of the cluster's first node group."""
 
     devices: int
     nodes: int
@@ -397,32 +401,34 @@ class _Growth:
         if self.limits.should_stop():
             return None
         with suppress(SpecError):
-            changed = _Changed.of(self.work, _grown(self.work, size), self.limits)
+            change = _grown(self.work, size)
+            changed = _Changed.of(self.work, change, self.limits)
             row = changed.relaxation()
             if row is not None:
-                return self._with_devices(row, size, sizes)
+                devices = {"devices": change.cluster.devices}
+                row = row.model_copy(update=devices)
+                return self._with_fewest(row, size, sizes)
             if changed.is_infeasible:
                 self.infeasible.add(size)
         return None
 
-    def _with_devices(
+    def _with_fewest(
         self, row: Relaxation, size: Size, sizes: Sequence[Size]
     ) -> Relaxation:
-        """Return the relaxation with its devices, and whether they are the fewest."""
+        """Return the relaxation with the statement whether its devices are the fewest."""
         smaller = [each for each in sizes if each < size]
         are_fewest = all(each in self.infeasible for each in smaller)
         fewest = "the fewest" if are_fewest else "the fewest of those tried"
-        fields = {"change": f"{row.change}, {fewest}", "devices": size.devices}
-        return row.model_copy(update=fields)
+        return row.model_copy(update={"change": f"{row.change}, {fewest}"})
 
 
 def larger_sizes(work: Workload) -> list[Size]:
-    """Return larger sizes of the node group, in ascending order.
+    """Return larger sizes of the first node group, in ascending order.
 
     These are the divisors of a full node, for a part of one node, and whole nodes, up to
     `MOST_TIMES` as many; without those whose memory is too small for the model's states.
     """
-    (group,) = work.cluster.node_groups
+    group = work.cluster.node_groups[0]
     full = _full_node_devices(work)
     least = _least_devices(work)
     parts = [
@@ -448,9 +454,9 @@ def few_of(sizes: Sequence[Size]) -> list[Size]:
 
 def _full_node_devices(work: Workload) -> int:
     """Return the devices of a full node: the catalogue's if the only node has fewer."""
-    (group,) = work.cluster.node_groups
+    group = work.cluster.node_groups[0]
     entry = catalogue().get(group.device) if isinstance(group.device, str) else None
-    if entry is None or group.nodes > 1:
+    if entry is None or group.nodes > 1 or work.groups:
         return group.devices_per_node
     return max(group.devices_per_node, entry.devices_per_node)
 
@@ -458,9 +464,9 @@ def _full_node_devices(work: Workload) -> int:
 def _least_devices(work: Workload) -> int:
     """Return the devices without which parameters, gradients and states do not fit.
 
-    1: nothing is known, because hosts may have some of them.
+    1: nothing is known, because hosts or other node groups may have some of them.
     """
-    if is_offloading_known(work):
+    if work.groups or is_offloading_known(work):
         return 1
     recipe = work.recipe
     each = recipe.parameter_bytes + recipe.gradient_bytes + recipe.master_bytes
@@ -475,8 +481,8 @@ def _least_devices(work: Workload) -> int:
 
 
 def _grown(work: Workload, size: Size) -> Change:
-    """Return the change to a node group of another size."""
-    (group,) = work.cluster.node_groups
+    """Return the change to a first node group of another size."""
+    group = work.cluster.node_groups[0]
     host = group.host_memory_bytes
     if host is not None:
         host = host * size.devices_per_node // group.devices_per_node
@@ -485,5 +491,8 @@ def _grown(work: Workload, size: Size) -> Change:
         "devices_per_node": size.devices_per_node,
         "host_memory_bytes": host,
     }
-    words = f"{counted(size.devices, 'device')} instead of {work.devices}"
-    return Change("devices", words, _with_group(work, fields), work.job)
+    cluster = _with_group(work, fields)
+    words = f"{counted(cluster.devices, 'device')} instead of {work.devices}"
+    if work.groups and group.name:
+        words += f" (more in node group {group.name})"
+    return Change("devices", words, cluster, work.job)
