@@ -1,9 +1,9 @@
 """Recompute modes of the layers of a cut: as little recomputation as memory requires.
 
 Every pipeline rank chooses by itself, since more recomputation on a rank makes no step
-shorter. The choice is exact for one stage per rank and whole sequences: every mixture
-of modes that is not dominated in bytes and nanoseconds is compared. With several stages
-the units of a stage at the peak weigh its bytes; the peak itself is checked afterwards.
+shorter. The choice is exact for one stage per rank and whole sequences
+(`planner.search.engine.mixtures`). With several stages the units of a stage at the peak
+weigh its bytes; the peak itself is checked afterwards.
 
 Where replicas differ, a stage has the same modes in all classes of identical replicas,
 and they fit in every class. Several choices are returned if one class is faster with
@@ -15,9 +15,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import combinations_with_replacement, product
-from math import prod
+from math import comb, prod
 from typing import NamedTuple
 
 import numpy as np
@@ -36,36 +35,16 @@ from planner.cost.step import per_column
 from planner.schedule import Schedule, find
 from planner.schedule.in_flight import in_flight_vectors
 from planner.schedule.pipedream import in_steady_state
+from planner.search.engine.mixtures import Choice, Group, fewest_nanoseconds
 from planner.search.engine.prices import Modes, Prices
 from planner.spec.plan import RankMemory
 
-Choice = tuple[int, ...]
-"""Index of the chosen mode, per layer."""
 RankChoice = tuple[Choice, ...]
 """The same, per stage of a pipeline rank."""
 MOST_MIXTURES = 1 << 16
 """Mixtures of a stage that are compared one by one where replicas differ."""
 MOST_STAGE_MAPS = 16
 """Combinations of the ranks' choices that are returned for one cut."""
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Equal layers of one stage."""
-
-    kind: int
-    count: int
-    units: float
-    """Micro-batches of the stage that the rank holds at its peak."""
-
-
-@dataclass(frozen=True, slots=True)
-class Mixtures:
-    """Undominated mixtures of recompute modes for one group of layers."""
-
-    bytes: NDArray[np.float64]
-    nanoseconds: NDArray[np.float64]
-    choices: tuple[Choice, ...]
 
 
 @dataclass(frozen=True)
@@ -366,15 +345,19 @@ def _choices_in_all(
     mixtures to compare, the best ones of single classes are returned that fit in all.
     """
     (kinds,) = limits[0].kinds
-    groups = []
-    for kind, times in Counter(kinds).items():
-        places = range(len(limits[0].modes[kind]))
-        groups.append((kind, list(combinations_with_replacement(places, times))))
-    shape = tuple(len(mixtures) for _, mixtures in groups)
+    counts = Counter(kinds)
+    modes = {kind: range(len(limits[0].modes[kind])) for kind in counts}
+    shape = tuple(
+        comb(len(modes[kind]) + times - 1, times) for kind, times in counts.items()
+    )
     if prod(shape) > MOST_MIXTURES:
         alone = [each.least_recomputation(fastest) for each in limits]
         distinct = dict.fromkeys(each for each in alone if each is not None)
         return [each for each in distinct if all(one.fits(each) for one in limits)]
+    groups = []
+    for kind, times in counts.items():
+        mixtures = combinations_with_replacement(modes[kind], times)
+        groups.append((kind, list(mixtures)))
     fits = np.ones(prod(shape), dtype=np.bool_)
     times_in_classes = []
     for each in limits:
@@ -459,99 +442,3 @@ def _fastest(modes: Modes) -> int:
 def _dot(counts: Sequence[int], sizes: Sequence[int]) -> int:
     """Return the sum of counts times sizes."""
     return sum(count * size for count, size in zip(counts, sizes, strict=True))
-
-
-def fewest_nanoseconds(
-    groups: Sequence[Group], modes: Sequence[Modes], free_bytes: float
-) -> list[Choice] | None:
-    """Return the modes of every group that take least time within a memory.
-
-    Args:
-        groups: layers of the rank.
-        modes: of every kind.
-        free_bytes: for saved activations and the largest temporary.
-
-    Returns:
-        None if no choice fits.
-    """
-    best: tuple[float, list[Choice]] | None = None
-    for largest in _temporaries(groups, modes):
-        found = _within(groups, modes, free_bytes - largest, largest)
-        if found is not None and (best is None or found[0] < best[0]):
-            best = found
-    return None if best is None else best[1]
-
-
-def _temporaries(groups: Sequence[Group], modes: Sequence[Modes]) -> list[int]:
-    """Return the candidate sizes of the largest temporary."""
-    sizes = {one.temporary_bytes for each in groups for one in modes[each.kind]}
-    least = max(min(one.temporary_bytes for one in modes[each.kind]) for each in groups)
-    return sorted(size for size in sizes if size >= least)
-
-
-def _within(
-    groups: Sequence[Group], modes: Sequence[Modes], free: float, largest: int
-) -> tuple[float, list[Choice]] | None:
-    """Return time and modes of the best choice with temporaries up to a size."""
-    if free < 0:
-        return None
-    bytes_ = np.zeros(1)
-    spent = np.zeros(1)
-    steps: list[tuple[Mixtures, NDArray[np.intp], NDArray[np.intp]]] = []
-    for group in groups:
-        options = mixtures(modes[group.kind], group.count, group.units, largest)
-        both = bytes_[:, None] + options.bytes
-        times = spent[:, None] + options.nanoseconds
-        kept = _undominated(both.ravel(), times.ravel(), free)
-        if not len(kept):
-            return None
-        before, chosen = np.divmod(kept, len(options.choices))
-        steps.append((options, before, chosen))
-        bytes_, spent = both.ravel()[kept], times.ravel()[kept]
-    place = int(spent.argmin())
-    total = float(spent[place])
-    found: list[Choice] = []
-    for options, before, chosen in reversed(steps):
-        found.append(options.choices[int(chosen[place])])
-        place = int(before[place])
-    return total, found[::-1]
-
-
-def _undominated(
-    bytes_: NDArray[np.float64], times: NDArray[np.float64], free: float
-) -> NDArray[np.intp]:
-    """Return places of mixtures that fit and that no other one dominates."""
-    order = np.lexsort((times, bytes_))
-    order = order[bytes_[order] <= free]
-    if not len(order):
-        return order
-    sorted_times = times[order]
-    least = np.minimum.accumulate(sorted_times)
-    is_new = np.ones(len(order), dtype=np.bool_)
-    is_new[1:] = sorted_times[1:] < least[:-1]
-    return order[is_new]
-
-
-@lru_cache(maxsize=1 << 14)
-def mixtures(modes: Modes, count: int, units: float, largest: int) -> Mixtures:
-    """Return the mixtures of modes of equal layers that no other one dominates.
-
-    Args:
-        modes: of one layer.
-        count: of layers.
-        units: micro-batches held of each.
-        largest: bytes of a temporary that a mode may have.
-    """
-    places = [
-        place for place, one in enumerate(modes) if one.temporary_bytes <= largest
-    ]
-    choices = list(combinations_with_replacement(places, count))
-    bytes_ = np.zeros(len(choices))
-    spent = np.zeros(len(choices))
-    for index, choice in enumerate(choices):
-        counted = Counter(choice)
-        for place, times in counted.items():
-            bytes_[index] += times * units * modes[place].activation_bytes
-            spent[index] += times * modes[place].backward_ticks
-    kept = _undominated(bytes_, spent, np.inf)
-    return Mixtures(bytes_[kept], spent[kept], tuple(choices[i] for i in kept))

@@ -22,9 +22,9 @@ from planner.search.engine.bound import (
 from planner.search.engine.constraints import MODES
 from planner.search.engine.cut import all_cuts
 from planner.search.engine.engine import Search
+from planner.search.engine.mixtures import Group, fewest_nanoseconds
 from planner.search.engine.options import Row
 from planner.search.engine.prices import Prices
-from planner.search.engine.recompute import Group, fewest_nanoseconds
 from planner.search.engine.rule import RuleCuts
 from planner.search.engine.solve import CutSolver, Item, RowSolver
 from planner.search.engine.space import whole_space
