@@ -31,6 +31,7 @@ from planner.profiler.shard import Exchanges, border_split, shard_layer
 from planner.profiler.splits import WHOLE, Split, splits
 from planner.profiler.tensor_parallel import refusal as tensor_refusal
 from planner.spec.profile import DataType, Measurement, ModelProfile, RecomputeMode
+from planner.spec.recompute import SAVED
 from planner.spec.transformer import Transformer
 
 TORCH_TYPES: dict[DataType, torch.dtype] = {
@@ -124,13 +125,10 @@ class Counter:
         ):
             # Who keeps its own output (an activation in place) does not count it: the layer that takes it does.
             trace = trace.keeping("none", trace.count.input_bytes)
-        if "selective" in trace.keeps_outputs and not all(
-            other.keeps_inputs[0] for other in after
-        ):
-            trace = trace.keeping(
-                "selective",
-                trace.keeps_outputs["selective"][0] * trace.count.output_bytes,
-            )
+        if not all(other.keeps_inputs[0] for other in after):
+            for mode in SAVED.keys() & trace.keeps_outputs.keys():
+                is_kept = trace.keeps_outputs[mode][0]
+                trace = trace.keeping(mode, is_kept * trace.count.output_bytes)
         if kind == self.layers[0].kind:
             for mode in trace.count.modes:
                 trace = trace.keeping(

@@ -39,6 +39,7 @@ from planner.profiler.split_products import linear_product
 from planner.profiler.transformer_cut import friendly_to
 from planner.profiler.watch import FusedAttention, Watcher, saved_tensors
 from planner.spec.profile import RecomputeMode
+from planner.spec.recompute import SAVED
 
 Tensors = tuple[Tensor, ...]
 _Recomputed = tuple[ModeCount, tuple[bool, ...]]
@@ -112,9 +113,7 @@ class _Part:
             functions: of the forward's kernels.
         """
         unsaved = [
-            place
-            for place in self.places
-            if mode == "full" or not is_saved(functions[place])
+            place for place in self.places if not is_saved(functions[place], mode)
         ]
         return unsaved[: self.again]
 
@@ -271,21 +270,27 @@ class LayerRun:
     def _recomputed(
         self, inputs: Tensors, plain: _Pass
     ) -> dict[RecomputeMode, _Recomputed]:
-        """The modes that recompute. Selective is left out where it runs nothing again, or the same as full."""
+        """The modes that recompute. One is left out where it runs nothing again, or the same as another."""
         if not self.recomputable:
             return {}
         full = self._recompute("full", inputs, plain)
-        selective = self._selective(inputs, plain)
-        if selective is None or selective[0].recomputed in ((), full[0].recomputed):
-            return {"full": full}
-        return {"selective": selective, "full": full}
+        found: dict[RecomputeMode, _Recomputed] = {}
+        known = {(), full[0].recomputed}
+        for mode in SAVED:
+            one = self._selective(mode, inputs, plain)
+            if one is not None and one[0].recomputed not in known:
+                known.add(one[0].recomputed)
+                found[mode] = one
+        return {**found, "full": full}
 
-    def _selective(self, inputs: Tensors, plain: _Pass) -> _Recomputed | None:
+    def _selective(
+        self, mode: RecomputeMode, inputs: Tensors, plain: _Pass
+    ) -> _Recomputed | None:
         """None where torch cannot: something writes into an output that is to be kept."""
-        if not any(map(is_saved, plain.functions)):
+        if not any(is_saved(each, mode) for each in plain.functions):
             return None
         try:
-            return self._recompute("selective", inputs, plain)
+            return self._recompute(mode, inputs, plain)
         except RuntimeError as error:
             if "mutated" in str(error):
                 self.exchanges.take()  # those of the run that broke off

@@ -59,6 +59,7 @@ from planner.profiler.models import ModelSource
 from planner.profiler.progress import Progress
 from planner.spec import LayerProfile, Measurement, ModelProfile, digest
 from planner.spec.profile import DataType, RecomputeMode
+from planner.spec.recompute import SAVED
 
 TIME_BUDGET_SECONDS = 25.0
 TINY_SECONDS = 1e-9
@@ -233,6 +234,11 @@ class _Task:
         """Index and tensor-parallel degree: what has to be built."""
         return self.index, self.case.tensor_parallel_degree
 
+    def is_in(self, known: Journal) -> bool:
+        """Is it measured, in all its modes? Older journals have fewer."""
+        modes = {f"recompute_{mode}" for mode in self.modes}
+        return self.case in known and modes <= known[self.case].keys()
+
 
 def _tasks(counted: ModelProfile, degrees: Collection[int]) -> list[_Task]:
     """What is to be measured: kind by kind, so that a layer is built once for all its micro-batch sizes."""
@@ -291,7 +297,7 @@ class _Measuring:
             enumerate(tasks), key=lambda each: each[1].layer
         ):
             numbered = list(group)
-            pending = [task for _, task in numbered if task.case not in self.known]
+            pending = [task for _, task in numbered if not task.is_in(self.known)]
             workloads = dict(
                 zip(pending, self._workloads(index, degree, pending), strict=True)
             )
@@ -454,7 +460,10 @@ def _measured(row: Measurement, layer: LayerProfile, known: Journal) -> Measurem
 def _unfused(mode: RecomputeMode, unfused: int, cached: int) -> tuple[int, int]:
     """What an unfused kernel keeps more, from forward to backward and while the backward runs: what is recomputed, or
     not kept until then, exists for that time only."""
-    kept = {"none": unfused, "selective": min(cached, unfused), "full": 0}[mode]
+    if mode == "none":
+        return unfused, 0
+    saves_attention = "attention" in SAVED.get(mode, ())
+    kept = min(cached, unfused) if saves_attention else 0
     return kept, unfused - kept
 
 

@@ -6,6 +6,8 @@
                 again: elementwise operations, norms, dropout (Korthikanti et al. 2022, "Reducing Activation
                 Recomputation in Large Transformer Models", section 5, by operation as torchtitan does; torch's
                 create_selective_checkpoint_contexts)
+    attention   as selective, but runs attention again too
+    linear      as selective, but runs linear layers and convolutions again too (`planner.spec.recompute`)
 
 What a product makes for a collective alone, partial sums of a row-wise linear layer, is not kept: the collective's own
 output is, so nothing else reads them. Else, under sequence parallelism, selective would keep the partial sums of all
@@ -14,7 +16,7 @@ tokens, which no backward needs, and more in all than running nothing again (`_R
 What is kept is copied before an operation changes it in place, as an activation after a convolution does: torch would
 refuse the backward, or, told to allow it, apply the change twice.
 
-In both the recomputation stops once the last tensor that the backward needs is there (torch's early stop): a module
+In all of them the recomputation stops once the last tensor that the backward needs is there (torch's early stop): a module
 that ends in a matrix product does not run it again.
 """
 
@@ -40,6 +42,7 @@ from torch.utils.checkpoint import (
 
 from planner.profiler.forward_state import ForwardState
 from planner.spec.profile import RecomputeMode
+from planner.spec.recompute import SAVED, Origin
 
 Phase = Literal["forward", "again"]
 Observer = Callable[[Phase], AbstractContextManager[None]]
@@ -48,28 +51,33 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 SAVED_NAMESPACES = frozenset({"_c10d_functional", "c10d_functional"})
 """Collectives: running one again would make the ranks of a group wait for each other once more."""
-SAVED_OPERATIONS = frozenset(
-    {
-        "aten::mm",
-        "aten::addmm",
-        "aten::bmm",
-        "aten::baddbmm",
-        "aten::_scaled_mm",
-        "aten::_grouped_mm",
-        "aten::convolution",
-        "aten::_scaled_dot_product_flash_attention",
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-        "aten::_scaled_dot_product_efficient_attention",
-        "aten::_scaled_dot_product_cudnn_attention",
-        "aten::_scaled_dot_product_fused_attention_overrideable",
-        # Their stand-ins when counting on meta tensors.
-        "planner::attention",
-        "planner::grouped_mm",
-        "planner::all_gather",
-        "planner::reduce_scatter",
-        "planner::all_to_all",
-    }
-)
+SAVED_OPERATIONS: dict[Origin, frozenset[str]] = {
+    "linear": frozenset(
+        {
+            "aten::mm",
+            "aten::addmm",
+            "aten::_scaled_mm",
+            "aten::_grouped_mm",
+            "aten::convolution",
+            # Its stand-in when counting on meta tensors.
+            "planner::grouped_mm",
+        }
+    ),
+    "attention": frozenset(
+        {
+            "aten::bmm",
+            "aten::baddbmm",
+            "aten::_scaled_dot_product_flash_attention",
+            "aten::_scaled_dot_product_flash_attention_for_cpu",
+            "aten::_scaled_dot_product_efficient_attention",
+            "aten::_scaled_dot_product_cudnn_attention",
+            "aten::_scaled_dot_product_fused_attention_overrideable",
+            # Their stand-in when counting on meta tensors.
+            "planner::attention",
+        }
+    ),
+}
+"""Operations whose outputs a mode may keep; collectives have names of their own."""
 _EXCHANGES = frozenset(
     {"planner::all_gather", "planner::reduce_scatter", "planner::all_to_all"}
 )
@@ -82,10 +90,13 @@ _COPIES = frozenset({"aten::cat", "aten::clone"})
 """Their backward reads neither input nor output."""
 
 
-def is_saved(operation: Any) -> bool:
-    """Does `selective` keep the outputs of this operation (`torch._ops.OpOverload`)?"""
+def is_saved(operation: Any, mode: RecomputeMode = "selective") -> bool:
+    """Does a mode keep the outputs of this operation (`torch._ops.OpOverload`)?"""
     name: str = operation._schema.name
-    return name in SAVED_OPERATIONS or name.partition("::")[0] in SAVED_NAMESPACES
+    origins: frozenset[Origin] = SAVED.get(mode, frozenset())
+    if "collective" in origins and is_collective(operation):
+        return True
+    return any(name in SAVED_OPERATIONS.get(origin, ()) for origin in origins)
 
 
 def is_collective(operation: Any) -> bool:
@@ -181,23 +192,30 @@ def _contexts(mode: RecomputeMode, observer: Observer, unchanged: Contexts) -> C
     Args:
         unchanged: let the second run start from what the forward started from.
     """
-    caching, cached = (nullcontext(), nullcontext()) if mode == "full" else _selective()
+    caching, cached = (
+        (nullcontext(), nullcontext()) if mode == "full" else _selective(mode)
+    )
     return _all(unchanged[0], observer("forward"), caching), _all(
         unchanged[1], observer("again"), cached
     )
 
 
-def _selective() -> Contexts:
-    caching, cached = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+def _selective(mode: RecomputeMode) -> Contexts:
+    policy = partial(_policy, mode)
+    caching, cached = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
     return _Keeping(caching.policy_fn, caching.storage), cached
 
 
 def _policy(
-    context: Any, operation: Any, *arguments: Any, **keywords: Any
+    mode: RecomputeMode,
+    context: Any,
+    operation: Any,
+    *arguments: Any,
+    **keywords: Any,
 ) -> CheckpointPolicy:
     return (
         CheckpointPolicy.MUST_SAVE
-        if is_saved(operation)
+        if is_saved(operation, mode)
         else CheckpointPolicy.PREFER_RECOMPUTE
     )
 

@@ -25,6 +25,7 @@ from planner.spec.document import digest
 from planner.spec.job import COMPUTE_TYPE, DIVISION, allows
 from planner.spec.layout import Layout
 from planner.spec.plan import Plan, Stage
+from planner.spec.recompute import MODES
 
 
 def check_documents(plan: Plan, context: Context, findings: Findings) -> bool:
@@ -264,7 +265,7 @@ def _check_recompute(
     constraint = context.job.constraints.get("recompute")
     rule = SCHEDULES.get(context.layout.schedule, ScheduleRule())
     for layer in stage.layers:
-        offered = offers.get(layer.name) or {"none", "selective", "full"}
+        offered = offers.get(layer.name) or set(MODES)
         possible = {mode for mode in offered if allows(constraint, mode)} or offered
         if allows(constraint, "per-layer"):
             possible = offered

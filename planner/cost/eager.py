@@ -11,7 +11,9 @@ Our own executor runs transformers' modules as they are written, without a compi
                      tensor that the backward needs (torch's early stop)
     (E4)  selective  the input and the outputs of products, attention and collectives are
                      saved, but not products that only a collective reads, whose own
-                     output is; all other kernels of (E3) run again
+                     output is; all other kernels of (E3) run again. Of the modes
+                     attention and linear, those of attention or of linear layers do
+                     too (`planner.spec.recompute`)
     (E5)  temporary  the most that is allocated at once in the backward, less what is
                      saved: gradients, a weight's new gradient, the layer's input
 
@@ -35,6 +37,7 @@ from planner.spec.profile import (
     Operation,
     RecomputeMode,
 )
+from planner.spec.recompute import SAVED, Origin
 from planner.spec.transformer import Experts, LatentAttention, Transformer
 
 FLOAT = 4
@@ -163,12 +166,12 @@ class Tape:
     """Kernels, saved tensors and collectives of one layer."""
 
     operations: list[Operation] = field(default_factory=list)
-    is_kept: list[bool] = field(default_factory=list)
-    """Of every operation: whether selective recomputation saves its result."""
+    origins: list[Origin | None] = field(default_factory=list)
+    """Of every operation: what it is to modes that save some results; None: nothing."""
     collectives: list[Collective] = field(default_factory=list)
     steps: list[_Step] = field(default_factory=list)
     saved: set[Buffer] = field(default_factory=set)
-    kept: set[Buffer] = field(default_factory=set)
+    results: dict[Buffer, Origin] = field(default_factory=dict)
     """Results of products, attention and collectives."""
     dropped: set[Buffer] = field(default_factory=set)
     """Results of products that only a collective reads."""
@@ -253,7 +256,8 @@ class Tape:
         if not is_linear:
             self.batched_flops += operation.flops
         gradient_bytes = weight.bytes + bias_bytes if is_linear else 0
-        self._record(operation, made, read, (left, weight), gradient_bytes, kept=True)
+        origin: Origin = "linear" if is_linear else "attention"
+        self._record(operation, made, read, (left, weight), gradient_bytes, origin)
         return made
 
     def attention(
@@ -289,9 +293,10 @@ class Tape:
             gradients=None,
         )
         self.attention_backward_flops += flops[1]
-        self._record(operation, made, read, (*read, made, *further), kept=True)
+        saved = (*read, made, *further)
+        self._record(operation, made, read, saved, origin="attention")
         for one in further:
-            self.kept.add(one)
+            self.results[one] = "attention"
         return made
 
     def exchange(
@@ -324,9 +329,9 @@ class Tape:
     def drop(self, partial: Buffer) -> None:
         """Record that only a collective reads the result of a product.
 
-        Selective recomputation frees it at the end of the layer's forward.
+        Modes that save products free it at the end of the layer's forward.
         """
-        self.kept.discard(partial)
+        self.results.pop(partial, None)
         self.dropped.add(partial)
 
     def hold(self, factor: Buffer) -> None:
@@ -340,8 +345,8 @@ class Tape:
         self.entered = None
 
     def transfer(self, made: Buffer, source: Buffer) -> Buffer:
-        """Record the result of a collective, which selective recomputation saves."""
-        self.kept.add(made)
+        """Record the result of a collective."""
+        self.results[made] = "collective"
         self.steps.append(_Step(made, (source,), (), len(self.operations)))
         return made
 
@@ -352,17 +357,16 @@ class Tape:
         read: tuple[Buffer, ...],
         saves: Sequence[Buffer],
         weight_bytes: int = 0,
-        *,
-        kept: bool = False,
+        origin: Origin | None = None,
     ) -> None:
         if any(one is not made for one in saves):
             self.last_saved = len(self.operations)
         self.operations.append(operation)
-        self.is_kept.append(kept)
+        self.origins.append(origin)
         if any(one is made for one in saves):
             self.last_saved = len(self.operations)
-        if kept:
-            self.kept.add(made)
+        if origin is not None:
+            self.results[made] = origin
         for one in saves:
             if not one.is_outside:
                 self.saved.add(one.storage)
@@ -381,9 +385,19 @@ class Tape:
         """Return the bytes of (E2); the layer that follows counts the output."""
         return sum(one.bytes for one in self.saved if one is not output)
 
-    def kept_bytes(self, given: Buffer, output: Buffer) -> int:
+    def kept(self, mode: RecomputeMode) -> set[Buffer]:
+        """Return the results that a mode of (E4) saves."""
+        saves = SAVED[mode]
+        return {one for one, origin in self.results.items() if origin in saves}
+
+    def resident(self, mode: RecomputeMode) -> set[Buffer]:
+        """Return the results that stay allocated in the forward of a mode of (E4)."""
+        saves_products = "linear" in SAVED[mode]
+        return self.kept(mode) | (self.dropped if saves_products else set())
+
+    def kept_bytes(self, given: Buffer, output: Buffer, mode: RecomputeMode) -> int:
         """Return the bytes of (E4)."""
-        kept = self.kept | {given}
+        kept = self.kept(mode) | {given}
         return sum(one.bytes for one in kept if one is not output)
 
     def replayed(self, mode: RecomputeMode) -> list[Operation]:
@@ -393,8 +407,9 @@ class Tape:
         again = self.operations[: self.last_saved]
         if mode == "full":
             return again
-        pairs = zip(again, self.is_kept, strict=False)
-        return [operation for operation, is_kept in pairs if not is_kept]
+        saves = SAVED[mode]
+        pairs = zip(again, self.origins, strict=False)
+        return [operation for operation, origin in pairs if origin not in saves]
 
     def temporary_bytes(
         self, given: Buffer, output: Buffer, resident_bytes: int
@@ -604,13 +619,13 @@ class EagerCounts(DecoderCounts):
         held_bytes = saved_bytes
         if mode == "full":
             held_bytes = layer.given.bytes
-        elif mode == "selective":
-            held_bytes = tape.kept_bytes(layer.given, layer.output)
+        elif mode in SAVED:
+            held_bytes = tape.kept_bytes(layer.given, layer.output, mode)
         peak_bytes = layer.temporary_bytes + saved_bytes
         if mode != "none":
-            pending = tape.kept if mode == "selective" else set()
+            pending = tape.kept(mode) if mode in SAVED else set()
             again = tape.replay_bytes(layer.given, layer.output, pending)
-            resident = tape.kept | tape.dropped if mode == "selective" else pending
+            resident = tape.resident(mode) if mode in SAVED else pending
             first = tape.forward_bytes(layer.given, resident)
             peak_bytes = max(peak_bytes, again, first)
         replayed = tape.replayed(mode)
@@ -647,7 +662,7 @@ class EagerCounts(DecoderCounts):
     def modes(self) -> tuple[RecomputeMode, ...]:
         """Recompute modes of the blocks."""
         if self.form.saves_selectively:
-            return ("none", "selective", "full")
+            return self.runtime.modes
         return ("none", "full")
 
     @property

@@ -18,7 +18,8 @@ c the context- and e the expert-parallel degree:
           their own, u T k etp rows of 1/etp of every expert
     (A5)  tensor parallelism: per region one half-collective in and one out, forward and
           backward; what runs beside another product is marked so
-    (A6)  selective recomputation drops what the named modules save, and runs them again
+    (A6)  selective recomputation drops what the named modules save, and runs them again;
+          modes attention and linear: `planner.spec.recompute`
 
 The rows are those of a profile (`planner.spec.profile.Measurement`), so that decoders
 and other models share one path from operations to seconds.
@@ -61,7 +62,8 @@ ROUTER_KERNELS = 20
 """Small kernels of a router: softmax, top-k, one-hot maps, counts, auxiliary loss
 (Megatron-Core, transformer/moe/router.py and moe_utils.py, read as launched)."""
 PRODUCTS = ("matmul", "grouped-matmul")
-MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
+_CORE = frozenset({"core_attn", "core_output"})
+"""Modules of what attention saves between its projections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +268,7 @@ class DecoderCounts:
     @property
     def modes(self) -> tuple[RecomputeMode, ...]:
         """Recompute modes of the blocks."""
-        return MODES
+        return self.runtime.modes
 
     def row(self, kind: str, mode: RecomputeMode) -> Measurement:
         """Return the row of a layer kind in a recompute mode.
@@ -367,13 +369,19 @@ class DecoderCounts:
             return whole, 0.0
         if mode == "full":
             return self._checkpoint_bytes(), whole
-        dropped = sum(one.bytes for one in work.saved if self._is_dropped(one))
+        if mode == "linear":
+            core = sum(one.bytes for one in work.saved if one.module in _CORE)
+            return self._checkpoint_bytes() + core, whole - core
+        dropped = sum(one.bytes for one in work.saved if self._is_dropped(one, mode))
         if self.runtime.selective == "alternate":
             dropped += work.second_saved_bytes
         return whole - dropped, dropped
 
-    def _is_dropped(self, saved: Saved) -> bool:
+    def _is_dropped(self, saved: Saved, mode: RecomputeMode) -> bool:
         """Whether selective recomputation drops a saved tensor: equation (A6)."""
+        if mode == "attention":
+            is_kept = saved.is_product and saved.module not in _CORE
+            return bool(saved.module) and not is_kept
         if self.runtime.selective == "attention":
             return saved.module in self._recomputed_modules
         return bool(saved.module) and not saved.is_product
@@ -404,12 +412,22 @@ class DecoderCounts:
             if self.runtime.selective == "alternate":
                 plain += work.second_products
             return tuple(plain)
+        launched = work.operations
+        if mode == "attention":
+            return tuple(one.operation for one in launched if self._runs_again(one))
         if self.runtime.stops_recompute:
             products = [
                 place for place, one in enumerate(operations) if one.kind in PRODUCTS
             ]
-            return tuple(operations[: products[-1]])
-        return tuple(operations)
+            launched = launched[: products[-1]]
+        saved = _CORE if mode == "linear" else frozenset()
+        return tuple(one.operation for one in launched if one.module not in saved)
+
+    @staticmethod
+    def _runs_again(one: Launched) -> bool:
+        """Return whether an operation runs again in mode ``attention``."""
+        is_plain = one.operation.kind in ("memory", "softmax")
+        return is_plain or one.module == "core_attn"
 
     def _checkpoint_bytes(self) -> float:
         """Bytes of a block's input, which full recomputation saves."""

@@ -25,6 +25,7 @@ from planner.spec.fp8 import Fp8Casts
 from planner.spec.job import COMPUTE_TYPE, OURS, Job
 from planner.spec.profile import LayerProfile, Measurement, ModelProfile, RecomputeMode
 from planner.spec.recipes import OgpRecipe, recipe
+from planner.spec.recompute import MODES
 
 COUNTED = "counted"
 """`ModelProfile.device` of a profile without seconds."""
@@ -32,7 +33,6 @@ RecomputeModes = tuple[RecomputeMode, ...]
 _Size = tuple[int, int, int, int, bool]
 """Micro-batch size, tensor-, context- and expert-parallel degree, sequence parallelism."""
 _RowTable = dict[_Size, dict[RecomputeMode, Measurement]]
-_MODES: RecomputeModes = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,8 @@ class Workload:
         """Return a layer's rows by size; for precision fp8, with its products marked."""
         table: _RowTable = {}
         for row in layer.measurements:
-            if row.sequence_length == self.job.sequence_length:
+            has_mode = row.recompute in self.framework.modes
+            if has_mode and row.sequence_length == self.job.sequence_length:
                 priced = row
                 if self.casts:
                     priced = mark_fp8(
@@ -542,4 +543,4 @@ def _check_rows(work: Workload) -> None:
 
 def modes_of(rows: dict[RecomputeMode, Measurement]) -> RecomputeModes:
     """Recompute modes that a layer offers, from least to most recomputation."""
-    return tuple([mode for mode in _MODES if mode in rows])
+    return tuple([mode for mode in MODES if mode in rows])

@@ -9,6 +9,8 @@ from __future__ import annotations
 from planner.export.demands import demand, demand_equal_shares, known
 from planner.export.target import Export, Target, header, refuse
 from planner.spec import Plan
+from planner.spec.profile import RecomputeMode
+from planner.spec.recompute import is_partial
 
 _NAME = "accelerate"
 _VERSION = "1.15.0.dev0, commit 16cb6eb"
@@ -140,7 +142,7 @@ def _sharding(plan: Plan) -> tuple[int, int]:
     return layout.data_parallel_degree // shard, shard
 
 
-def _modes(plan: Plan) -> list[str]:
+def _modes(plan: Plan) -> list[RecomputeMode]:
     return [layer.recompute for stage in plan.stages for layer in stage.layers]
 
 
@@ -151,7 +153,7 @@ def _recomputes(plan: Plan) -> bool:
 def _told(plan: Plan, uses_fsdp: bool) -> tuple[str, ...]:
     """What accelerate does otherwise."""
     layout, modes = plan.layout, _modes(plan)
-    again = f"{modes.count('full')} in full and {modes.count('selective')} in part, of {len(modes)}"
+    again = f"{modes.count('full')} in full and {sum(map(is_partial, modes))} in part, of {len(modes)}"
     half = plan.request.job.precision in ("bf16-mixed", "fp16-mixed")
     clauses = (
         (

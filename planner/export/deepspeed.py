@@ -13,6 +13,7 @@ from typing import Any
 from planner.export.demands import demand, demand_equal_shares, known
 from planner.export.target import Export, Target, refuse
 from planner.spec import Plan
+from planner.spec.recompute import MODES
 
 _NAME = "DeepSpeed"
 VERSION = "0.19.6, commit edaa722"
@@ -138,7 +139,7 @@ def _told_recompute(plan: Plan) -> tuple[str, ...]:
     modes = [layer.recompute for stage in plan.stages for layer in stage.layers]
     counts = [
         f"{modes.count(mode)} in mode {mode}"
-        for mode in ("full", "selective")
+        for mode in reversed(MODES[1:])
         if mode in modes
     ]
     if not counts:

@@ -13,6 +13,7 @@ from planner.export.demands import demand
 from planner.export.order import follow
 from planner.export.target import Export, Target, header, refuse
 from planner.spec import Plan
+from planner.spec.recompute import is_partial
 from planner.spec.words import counted
 
 _NAME = "DeepSpeed's pipeline engine"
@@ -125,13 +126,11 @@ class PlannedPipeline(PipelineModule):
 
 
 def _told_recompute(plan: Plan) -> tuple[str, ...]:
-    selective = sum(
-        layer.recompute == "selective"
-        for stage in plan.stages
-        for layer in stage.layers
+    partly = sum(
+        is_partial(layer.recompute) for stage in plan.stages for layer in stage.layers
     )
-    told = f"{_NAME} recomputes in full {counted(selective, 'layer')} that the plan recomputes in part."
-    return (told,) if selective else ()
+    told = f"{_NAME} recomputes in full {counted(partly, 'layer')} that the plan recomputes in part."
+    return (told,) if partly else ()
 
 
 TARGET = Target(

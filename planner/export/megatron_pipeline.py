@@ -54,7 +54,7 @@ def recomputation(
         return Recomputation()
     if modes == {"selective"} and selective_modules:
         return Recomputation("selective", modules=selective_modules)
-    if "full" not in modes:
+    if modes <= {"none", "selective"}:
         where = (
             "" if modes == {"selective"} else f", in {_counts(transformer)} blocks only"
         )
@@ -67,14 +67,18 @@ def recomputation(
     )
     most = max(planned)
     run = tuple(min(most, stage.blocks) for stage in transformer.stages)
-    is_exact = run == planned and "selective" not in modes
+    is_exact = run == planned and modes <= {"none", "full"}
     told = f"recomputes {list(run)} blocks of the stages in full; the plan, {_counts(transformer)}."
     return Recomputation("full", "block", most, warning="" if is_exact else told)
 
 
 def _counts(transformer: Transformer) -> str:
     """``[4, 0] in full and [1, 0] selectively``: blocks by stage."""
-    words = {"full": "in full", "selective": "selectively"}
+    words = {
+        "full": "in full",
+        "selective": "selectively",
+        **{mode: f"in mode {mode}" for mode in ("attention", "linear")},
+    }
     counts = {
         word: [stage.recompute.count(mode) for stage in transformer.stages]
         for mode, word in words.items()

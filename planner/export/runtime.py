@@ -15,6 +15,7 @@ from planner.export.transformer import Transformer
 from planner.schedule import canonical_name
 from planner.spec import Plan
 from planner.spec.layout import RankOrder
+from planner.spec.recompute import is_partial
 from planner.spec.words import counted, gibibytes, written
 
 
@@ -193,7 +194,7 @@ def whole_model_recompute(
     planned = sum(mode != "none" for mode in modes)
     if planned == 0 or all(mode == "full" for mode in modes):
         return planned > 0, iter(())
-    partly = sum(mode == "selective" for mode in modes)
+    partly = sum(map(is_partial, modes))
     return True, iter(
         [
             f"{runtime} recomputes all {counted(len(modes), 'block')} whole; the plan recomputes {planned} of them, "
@@ -205,7 +206,7 @@ def whole_model_recompute(
 def whole_block_recompute(blocks: Transformer, runtime: str) -> Iterator[str]:
     """For runtimes that recompute chosen blocks, but whole ones only: what is told about the others."""
     partly = sum(
-        mode == "selective" for stage in blocks.stages for mode in stage.recompute
+        is_partial(mode) for stage in blocks.stages for mode in stage.recompute
     )
     if partly:
         yield (

@@ -89,7 +89,7 @@ def choose(plan: Plan, target: str, head: tuple[str, ...]) -> Choices:
         ),
         (
             recomputes_more,
-            f"recomputes all blocks in mode {recompute}; the plan only some of them so",
+            f"recomputes all blocks in mode {recompute}; the plan recomputes less",
         ),
         (
             bool(schedule_csv),
@@ -192,10 +192,10 @@ def _parts(
 def _recompute(transformer: Transformer) -> tuple[RecomputeMode, bool]:
     """The mode of all blocks that keeps no more of any, and whether some run more again than planned."""
     modes = {mode for stage in transformer.stages for mode in stage.recompute}
-    most: RecomputeMode = (
-        "full" if "full" in modes else "selective" if "selective" in modes else "none"
-    )
-    return most, len(modes) > 1
+    most: RecomputeMode = "none" if modes <= {"none"} else "selective"
+    if not modes <= {"none", "selective"}:
+        most = "full"
+    return most, not modes <= {most}
 
 
 def _told(plan: Plan) -> tuple[tuple[bool, str], ...]:

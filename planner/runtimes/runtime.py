@@ -14,6 +14,7 @@ from typing import Literal
 from planner.runtimes.supports import Supports
 from planner.spec.fp8 import DYNAMIC, Fp8Casts
 from planner.spec.profile import RecomputeMode
+from planner.spec.recompute import MODES
 
 AttentionKernel = Literal["flash", "flash-1", "flash-3", "fused-softmax", "unfused"]
 """Kernels of attention.
@@ -138,6 +139,8 @@ class Runtime:
     selective: Selective = "operators"
     selective_modules: tuple[str, ...] = ()
     """Modules that selective recomputation recomputes, by Megatron-Core's names."""
+    policies: tuple[RecomputeMode, ...] = ()
+    """Further recompute modes of a layer, besides none, selective and full."""
     recompute_fraction: float = 1.0
     """Fraction of the layers that recompute in a run with recomputation."""
     fp32_softmax: bool = True
@@ -273,6 +276,12 @@ class Runtime:
             overlaps_reduction=False,
             overlaps_gathers=False,
         )
+
+    @property
+    def modes(self) -> tuple[RecomputeMode, ...]:
+        """Return the recompute modes of a layer, from least to most recomputation."""
+        has = {"none", "selective", "full", *self.policies}
+        return tuple(mode for mode in MODES if mode in has)
 
     @property
     def calibration_owner(self) -> str:

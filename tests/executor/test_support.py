@@ -151,7 +151,7 @@ def test_runnable_schedules_ask_for_what_the_runtime_can(name: str) -> None:
     ("schedule", "reason"),
     [("zb-h1", "I and W would each"), ("torchgpipe", "while a rank waits")],
 )
-@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("mode", ["full", "selective", "linear"])
 def test_recomputation_that_would_not_be_the_schedules_is_refused(
     schedule: str, reason: str, mode: Any
 ) -> None:

@@ -178,7 +178,12 @@ def test_sgd_has_no_momentum_unless_planned() -> None:
 
 def test_recomputation_is_the_least_that_holds_the_plans_memory() -> None:
     """Of two stages with three and two blocks, in all modes; a warning tells wherever it is not the plan's."""
-    worth: dict[RecomputeMode, int] = {"none": 0, "selective": 1, "full": 2}
+    worth: dict[RecomputeMode, float] = {
+        "none": 0,
+        "selective": 1,
+        "attention": 1.5,
+        "full": 2,
+    }
     for modes in product(worth, repeat=5):
         stages = tuple(
             TransformerStage(True, part, False) for part in (modes[:3], modes[3:])
@@ -195,7 +200,11 @@ def test_recomputation_is_the_least_that_holds_the_plans_memory() -> None:
         assert _covers(run, wanted)
         assert bool(chosen.warning) == (run != wanted or "selective" in modes)
         assert chosen.granularity == (
-            "full" if "full" in modes else "selective" if "selective" in modes else None
+            "full"
+            if {"attention", "full"} & set(modes)
+            else "selective"
+            if "selective" in modes
+            else None
         )
         fewer = [
             [_run("full", "block", count, stage.blocks) for stage in stages]
@@ -221,7 +230,7 @@ def _run(
     ]
 
 
-def _covers(run: list[list[int]], wanted: list[list[int]]) -> bool:
+def _covers(run: list[list[int]], wanted: list[list[float]]) -> bool:
     return all(
         a >= b
         for one, other in zip(run, wanted, strict=True)

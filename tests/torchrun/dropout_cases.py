@@ -50,6 +50,11 @@ IS_WHOLE = {
 """All ranks have the same activations between the layers."""
 RECOMPUTED = ("gpt2-tp2", "gpt2-tp2-sp", "gpt2-cp2")
 """Cases that are run again with blocks that recompute."""
+MODES = {
+    "recompute": {1: "full", 2: "selective"},
+    "recompute-partly": {1: "attention", 2: "linear"},
+}
+"""Of the blocks, by the end of a case's name."""
 
 
 @cache
@@ -119,10 +124,10 @@ class _Spread:
 
 def _results(chosen: list[str], folder: Path) -> dict[str, Any]:
     results = {case: run(case) for case in chosen or CASES}
-    again = {1: "full", 2: "selective"}
     return results | {
-        f"{case}-recompute": run(case, recompute=again)
+        f"{case}-{name}": run(case, recompute=modes)
         for case in RECOMPUTED
+        for name, modes in MODES.items()
         if case in results
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from planner.spec.recompute import MODES
 from tests.torchrun.cases import ONE_STEP, Case
 
 SHORT: dict[str, Any] = {"steps": 2, "learning_rate": 0.05}
@@ -24,7 +25,7 @@ TWO_RANKS = {
             **MOMENTUM,
             "schedule": "seqpipe",
             "chunks": 4,
-            "recompute": {2: "full", 3: "selective"},
+            "recompute": dict(enumerate(MODES)),
         },
         **SHORT,
     ),
@@ -57,7 +58,7 @@ TWO_RANKS = {
     "cp2-recompute": Case(
         "qwen3",
         (6,),
-        {**MOMENTUM, "context": 2, "recompute": {2: "full", 3: "selective"}},
+        {**MOMENTUM, "context": 2, "recompute": dict(enumerate(MODES))},
         **SHORT,
     ),
     "cp2-gradients": Case(

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from planner.executor.parallel import replicas
+from planner.spec.recompute import MODES
 from tests.torchrun import derived_cases
 from tests.torchrun.cases import ONE_STEP, SHORT, Case, on_ranks, run
 
@@ -20,7 +21,7 @@ TWO_RANKS = {
     "tp2-sp": Case(
         "llama",
         (6,),
-        {**SHARED, **STEEP, "recompute": {1: "selective", 2: "full"}},
+        {**SHARED, **STEEP, "recompute": dict(enumerate(MODES))},
         clip=0.5,
         **FAST,
     ),

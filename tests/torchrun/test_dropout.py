@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.torchrun.dropout_cases import CASES, RECOMPUTED
+from tests.torchrun.dropout_cases import CASES, MODES, RECOMPUTED
 from tests.torchrun.ranks import Servers
 
 pytestmark = pytest.mark.torchrun
@@ -30,11 +30,12 @@ def test_copies_stay_equal_under_dropout(case: str, results: dict[str, Any]) -> 
     assert results[case]["losses"][-1] < results[case]["losses"][0]
 
 
+@pytest.mark.parametrize("name", MODES)
 @pytest.mark.parametrize("case", RECOMPUTED)
 def test_recomputation_drops_what_the_forward_dropped(
-    case: str, results: dict[str, Any]
+    case: str, name: str, results: dict[str, Any]
 ) -> None:
     """Within the split regions too, where every rank draws numbers of its own."""
-    again = results[f"{case}-recompute"]
+    again = results[f"{case}-{name}"]
     assert again["losses"] == results[case]["losses"]
     assert (again["parameters"], again["activations"]) == (0.0, 0.0)

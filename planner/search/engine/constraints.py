@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from planner.schedule import canonical_name
 from planner.spec.job import Constraint, allows
+from planner.spec.recompute import MODES
 
 if TYPE_CHECKING:
     from planner.search.engine.table import Table
@@ -53,10 +54,6 @@ def permitted(table: Table, constraints: Mapping[str, Constraint]) -> NDArray[np
         ]
         mask &= np.isin(column, values)
     return mask
-
-
-MODES = ("none", "selective", "full")
-"""Recompute modes, from least to most recomputation."""
 
 
 def recompute_modes(

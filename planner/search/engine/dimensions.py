@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.search.engine.bound import forbids_recompute
-from planner.search.engine.constraints import MODES, recompute_modes
+from planner.search.engine.constraints import recompute_modes
 from planner.search.engine.options import Option, Options
 from planner.search.engine.solve import has_few_cuts
 from planner.search.engine.space import Dimension, LeftOut
@@ -16,6 +16,7 @@ from planner.search.engine.synthesize import is_synthesized
 from planner.search.engine.table import Table
 from planner.spec.job import DIVISION
 from planner.spec.layout import Layout
+from planner.spec.recompute import MODES
 from planner.spec.words import written
 
 _COLUMNS = {

@@ -40,9 +40,10 @@ from planner.spec.job import (
 )
 from planner.spec.plan import SearchReport
 from planner.spec.profile import ModelProfile
+from planner.spec.recompute import MODES
 from planner.spec.words import counted, gibibytes, written
 
-RECOMPUTE_WORDS = ("none", "selective", "full", "per-layer")
+RECOMPUTE_WORDS = (*MODES, "per-layer")
 _PIECES = ("sequence_chunks", "context_parallel_degree")
 """Fields of a layout that cut sequences, unless they are 1."""
 _JOB_FIELDS = ("precision", "optimizer")

@@ -138,7 +138,7 @@ def test_gradients_of_two_layers_stand_whole(
     assert len(taken) == LAYERS
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("mode", ["full", "selective", "attention"])
 def test_a_layer_that_recomputes_has_its_parameters_again(
     mode: str, group: dist.ProcessGroup
 ) -> None:
