@@ -281,7 +281,7 @@ def test_profile_counts_each_kind_once_and_is_a_valid_document(write_config):
         dtype="bf16",
         progress=lambda done, total, text: seen.append((done, total, text)),
     )
-    assert [len(layer.measurements) for layer in found.layers] == [4, 12, 12, 12, 4]
+    assert [len(layer.measurements) for layer in found.layers] == [4, 20, 20, 20, 4]
     assert found.layers[1].measurements is found.layers[3].measurements
     assert (found.device, found.dtype, found.model_digest) == (
         "counted",
