@@ -35,7 +35,6 @@ from planner.search.engine.bound import (
     splits_backward,
     stage_ranks,
 )
-from planner.search.engine.constraints import MODES
 from planner.search.engine.dealing import deal_among
 from planner.search.engine.division import given_sizes, own_sizes
 from planner.search.engine.options import Options, Row
@@ -53,6 +52,7 @@ from planner.spec.job import DIVISION, OURS, Constraint, Job
 from planner.spec.layout import Layout, PredictionLayout
 from planner.spec.plan import Forecast, RankMemory
 from planner.spec.profile import ModelProfile
+from planner.spec.recompute import MODES
 from planner.spec.words import counted, gibibytes
 
 _UNLIMITED_BYTES = 1 << 60

@@ -61,6 +61,7 @@ from planner.search.engine.result import Candidate
 from planner.search.engine.solve import Item, RowSolver
 from planner.search.engine.stop import CUT_WORK, WORK_PER_SECOND
 from planner.spec.profile import RecomputeMode
+from planner.spec.recompute import MODES
 
 SOLVED_ACTIONS = 512
 """Actions up to which CP-SAT is asked; it improves no longer order within its work. 8
@@ -75,7 +76,6 @@ SEARCH_EFFORT = 2.0
 """The same, over all cases of a search whose first order does not beat the best plan."""
 FIRST_ORDER_WORK = 40
 """Work of the orders that need no search, for every action of one of them."""
-_MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
 
 
 def is_synthesized(schedule: str) -> bool:
@@ -432,9 +432,10 @@ def uniform_modes(costs: LayoutCosts) -> tuple[RecomputeMode, ...]:
     offered = set().union(*offers)
     permitted = wanted & offered or offered
     found: list[RecomputeMode] = []
-    for mode in _MODES:
+    is_free = wanted >= set(recompute_modes(None, supported))
+    for mode in MODES:
         is_uniform = all(mode in one or not one & wanted for one in offers)
-        if mode in permitted and (is_uniform or wanted >= set(_MODES)):
+        if mode in permitted and (is_uniform or is_free):
             found.append(mode)
     return tuple(found)
 
