@@ -26,6 +26,7 @@ from planner.spec.job import WHOLE_PARAMETERS, Job
 from planner.spec.layout import Layout
 from planner.spec.plan import RankPlacement
 from planner.spec.profile import Measurement, ModelProfile, RecomputeMode
+from planner.spec.recompute import MODES
 from tests.brute_force_division import given_sizes, has_division, obeys
 from tests.brute_force_recompute import ruled_map
 
@@ -54,7 +55,7 @@ SPLIT = ("zb-h1", "zb-h1-fused", "zb-h2", "zb-v")
 MOST_VIRTUAL_STAGES, MOST_MIXED_STAGES = 8, 4
 LEAN = ("hanayo", "interleaved-memory-optimised")
 """On one rank; where layers recompute one by one."""
-_MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
+_MODES = MODES
 
 
 @dataclass(frozen=True)

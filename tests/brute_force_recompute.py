@@ -14,10 +14,11 @@ from planner.check.step import Step
 from planner.schedule import Schedule
 from planner.search.engine.dealing import deal
 from planner.spec.profile import RecomputeMode
+from planner.spec.recompute import MODES
 from tests.brute_force_division import given_sizes
 
 StageMap = tuple[tuple[tuple[int, RecomputeMode], ...], ...]
-_MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
+_MODES = MODES
 
 
 def ruled_map(cells: Pricing, schedule: Schedule) -> StageMap | None:

@@ -23,7 +23,13 @@ from planner.spec.profile import (
 )
 from tests.builders import Draft, cluster, job, link, profile
 
-_MODES = (("none",), ("none",), ("none", "full"), ("none", "selective", "full"))
+_MODES = (
+    ("none",),
+    ("none",),
+    ("none", "full"),
+    ("none", "selective", "full"),
+    ("none", "attention", "linear"),
+)
 _MOST_MODE_CHOICES = 12
 _SHAPES = ((1, 1), (2, 1), (2, 2), (3, 1), (4, 1), (4, 2), (6, 2), (8, 1), (8, 2))
 """(devices, nodes)."""
