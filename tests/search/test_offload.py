@@ -21,10 +21,10 @@ from planner.cost import (
 )
 from planner.errors import LayoutError, UnsupportedError
 from planner.search import account, plan, predict
-from planner.spec import Cluster, Infeasible, Job, ModelProfile, Plan
+from planner.spec import Cluster, Infeasible, Job, Layout, ModelProfile, Plan
 from planner.spec.layout import PredictionLayout
 from planner.spec.plan import Alternative, Breakdown, Sensitivity
-from tests.brute_force import Priced, facts, layouts, price, price_all
+from tests.brute_force import PARTITIONED, Priced, facts, layouts, price, price_all
 from tests.builders import cluster, job, layer, profile, request, with_recompute
 from tests.search.test_brute_force import asked
 from tests.strategies import Instance, instances
@@ -87,33 +87,30 @@ def hosted_instances(draw: st.DrawFn) -> tuple[Instance, list[Priced]]:
 @settings(max_examples=30)
 @given(hosted_instances())
 def test_plan_is_the_optimum_with_a_host(case: tuple[Instance, list[Priced]]) -> None:
-    """The plan takes exactly the least time of all that fit device and host, and holds; infeasible when none does."""
+    """The plan is proven, and no slower than any stage map that fits device and host; infeasible only if none does.
+
+    It has more cuts and mixes of recompute modes than these stage maps.
+    """
     instance, priced = case
     fitting = [one for one in priced if fits(one, instance)]
-    found = plan(
-        request(instance.profile, instance.cluster, instance.job, top=2),
-        instance.profile,
-    )
-    if not fitting:
-        assert isinstance(found, Infeasible)
+    asked = request(instance.profile, instance.cluster, instance.job, top=2)
+    found = plan(asked, instance.profile)
+    if isinstance(found, Infeasible):
+        assert not fitting
         assert found.search is None or found.search.optimal
         return
-    assert isinstance(found, Plan)
-    least = min(one.nanoseconds for one in fitting)
-    assert found.prediction.step_seconds == pytest.approx(
-        least * TICK_SECONDS, rel=1e-12
-    )
     assert found.search.optimal
     assert check(found, instance.profile).problems == ()
-    offloads = found.layout.activation_offload or found.layout.optimizer_offload
-    plain = [
-        one
-        for one in fitting
-        if not (one.layout.activation_offload or one.layout.optimizer_offload)
-    ]
-    assert not offloads or all(one.nanoseconds > least for one in plain), (
-        "at a tie nothing is offloaded"
-    )
+    step = round(found.prediction.step_seconds / TICK_SECONDS)
+    assert step <= min((one.nanoseconds for one in fitting), default=step)
+    if offloads(found.layout):
+        plain = [one for one in fitting if not offloads(one.layout)]
+        assert all(one.nanoseconds > step for one in plain), "a tie offloads nothing"
+
+
+def offloads(layout: Layout) -> bool:
+    """Whether anything is in the memory of hosts."""
+    return layout.activation_offload or layout.optimizer_offload
 
 
 @settings(max_examples=20)
@@ -126,7 +123,7 @@ def test_cost_model_and_validator_agree_on_offloading(
     possible = [
         layout
         for layout in layouts(instance.profile, instance.cluster, instance.job)
-        if layout.activation_offload or layout.optimizer_offload
+        if offloads(layout)
     ]
     if not possible:
         return
@@ -146,38 +143,32 @@ def test_cost_model_and_validator_agree_on_offloading(
 @settings(max_examples=10)
 @given(hosted_instances())
 def test_misses_of_hosts_and_devices(case: tuple[Instance, list[Priced]]) -> None:
-    """A miss lacks exactly what the stage map of its layout lacks that comes nearest, of its device or its host."""
+    """A miss lacks no more than any stage map of its layout, of its device or its host; exactly the least of those
+    that are searched."""
     instance, priced = case
-    small = with_host(
-        instance,
-        _BANDWIDTHS[1],
-        1000 + min((one.peak for one in priced), default=1) // 2,
-        7,
-    )
-    found = plan(
-        request(instance.profile, small.cluster, instance.job), instance.profile
-    )
+    least = min((one.peak for one in priced), default=1)
+    small = with_host(instance, _BANDWIDTHS[1], 1000 + least // 2, 7)
+    asked_for = request(instance.profile, small.cluster, instance.job)
+    found = plan(asked_for, instance.profile)
     if isinstance(found, Plan):
         return
+    work = workload(instance.profile, small.cluster, instance.job)
     for miss in found.nearest:
-        same = [one for one in priced if one.layout == asked(miss.layout)]
-        work = workload(instance.profile, small.cluster, instance.job)
         lacking = [
             max(
                 one.peak - work.capacity_bytes,
                 max(one.hosts) - 7 if any(one.hosts) else 0,
             )
-            for one in same
+            for one in priced
+            if one.layout == asked(miss.layout)
         ]
-        assert (
-            miss.missing_bytes
-            == miss.needed_bytes - miss.capacity_bytes
-            == min(lacking)
-            > 0
-        )
-        assert miss.capacity_bytes == (
-            7 if miss.memory == "host" else work.capacity_bytes
-        )
+        assert miss.missing_bytes == miss.needed_bytes - miss.capacity_bytes > 0
+        assert miss.missing_bytes <= min(lacking, default=miss.missing_bytes)
+        is_searched = miss.layout.schedule in PARTITIONED
+        if lacking and is_searched and not miss.layout.has_uneven_shares:
+            assert miss.missing_bytes == min(lacking)
+        capacity = 7 if miss.memory == "host" else work.capacity_bytes
+        assert miss.capacity_bytes == capacity
 
 
 MIB = 2**20
