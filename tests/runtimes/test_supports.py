@@ -20,6 +20,7 @@ from planner.search.engine.table import enumerate_table
 from planner.spec import Infeasible, Job, Layout, ModelProfile, Plan, PredictionLayout
 from planner.spec.job import CONSTRAINABLE
 from planner.spec.layout import RecomputeWord
+from planner.spec.recompute import MODES
 from planner.spec.short_form import cluster_of, job_of
 from tests.builders import request
 
@@ -165,7 +166,7 @@ def test_the_search_has_all_supported_layouts_and_no_other(runtime: str) -> None
     found = layouts_of(work)
     assert found
     supports = work.framework.supports
-    words: tuple[RecomputeWord, ...] = ("none", "selective", "full", "per-layer")
+    words: tuple[RecomputeWord, ...] = (*MODES, "per-layer")
     possible = set()
     for text, layout in layouts_of(workload(model, MACHINES, JOB)).items():
         stages = layout.pipeline_parallel_degree * layout.virtual_stages_per_rank

@@ -43,6 +43,7 @@ from planner.spec import (
 )
 from planner.spec.calibration import Constants
 from planner.spec.layout import PredictionLayout
+from planner.spec.recompute import MODES
 from planner.spec.short_form import cluster_of, job_of
 from tests.brute_force import PARTITIONED, price_all
 from tests.builders import cluster, job, layer, profile, request
@@ -97,7 +98,7 @@ def is_uniform(cut: StageMap, word: str, model: ModelProfile) -> bool:
     modes = [mode for stage in cut for _, mode in stage]
     offered = [{row.recompute for row in one.measurements} for one in model.layers]
     for mode, has in zip(modes, offered, strict=True):
-        least = min(has, key=("none", "selective", "full").index)
+        least = min(has, key=MODES.index)
         if mode != (word if word in has else least):
             return False
     return any(word in has for has in offered)

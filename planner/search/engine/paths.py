@@ -11,6 +11,9 @@ of its stages, which adds R(r) times the least m(s) of its stages at least.
 
 The paths are the longest ones of equal stages, and of equal stages of which those of one
 rank take a little longer: they lead through the actions of that rank.
+
+A chunk of a micro-batch takes whole nanoseconds of each of its parts, that is less than
+one nanosecond below its exact share of the part.
 """
 
 from __future__ import annotations
@@ -34,6 +37,12 @@ _FORWARD = 1000
 """Units of time of a forward of equal stages; a backward takes twice as long."""
 _LONGER = 20
 """What is added to those of one rank."""
+_FORWARD_PARTS = 2
+"""Of a chunk's forward: attention and all else."""
+_INPUT_PARTS = 2
+"""Of a chunk's backward without the gradients of weights."""
+_BACKWARD_PARTS = 4
+"""Of a chunk's backward with the gradients of weights, and what it recomputes."""
 
 
 class StageWork(NamedTuple):
@@ -75,6 +84,8 @@ class Paths:
     """Rank of the last action of every path."""
     repeats: Floats
     """Backwards of every rank that recompute at least, [path, rank]."""
+    rounding: Floats
+    """Nanoseconds that whole ones of all chunks are below exact ones at most, [path]."""
 
     def nanoseconds(self, work: StageWork) -> Floats:
         """Return the longest of the paths, per option or cut."""
@@ -86,7 +97,7 @@ class Paths:
         total = total + work.backward_attention @ self.backward_attention.T
         total = total + work.recomputation @ self.repeats.T
         total = total + work.waiting[:, None] * self.actions
-        total = total + work.transfer[:, None] * self.transfers
+        total = total + work.transfer[:, None] * self.transfers - self.rounding
         longest: Floats = (total + work.tails[:, self.ends]).max(axis=1)
         return longest
 
@@ -150,6 +161,11 @@ def _counted(order: Order, paths: Sequence[CriticalPath]) -> Paths:
     forward, backward = counts("forward"), counts("backward")
     inputs, weight = counts("backward_input"), counts("backward_weight")
     actions = (forward + backward + inputs).sum(axis=(1, 2))
+    rounding = np.zeros(len(paths))
+    if chunks > 1:
+        parts_of_actions = _FORWARD_PARTS * forward + _INPUT_PARTS * inputs
+        parts_of_actions += _BACKWARD_PARTS * backward + weight
+        rounding = parts_of_actions.sum(axis=(1, 2))
     moves = [sum(each.transfer_forward + each.transfer_backward) for each in paths]
     return Paths(
         forward=forward @ parts,
@@ -162,6 +178,7 @@ def _counted(order: Order, paths: Sequence[CriticalPath]) -> Paths:
         transfers=np.array(moves, dtype=np.float64),
         ends=tuple(path.rank for path in paths),
         repeats=_repeats(order, counts("backward"), np.minimum(parts, attention)),
+        rounding=rounding,
     )
 
 

@@ -22,6 +22,7 @@ from planner.search.engine.prices import Prices, Pricing
 from planner.search.engine.space import Space
 from planner.search.engine.table import enumerate_table
 from planner.spec.cluster import DeviceSpec
+from planner.spec.recompute import MODES
 from tests.strategies import Instance
 
 
@@ -112,7 +113,7 @@ def random_map(prices: Prices, stages: int, seed: random.Random) -> StageMap:
     if min(sizes) < 1:
         sizes = [layers // stages + (s < layers % stages) for s in range(stages)]
     modes = []
-    wanted = seed.choice(("none", "selective", "full", "any"))
+    wanted = seed.choice((*MODES, "any"))
     for kind in prices.kind_of:
         offered = [one.mode for one in prices.modes[kind]]
         modes.append(wanted if wanted in offered else seed.choice(offered))
