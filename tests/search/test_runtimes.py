@@ -104,6 +104,16 @@ def is_uniform(cut: StageMap, word: str, model: ModelProfile) -> bool:
     return any(word in has for has in offered)
 
 
+def with_modes(model: ModelProfile, runtime: str) -> ModelProfile:
+    """The model with rows of the recompute modes that the runtime has."""
+    modes = planned(runtime).modes
+    layers = []
+    for one in model.layers:
+        rows = tuple(row for row in one.measurements if row.recompute in modes)
+        layers.append(one.model_copy(update={"measurements": rows}))
+    return model.model_copy(update={"layers": tuple(layers)})
+
+
 @dataclass(frozen=True)
 class Priced:
     """A stage map under a layout, as the cost model prices it for the job's runtime."""
@@ -165,7 +175,8 @@ def test_plan_is_the_optimum_for_the_runtime(
     step = for_runtime(instance.job, runtime, schedule=PARTITIONED)
     with fitted():
         ours = {"runtime": "planner", "constraints": instance.job.constraints}
-        cuts = price_all(model, machines, step.model_copy(update=ours), ruled=False)
+        ours_step = step.model_copy(update=ours)
+        cuts = price_all(with_modes(model, runtime), machines, ours_step, ruled=False)
         known = [
             priced(model, machines, step, one.layout, one.stage_map)
             for one in cuts
