@@ -372,7 +372,9 @@ class Pricing:
         for place, option in enumerate(self.options.of(row)):
             costs = self._base(row, option, self.options.layout(row, option))
             if not any(dominates(better, costs) for _, _, better in kept):
-                kept = [one for one in kept if not dominates(costs, one[2])]
+                kept = [
+                    one for one in kept if not dominates(costs, one[2], strictly=True)
+                ]
                 kept.append((place, option, costs))
         return [(place, option) for place, option, _ in kept]
 
@@ -482,12 +484,19 @@ _LEAST = (
 )
 
 
-def dominates(better: LayoutCosts, worse: LayoutCosts) -> bool:
+def dominates(
+    better: LayoutCosts, worse: LayoutCosts, *, strictly: bool = False
+) -> bool:
     """Return whether `better` needs no more time and memory under every cut and mode.
 
     Layers have equal forwards and backwards; states, reductions, updates and optimizer
     take no less. A shorter latency counts as no gain if every layer's update is longer
     by at least as much, since every rank has a layer.
+
+    Args:
+        better: costs of a layout.
+        worse: of a layout that differs in its option alone.
+        strictly: and the updates of some layers are shorter.
     """
     if better.shared or better.layout.rank_order != worse.layout.rank_order:
         return False
@@ -496,28 +505,39 @@ def dominates(better: LayoutCosts, worse: LayoutCosts) -> bool:
     if better.gathered_bytes > worse.gathered_bytes:
         return False
     saved = better.reduction_latency_ticks - worse.reduction_latency_ticks
+    framework = better.work.framework
+    hides = framework.overlaps_reduction or framework.overlaps_gathers
+    is_shorter = False
     for first, _ in better.kinds:
-        pairs = zip(
-            better.layers[first].values(), worse.layers[first].values(), strict=True
-        )
-        if not all(_is_no_better(*pair) for pair in pairs):
+        ones, others = better.layers[first], worse.layers[first]
+        pairs = list(zip(ones.values(), others.values(), strict=True))
+        if not all(_is_no_better(*pair, hides=hides) for pair in pairs):
             return False
-        one = next(iter(better.layers[first].values()))
-        other = next(iter(worse.layers[first].values()))
+        one, other = pairs[0]
         longer = worse.least_tail_ticks(other) - better.least_tail_ticks(one)
         if longer < saved:
             return False
-    return True
+        is_shorter |= longer > max(0, saved)
+    return is_shorter or not strictly
 
 
-def _is_no_better(one: LayerCost, other: LayerCost) -> bool:
-    """Return whether the second cost of a layer is nowhere less than the first."""
+def _is_no_better(one: LayerCost, other: LayerCost, *, hides: bool) -> bool:
+    """Return whether the second cost of a layer is nowhere less than the first.
+
+    Args:
+        one: of a layer and mode.
+        other: of the same.
+        hides: compute hides some reductions or updates, so that each counts by itself.
+    """
     is_equal = one.forward_ticks == other.forward_ticks
     is_equal &= one.backward_ticks == other.backward_ticks
-    is_longer = other.update_ticks >= one.update_ticks
-    is_longer &= other.optimizer_ticks >= one.optimizer_ticks
-    of_one = one.reduction_ticks - one.update_ticks
-    is_longer &= other.reduction_ticks - other.update_ticks >= of_one
+    tail = other.reduction_ticks + other.optimizer_ticks
+    is_longer = tail >= one.reduction_ticks + one.optimizer_ticks
+    if hides:
+        is_longer &= other.update_ticks >= one.update_ticks
+        is_longer &= other.optimizer_ticks >= one.optimizer_ticks
+        of_one = one.reduction_ticks - one.update_ticks
+        is_longer &= other.reduction_ticks - other.update_ticks >= of_one
     is_larger = other.parameters_bytes >= one.parameters_bytes
     is_larger &= other.gradients_bytes >= one.gradients_bytes
     is_larger &= other.optimizer_bytes >= one.optimizer_bytes

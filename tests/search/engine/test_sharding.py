@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import random
+from itertools import permutations
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from planner.check import check
-from planner.cost import workload
+from planner.cost import (
+    LayoutCosts,
+    StageMap,
+    choose,
+    evaluate,
+    rank_memory,
+    schedule_of,
+    workload,
+)
 from planner.executor.support import check_plan
 from planner.search import plan
+from planner.search.engine.prices import dominates
 from planner.search.engine.space import whole_space
 from planner.spec import Plan
 from tests.builders import cluster, job, layer, link, profile, request
-from tests.search.engine.exact import Layouts
+from tests.search.engine.exact import Layouts, random_map
+from tests.search.test_runtimes import RUNTIMES, for_runtime
+from tests.strategies import Instance, instances
 
 ELEMENTS = 500_000
 MODEL = profile(layer(parameters=ELEMENTS, activation=500, optimizer=5e-5) * 8)
@@ -62,3 +77,36 @@ def test_dominated_groups_are_dropped() -> None:
         found = [(one.zero_stage, one.shard_degree) for one in options]
         assert [one for one in found if one[0] < 2] == [(1, None)]
         assert len(layouts.options.of(row)) > len(found)
+
+
+@settings(max_examples=60)
+@given(instances(), st.sampled_from((*RUNTIMES, "planner")), st.integers(0, 2**30))
+def test_no_dominated_option_is_faster_or_smaller(
+    instance: Instance, runtime: str, seed: int
+) -> None:
+    """Under any cut and modes, whether compute hides reductions or not."""
+    chooser = random.Random(seed)
+    step = for_runtime(instance.job, runtime)
+    work = workload(instance.profile, instance.cluster, step)
+    layouts = Layouts(work, whole_space(work, least_tokens=1))
+    count = len(layouts.table)
+    for index in chooser.sample(range(count), min(count, 4)):
+        row = layouts.row(index)
+        options = layouts.options.of(row)
+        prices = layouts.prices(row, options[0])
+        every = [layouts.pricing.costs(row, option) for option in options]
+        stage_map = random_map(prices, row.pipeline * row.virtual_stages, chooser)
+        found = [steps_and_bytes(costs, stage_map) for costs in every]
+        for better, worse in permutations(range(len(options)), 2):
+            if dominates(every[better], every[worse]):
+                pairs = zip(found[better], found[worse], strict=True)
+                assert all(one <= other for one, other in pairs)
+
+
+def steps_and_bytes(costs: LayoutCosts, stage_map: StageMap) -> tuple[int, ...]:
+    """Nanoseconds of the step, then bytes of every rank and its host."""
+    stages, schedule = choose(costs, stage_map), schedule_of(costs)
+    rows = rank_memory(costs, schedule, stages)
+    step = evaluate(costs, schedule, stages).total_ticks
+    peaks = [row.peak_bytes for row in rows]
+    return step, *peaks, *(row.host_bytes for row in rows)
