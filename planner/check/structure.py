@@ -21,8 +21,9 @@ from planner.check.report import Findings
 from planner.check.schedules import SCHEDULES, ScheduleRule, Shape, permits_schedule
 from planner.check.sites import Sites
 from planner.errors import LayoutError
+from planner.runtimes import planned
 from planner.spec.document import digest
-from planner.spec.job import COMPUTE_TYPE, DIVISION, allows
+from planner.spec.job import COMPUTE_TYPE, DIVISION, OURS, allows
 from planner.spec.layout import Layout
 from planner.spec.plan import Plan, Stage
 from planner.spec.recompute import MODES
@@ -214,7 +215,12 @@ def check_stages(plan: Plan, context: Context, findings: Findings) -> None:
     offers: dict[str, set[str]] = {}
     for layer in context.profile.layers:
         listed = (row.recompute for row in layer.measurements)
-        offers[layer.name] = {*(context.rows(layer) or listed)}
+        offered = {*(context.rows(layer) or listed)}
+        # Another runtime has further modes of the blocks of a decoder.
+        if len(offered) > 1 and context.job.runtime != OURS:
+            runtime = planned(context.job.runtime)
+            offered = {*offered, *runtime.policies} & {*runtime.modes}
+        offers[layer.name] = offered
     owners = _owners(plan)
     findings.equal("stages: number", len(plan.stages), len(owners))
     for index, (stage, owner) in enumerate(zip(plan.stages, owners, strict=False)):
@@ -225,10 +231,10 @@ def check_stages(plan: Plan, context: Context, findings: Findings) -> None:
         }
         findings.same(f"stages[{index}]", stage.model_dump(), expected)
         _check_recompute(stage, offers, context, findings)
-    planned = [layer for stage in plan.stages for layer in stage.layers]
+    placed = [layer for stage in plan.stages for layer in stage.layers]
     layers = context.profile.layers
-    findings.equal("stages: layers", len(planned), len(layers))
-    for place, (one, layer) in enumerate(zip(planned, layers, strict=False)):
+    findings.equal("stages: layers", len(placed), len(layers))
+    for place, (one, layer) in enumerate(zip(placed, layers, strict=False)):
         expected = {"name": layer.name, "modules": layer.modules}
         findings.same(f"stages: layer {place}", one.model_dump(), expected)
     counts = [len(stage.layers) for stage in plan.stages]

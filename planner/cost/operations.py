@@ -19,7 +19,8 @@ c the context- and e the expert-parallel degree:
     (A5)  tensor parallelism: per region one half-collective in and one out, forward and
           backward; what runs beside another product is marked so
     (A6)  selective recomputation drops what the named modules save, and runs them again;
-          modes attention and linear: `planner.spec.recompute`
+          modes attention and linear: `planner.spec.recompute`; mode mlp: all that the
+          feed-forward network launches and exchanges runs again
 
 The rows are those of a profile (`planner.spec.profile.Measurement`), so that decoders
 and other models share one path from operations to seconds.
@@ -116,6 +117,8 @@ class LayerWork:
     operations: list[Launched] = field(default_factory=list)
     saved: list[Saved] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
+    network: tuple[int, int, int] = (0, 0, 0)
+    """Operations, saved tensors and collectives before the feed-forward network."""
     second_products: list[Operation] = field(default_factory=list)
     """Every second product of the block, for recomputation that saves the others."""
     second_saved_bytes: float = 0.0
@@ -268,7 +271,9 @@ class DecoderCounts:
     @property
     def modes(self) -> tuple[RecomputeMode, ...]:
         """Recompute modes of the blocks."""
-        return self.runtime.modes
+        has_mlp = self.model.experts is None and not self.model.multi_token_layers
+        modes = self.runtime.modes
+        return tuple(mode for mode in modes if mode != "mlp" or has_mlp)
 
     def row(self, kind: str, mode: RecomputeMode) -> Measurement:
         """Return the row of a layer kind in a recompute mode.
@@ -320,9 +325,20 @@ class DecoderCounts:
             local_muon_flops=self._muon_flops(work),
             forward_bytes=sum(one.count * one.bytes for one in operations),
             operations=operations,
-            collectives=tuple(work.collectives),
+            collectives=(*work.collectives, *self._exchanged_again(work, mode)),
             source="counted",
         )
+
+    @staticmethod
+    def _exchanged_again(work: LayerWork, mode: RecomputeMode) -> list[Collective]:
+        """Return the forward's collectives that the backward of mode ``mlp`` repeats."""
+        if mode != "mlp":
+            return []
+        network = work.collectives[work.network[2] :]
+        again = {"phase": "backward", "beside": None}
+        return [
+            one.model_copy(update=again) for one in network if one.phase == "forward"
+        ]
 
     @cached_property
     def _cached_gradient_bytes(self) -> int:
@@ -369,6 +385,10 @@ class DecoderCounts:
             return whole, 0.0
         if mode == "full":
             return self._checkpoint_bytes(), whole
+        if mode == "mlp":
+            network = work.saved[work.network[1] :]
+            dropped = sum(one.bytes for one in network if self._is_of_network(one))
+            return whole - dropped, dropped
         if mode == "linear":
             core = sum(one.bytes for one in work.saved if one.module in _CORE)
             return self._checkpoint_bytes() + core, whole - core
@@ -376,6 +396,11 @@ class DecoderCounts:
         if self.runtime.selective == "alternate":
             dropped += work.second_saved_bytes
         return whole - dropped, dropped
+
+    @staticmethod
+    def _is_of_network(one: Saved | Launched) -> bool:
+        """Return whether a part of a block's second half is of its network."""
+        return one.module not in ("", "residual")
 
     def _is_dropped(self, saved: Saved, mode: RecomputeMode) -> bool:
         """Whether selective recomputation drops a saved tensor: equation (A6)."""
@@ -413,6 +438,9 @@ class DecoderCounts:
                 plain += work.second_products
             return tuple(plain)
         launched = work.operations
+        if mode == "mlp":
+            launched = launched[work.network[0] :]
+            return tuple(one.operation for one in launched if self._is_of_network(one))
         if mode == "attention":
             return tuple(one.operation for one in launched if self._runs_again(one))
         if self.runtime.stops_recompute:
@@ -448,6 +476,11 @@ class DecoderCounts:
         self._attention(work, windowed=kind.endswith("-window"))
         is_moe = kind.startswith("moe") or (
             kind.startswith("mtp") and self.model.experts is not None
+        )
+        work.network = (
+            len(work.operations),
+            len(work.saved),
+            len(work.collectives),
         )
         self._feed_forward(work, is_moe)
         if kind.startswith("mtp"):

@@ -27,6 +27,7 @@ from planner.cost.step import (
 )
 from planner.cost.ticks import TICK_SECONDS
 from planner.cost.workload import Workload, with_constants, workload
+from planner.errors import UnsupportedError
 from planner.runtimes import Runtime
 from planner.schedule import Schedule
 from planner.spec.calibration import (
@@ -233,6 +234,12 @@ def priced_run(run: Run) -> PricedRun:
     modes: tuple[RecomputeMode, ...] = ("none",)
     if run.layout.recompute != "none":
         modes = ("none", block_mode(run))
+        if modes[1] not in counts.modes:
+            raise UnsupportedError(
+                f"{runtime.name} does not recompute this model in mode {modes[1]}.",
+                field="layout.recompute",
+                hint=f"use one of {', '.join(counts.modes)}.",
+            )
     profile = decoder_profile(counts, run.source.id or "run", modes)
     work = workload(profile, run.cluster, run.job, framework=runtime, constants=DEFAULT)
     return PricedRun(run, runtime, work, stage_map(run, runtime, heads))
@@ -261,7 +268,10 @@ def split_of(run: Run) -> Split:
 
 def block_mode(run: Run) -> RecomputeMode:
     """Return the recompute mode of the run's recomputed blocks."""
-    return "selective" if run.layout.recompute == "selective" else "full"
+    word = run.layout.recompute
+    if word == "none" or word == "per-layer":
+        return "full"
+    return word
 
 
 def stage_map(run: Run, runtime: Runtime, heads: int = 1) -> StageMap:

@@ -27,9 +27,7 @@ from planner.schedule import (
 from planner.spec.job import WHOLE_PARAMETERS
 from planner.spec.layout import RankOrder
 from planner.spec.plan import Plan, RankPlacement
-from planner.spec.profile import RecomputeMode
-
-RECOMPUTE_MODES = get_args(RecomputeMode)
+from planner.spec.recompute import EXECUTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +100,7 @@ def _choices(plan: Plan) -> Iterator[tuple[str, object, tuple[object, ...]]]:
         yield "layout.tensor_parallel_degree", layout.tensor_parallel_degree, (1,)
         yield "layout.zero_stage", layout.zero_stage, (0,)
         yield "layout.expert_parallel_degree", layout.expert_parallel_degree, (1,)
-    modes = ("none",) if layout.activation_offload else RECOMPUTE_MODES
+    modes = ("none",) if layout.activation_offload else EXECUTED
     for stage in plan.stages:
         for index, layer in enumerate(stage.layers):
             yield (

@@ -54,6 +54,8 @@ def recomputation(
         return Recomputation()
     if modes == {"selective"} and selective_modules:
         return Recomputation("selective", modules=selective_modules)
+    if modes == {"mlp"}:
+        return Recomputation("selective", modules=("mlp",))
     if modes <= {"none", "selective"}:
         where = (
             "" if modes == {"selective"} else f", in {_counts(transformer)} blocks only"
@@ -77,7 +79,7 @@ def _counts(transformer: Transformer) -> str:
     words = {
         "full": "in full",
         "selective": "selectively",
-        **{mode: f"in mode {mode}" for mode in ("attention", "linear")},
+        **{mode: f"in mode {mode}" for mode in ("attention", "mlp", "linear")},
     }
     counts = {
         word: [stage.recompute.count(mode) for stage in transformer.stages]

@@ -373,18 +373,26 @@ def _check_offload(layout: Layout, schedule: Schedule) -> None:
 
 
 def _check_recompute(costs: LayoutCosts, schedule: Schedule) -> None:
-    """Refuse recomputation that the schedule does not permit.
+    """Refuse recomputation that the runtime does not have, or that the schedule does not permit.
 
     Our own executor does not recompute under split backwards. Layers do not choose
     their modes where stages are on two ranks, which would have to agree, and where the
     schedule itself decides which micro-batches recompute.
 
     Raises:
-        UnsupportedError: names the schedule.
+        UnsupportedError: names the mode or the schedule.
     """
     layout = costs.layout
+    word = layout.recompute
+    framework = costs.work.framework
+    if word not in ("per-layer", *framework.modes):
+        raise UnsupportedError(
+            f"{framework.name} has no recompute mode {word!r}.",
+            field="layout.recompute",
+            hint=f"use one of {', '.join(framework.modes)}.",
+        )
     entry = find(layout.schedule)
-    is_ours = costs.work.framework.name == OURS and entry.runnable
+    is_ours = framework.name == OURS and entry.runnable
     if layout.recompute != "none" and is_ours and _is_split(schedule):
         raise UnsupportedError(
             f"layers do not recompute under the schedule {layout.schedule!r}, which splits backwards: both halves "

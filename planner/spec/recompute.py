@@ -1,7 +1,7 @@
 """Recompute modes of a layer: which results of its forward are saved.
 
 ``none`` saves what autograd saves, ``full`` the layer's input alone (Chen et al. 2016).
-The modes between them save the input and the results of some operations, and run all
+Three modes between them save the input and the results of some operations, and run all
 other operations again:
 
     selective  saves products, attention and collectives; norms, activation functions
@@ -14,6 +14,11 @@ other operations again:
     linear     saves attention and collectives: linear layers run again, attention does
                not (Gu et al. 2024, "LoongTrain", selective checkpoint++; Li et al.
                2023, "DistFlashAttn")
+
+A fourth runs one module again, and saves of the others what ``none`` saves:
+
+    mlp        the feed-forward network of a dense block runs again whole (Megatron-Core's
+               --recompute-modules mlp)
 
 None of them is better than another for every layer: which one saves more bytes per
 second depends on the length of sequences.
@@ -44,9 +49,11 @@ SAVED: Mapping[RecomputeMode, frozenset[Origin]] = MappingProxyType(
         "linear": frozenset({"attention", "collective"}),
     }
 )
-"""Results that the modes between ``none`` and ``full`` save."""
+"""Results that some modes between ``none`` and ``full`` save."""
+EXECUTED: tuple[RecomputeMode, ...] = ("none", *SAVED, "full")
+"""Modes of our own executor."""
 
 
 def is_partial(mode: RecomputeMode) -> bool:
     """Return whether a layer in this mode runs a part of its forward again."""
-    return mode in SAVED
+    return mode not in ("none", "full")

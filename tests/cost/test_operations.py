@@ -251,6 +251,39 @@ SAVED = [
 10 + 24 / t + 5 a s / (h t) and 34 / t + 5 a s / (h t)."""
 
 
+@pytest.mark.parametrize(
+    ("split", "fewer"),
+    [
+        (Split(4, 2048), 18.0),
+        (Split(4, 2048, tensor=8), 4.0),
+        (Split(4, 2048, tensor=8, sequence_parallel=True), 2.25),
+    ],
+)
+def test_mode_mlp_drops_and_repeats_the_feed_forward_network(
+    split: Split, fewer: float
+) -> None:
+    """Without fc1's input (2 bytes), and its output and that of GELU (8 + 8) / t."""
+    counts = DecoderCounts(GPT3, get("megatron-core"), split)
+    none, mlp = (counts.row("dense", mode) for mode in ("none", "mlp"))
+    units = split.micro_batch_size * split.sequence_length * GPT3.hidden
+    assert (none.activation_bytes - mlp.activation_bytes) / units == fewer
+    assert mlp.recompute_flops == 16 * units * GPT3.hidden // split.tensor
+    again = collectives(mlp.collectives) - collectives(none.collectives)
+    forward = {key for key in collectives(none.collectives) if key[1] == "forward"}
+    repeated = {(group, "backward", *rest) for group, _, *rest in forward}
+    assert set(again) == repeated
+    assert sum(again.values()) == (0 if split.tensor == 1 else len(repeated))
+
+
+def test_models_of_experts_have_no_mode_mlp() -> None:
+    """Megatron-Core's module mlp is that of dense blocks."""
+    megatron = get("megatron-core")
+    dense = DecoderCounts(sizes_of("llama-3.1-8b"), megatron, Split(1, 64))
+    mixed = DecoderCounts(sizes_of("mixtral-8x7b"), megatron, Split(1, 64))
+    assert dense.modes == ("none", "selective", "mlp", "full")
+    assert mixed.modes == ("none", "selective", "full")
+
+
 @pytest.mark.parametrize(("split", "mode", "expected"), SAVED)
 def test_saved_bytes_equal_the_literature(
     split: Split, mode: RecomputeMode, expected: float

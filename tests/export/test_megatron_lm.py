@@ -216,6 +216,18 @@ def test_recomputation_is_the_least_that_holds_the_plans_memory() -> None:
             )
 
 
+def test_feed_forward_networks_that_run_again_are_a_module() -> None:
+    """If they do in all blocks; else whole blocks do, with a warning."""
+    first = TransformerStage(True, ("mlp", "mlp"), False)
+    found = recomputation(Transformer("layers", (first,)))
+    assert (found.granularity, found.modules) == ("selective", ("mlp",))
+    assert not found.warning
+    second = TransformerStage(False, ("mlp", "none"), True)
+    found = recomputation(Transformer("layers", (first, second)))
+    assert (found.granularity, found.blocks) == ("full", 2)
+    assert found.warning
+
+
 def _run(
     granularity: str | None, method: str | None, count: int | None, blocks: int
 ) -> list[int]:

@@ -50,7 +50,7 @@ CANDIDATES: dict[str, tuple[Any, ...]] = {
     "micro_batch_size": (1, 2),
     "schedule": ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-v", "hanayo"),
     "rank_order": ("tp-cp-dp-pp", "tp-cp-pp-dp"),
-    "recompute": ("none", "selective", "full"),
+    "recompute": ("none", "selective", "mlp", "full"),
 }
 PRECISIONS = ("bf16-mixed", "bf16", "fp16-mixed", "fp32", "fp8")
 OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "muon", "adafactor")
@@ -170,6 +170,7 @@ def is_layout(layout: Layout, job: Job, model: str) -> bool:
         or (layout.sequence_parallel and layout.tensor_parallel_degree == 1)
         or (layout.zero_stage and layout.replicas == 1)
         or (layout.recompute != "none" and splits_backward(layout.schedule))
+        or (layout.recompute == "mlp" and model == "mixtral-8x7b")
         or (whole and (is_split or layout.zero_stage))
         or (job.precision == "fp8" and model != "llama-3.2-1b")
         or pipeline * virtual > BLOCKS[model]
@@ -236,7 +237,8 @@ def megatron(found: Mapping[str, Any], zero_stage: int) -> Configuration:
         assert int(found["recompute_num_layers"]) == 1
     if granularity == "selective":
         modules = found["recompute_modules"]
-        assert modules in ("core_attn", ["core_attn"])
+        module = modules if isinstance(modules, str) else " ".join(modules)
+        granularity = {"core_attn": "selective", "mlp": "mlp"}[module]
     is_interleaved = len(parts) > pipeline
     return Configuration(
         tensor=int(found["tensor_model_parallel_size"]),

@@ -301,3 +301,12 @@ def test_layouts_that_cannot_be_priced_are_refused(
     """Each with the error of its kind."""
     with pytest.raises(error):
         forecast(four_equal_layers(), cluster(4), **layout)
+
+
+def test_recompute_modes_that_a_runtime_lacks_are_refused() -> None:
+    """Megatron-Core runs no linear layers again alone; our executor has no module mlp."""
+    model = four_equal_layers()
+    for runtime, mode in (("megatron-core", "linear"), ("planner", "mlp")):
+        step = job().model_copy(update={"runtime": runtime})
+        with pytest.raises(UnsupportedError, match=f"no recompute mode '{mode}'"):
+            forecast(model, None, step, recompute=mode)

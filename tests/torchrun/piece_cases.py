@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from planner.spec.recompute import MODES
+from planner.spec.recompute import EXECUTED
 from tests.torchrun.cases import ONE_STEP, Case
 
 SHORT: dict[str, Any] = {"steps": 2, "learning_rate": 0.05}
@@ -25,7 +25,7 @@ TWO_RANKS = {
             **MOMENTUM,
             "schedule": "seqpipe",
             "chunks": 4,
-            "recompute": dict(enumerate(MODES)),
+            "recompute": dict(enumerate(EXECUTED)),
         },
         **SHORT,
     ),
@@ -58,7 +58,7 @@ TWO_RANKS = {
     "cp2-recompute": Case(
         "qwen3",
         (6,),
-        {**MOMENTUM, "context": 2, "recompute": dict(enumerate(MODES))},
+        {**MOMENTUM, "context": 2, "recompute": dict(enumerate(EXECUTED))},
         **SHORT,
     ),
     "cp2-gradients": Case(

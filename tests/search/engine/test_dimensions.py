@@ -11,7 +11,7 @@ from planner.search.engine.space import Dimension, whole_space
 from planner.search.engine.table import enumerate_table
 from planner.search.queries.counts import layouts_of_rows
 from planner.spec.layout import Layout
-from planner.spec.recompute import MODES
+from planner.spec.recompute import EXECUTED
 from planner.spec.words import written
 from tests.search.engine.requests import request
 from tests.search.engine.test_table import decoder
@@ -55,7 +55,7 @@ def test_searched_values_are_those_of_all_layouts(seed: int) -> None:
 def test_recompute_modes_and_cuts_are_described() -> None:
     """Modes are those that the job permits; cuts are all of them only where they are few."""
     found = dimensions_of(decoder("llama-3.2-1b", 8, 8, 8192))
-    assert found["recompute"].searched == (*MODES, "per-layer")
+    assert found["recompute"].searched == (*EXECUTED, "per-layer")
     assert len(found["layers_per_stage"].left_out) == 1
     fixed = dimensions_of(
         decoder("llama-3.2-1b", 8, 8, 8192, recompute="full", layers_per_stage="even")
