@@ -211,7 +211,9 @@ class Portfolio:
         cluster = self.request.cluster
         if self.job.objective == "step_time":
             if len(cluster.node_groups) > 1:
-                return arrangements(cluster)
+                # Most devices last, and of those the cluster in its own order.
+                found = reversed(arrangements(cluster))
+                return tuple(sorted(found, key=lambda part: part.devices))
             return (whole(cluster),)
         if self.job.objective == "cost":
             check_prices(cluster)
