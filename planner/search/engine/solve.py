@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import comb
@@ -18,14 +18,14 @@ from planner.search.engine.bound import Order
 from planner.search.engine.cut import all_cuts
 from planner.search.engine.division import given_sizes
 from planner.search.engine.options import Option, Row
-from planner.search.engine.prices import Prices
+from planner.search.engine.prices import Modes, Prices
 from planner.search.engine.recompute import ModeChooser
 from planner.search.engine.result import Candidate
 from planner.search.engine.rule import MOST_REPAIRS, RuleCuts, Sizes
 from planner.search.engine.stop import CUT_WORK
 from planner.spec.plan import RankMemory
 
-PROMISING = 1.015
+PROMISING = 1.02
 """A cut is improved by moves if its step is below this multiple of the best step."""
 NEARLY_PROMISING = 1.1
 """A cut that recomputes is rebalanced if its step is below this multiple."""
@@ -37,7 +37,7 @@ MOST_MOVES = 40
 """Accepted moves per row."""
 MOST_NEIGHBOURS = 24
 """Cuts that are evaluated for one move, those of least bound."""
-MOST_SOURCES = 4
+MOST_SOURCES = 64
 """Stages that a layer is moved from, where a rank has several stages."""
 
 
@@ -182,7 +182,17 @@ class CutSolver:
         if not self.modes:
             yield from self.chooser.stage_maps(sizes)
         for mode in self.modes:
-            yield self._uniform(sizes, mode)
+            if self._rules_by_mode[mode].bound(sizes) < self.cutoff:
+                yield self._uniform(sizes, mode)
+
+    @cached_property
+    def _rules_by_mode(self) -> dict[str, RuleCuts]:
+        """The bound on a cut whose layers all have one mode, or their first."""
+        found = {}
+        for mode in self.modes:
+            modes = tuple(_only(each, mode) for each in self.prices.modes)
+            found[mode] = RuleCuts(replace(self.prices, modes=modes), self.order)
+        return found
 
     def _uniform(self, sizes: Sizes, mode: str) -> StageMap:
         """Return a cut whose layers all have one mode, or their first."""
@@ -383,6 +393,11 @@ class RowSolver:
             return None
         item, schedule = self.item, self.cuts.schedule
         return Candidate(item.row, item.option, item.costs, schedule, *found)
+
+
+def _only(modes: Modes, mode: str) -> Modes:
+    """Return the costs of a layer in one mode, or in its first."""
+    return tuple(each for each in modes if each.mode == mode) or modes[:1]
 
 
 def _free_bytes(memory: RankMemory) -> int:
