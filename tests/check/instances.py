@@ -13,6 +13,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from planner.check.schedules import SCHEDULES
+from planner.search.engine.bound import splits_backward
 from planner.spec.cluster import Cluster
 from planner.spec.job import Job
 from planner.spec.layout import Layout, PredictionLayout
@@ -80,7 +81,7 @@ def layouts(draw: st.DrawFn) -> tuple[Layout, int]:
         schedule=name,
         sequence_chunks=shape.sequence_chunks,
         recompute="none"
-        if SCHEDULES[name].recomputes_ahead
+        if SCHEDULES[name].recomputes_ahead or splits_backward(name)
         else draw(st.sampled_from(recompute)),
     )
     return layout, shape.micro_batches

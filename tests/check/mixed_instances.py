@@ -8,6 +8,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from planner.check.schedules import SCHEDULES
+from planner.search.engine.bound import splits_backward
 from planner.spec import Cluster, Layout, ModelProfile, NodeGroup
 from planner.spec.cluster import ScaleUp
 from planner.spec.layout import PredictionLayout
@@ -148,7 +149,7 @@ def layouts_of_equal_replicas(draw: st.DrawFn) -> Given:
         micro_batch_size=draw(st.integers(1, 2)),
         schedule=name,
         recompute="none"
-        if SCHEDULES[name].recomputes_ahead
+        if SCHEDULES[name].recomputes_ahead or splits_backward(name)
         else draw(st.sampled_from(words)),
     )
     return draw(_given(simple, groups, data * shape.micro_batches, is_equal=is_equal))
