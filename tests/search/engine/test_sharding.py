@@ -27,7 +27,13 @@ from planner.search.engine.space import whole_space
 from planner.spec import Plan
 from tests.builders import cluster, job, layer, link, profile, request
 from tests.search.engine.exact import Layouts, random_map
-from tests.search.test_runtimes import RUNTIMES, for_runtime
+from tests.search.test_runtimes import (
+    RUNTIMES,
+    SLOWDOWNS,
+    fitted,
+    for_runtime,
+    with_links,
+)
 from tests.strategies import Instance, instances
 
 ELEMENTS = 500_000
@@ -79,18 +85,25 @@ def test_dominated_groups_are_dropped() -> None:
         assert len(layouts.options.of(row)) > len(found)
 
 
-@settings(max_examples=60)
-@given(instances(), st.sampled_from((*RUNTIMES, "planner")), st.integers(0, 2**30))
+@settings(max_examples=150)
+@given(
+    instances(),
+    st.sampled_from((*RUNTIMES, "planner")),
+    SLOWDOWNS,
+    st.integers(0, 2**30),
+)
 def test_no_dominated_option_is_faster_or_smaller(
-    instance: Instance, runtime: str, seed: int
+    instance: Instance, runtime: str, slowdown: int, seed: int
 ) -> None:
     """Under any cut and modes, whether compute hides reductions or not."""
     chooser = random.Random(seed)
     step = for_runtime(instance.job, runtime)
-    work = workload(instance.profile, instance.cluster, step)
+    machines = with_links(instance.cluster, slowdown)
+    with fitted():
+        work = workload(instance.profile, machines, step)
     layouts = Layouts(work, whole_space(work, least_tokens=1))
     count = len(layouts.table)
-    for index in chooser.sample(range(count), min(count, 4)):
+    for index in chooser.sample(range(count), min(count, 8)):
         row = layouts.row(index)
         options = layouts.options.of(row)
         prices = layouts.prices(row, options[0])
