@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from planner.errors import MismatchError
-from planner.spec.calibration import Constants
 from planner.spec.cluster import DeviceSpec
 from planner.spec.fp8 import MULTIPLE, Cast, Fp8Casts, Operand
 from planner.spec.profile import (
@@ -146,20 +145,6 @@ def cast_seconds(
         + cast.kernels * launch_seconds
         for cast in casts
     )
-
-
-def reached_fp8(device: DeviceSpec, constants: Constants, fraction: float) -> float:
-    """FLOP/s of a product in fp8 whose shape lets it reach this fraction of the bf16 peak."""
-    return device.peak_flops_per_second["fp8"] * fraction * constants.fp8_fraction
-
-
-def kernels_of(casts: Fp8Casts) -> tuple[int, int, int]:
-    """Kernels that cast for one linear layer: in its forward, and for the gradients of its input and its weight."""
-    forward, of_input, of_weight = (
-        sum(cast.kernels for cast in each)
-        for each in (casts.forward, casts.backward_input, casts.backward_weight)
-    )
-    return forward, of_input, of_weight
 
 
 def check_fp8(device: DeviceSpec, *, field: str) -> None:

@@ -114,11 +114,6 @@ class RunPrediction:
         return self.prediction.step_seconds
 
     @property
-    def layers_seconds(self) -> float:
-        """Seconds of what was timed: the blocks alone, or a step."""
-        return self.timed_seconds
-
-    @property
     def step_seconds_80(self) -> tuple[float, float] | None:
         """Interval that contains a measured step with a probability of 80 %."""
         return self.prediction.step_seconds_80

@@ -44,7 +44,7 @@ from planner.search.engine.solve import CutSolver, Solution, has_few_cuts
 from planner.search.engine.space import Offload, Space, Split
 from planner.search.engine.synthesize import is_synthesized, order_of_layout
 from planner.search.engine.table import enumerate_table
-from planner.search.engine.whole_sequences import check_pieces_of
+from planner.search.queries.refusals import check_pieces
 from planner.search.stages import stages_of
 from planner.spec.calibration import CalibrationTable, Constants
 from planner.spec.cluster import Cluster
@@ -100,7 +100,7 @@ def predict(
 
     Raises:
         LayoutError: the degrees, batch or layers per stage do not fit together, or the
-            runtime does not cut the layers into so many stages.
+            runtime does not divide the layers into that number of stages.
         UnknownNameError: no framework has this name.
         UnsupportedError: recomputation that the schedule does not permit, offloading to
             an unknown host, or pieces of sequences that cannot be cut.
@@ -112,7 +112,7 @@ def predict(
     _check_runtime(plain, traits)
     _check_virtual_stages(plain)
     _check_sequence_chunks(plain, job)
-    check_pieces_of(plain, profile)
+    check_pieces(plain, profile)
 
     def work_of(job: Job) -> Workload:
         return workload(

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from planner.cost import layout_costs, workload
-from planner.cost.nearest import exchanging_costs, nearest_costs
-from planner.cost.workload import with_constants
+from planner.cost.nearest import nearest_costs
 from planner.spec import Layout
 from tests.builders import cluster, job, layer, link, profile
 
@@ -41,22 +38,3 @@ def test_no_placement_is_cheaper_than_the_nearest(
     assert least.forward_ticks <= real.forward_ticks
     assert least.backward_ticks <= real.backward_ticks
     assert not is_exact or least.communication_ticks == real.communication_ticks > 0
-
-
-def test_no_ring_of_a_node_is_faster_than_what_zero_exchanges_at_least() -> None:
-    """Where every byte is copied more than once, eight ranks need fewer copies of it than two: what is told is no
-    more."""
-    model, machines = (
-        profile(layer(parameters=10**9)),
-        cluster(8, intra=link(1e11, 0.0)),
-    )
-    plain = workload(model, machines, job(8))
-    work = with_constants(plain, replace(plain.constants, ring_copies=3.0))
-    layout = Layout(data_parallel_degree=8, zero_stage=3)
-    real, least = (
-        layout_costs(work, layout).layers[0]["none"],
-        exchanging_costs(work, (1, 1, 1, 1, False), 3)[0]["none"],
-    )
-    assert least.forward_ticks <= real.forward_ticks
-    assert least.backward_ticks <= real.backward_ticks
-    assert least.forward_ticks + least.backward_ticks > 2e-3 / 1e-9

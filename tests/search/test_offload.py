@@ -109,7 +109,7 @@ def test_plan_is_the_optimum_with_a_host(case: tuple[Instance, list[Priced]]) ->
 
 
 def offloads(layout: Layout) -> bool:
-    """Whether anything is in the memory of hosts."""
+    """Return whether anything is offloaded to a host."""
     return layout.activation_offload or layout.optimizer_offload
 
 

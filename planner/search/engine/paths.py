@@ -38,7 +38,7 @@ _FORWARD = 1000
 _LONGER = 20
 """What is added to those of one rank."""
 _FORWARD_PARTS = 2
-"""Of a chunk's forward: attention and all else."""
+"""Parts of a chunk's forward: attention, and everything else."""
 _INPUT_PARTS = 2
 """Of a chunk's backward without the gradients of weights."""
 _BACKWARD_PARTS = 4

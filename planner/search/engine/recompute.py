@@ -102,11 +102,11 @@ class RankLimits:
 
     @property
     def most_units(self) -> tuple[int, ...]:
-        """The most units of every stage, at whichever moment."""
+        """Return the most units of every stage at any moment."""
         return tuple(map(max, zip(*self.moments, strict=True)))
 
     def _fewest_nanoseconds(self, units: Sequence[int]) -> RankChoice | None:
-        """Return the fastest choice that fits if so many units are saved."""
+        """Return the fastest choice that fits with a number of saved units per stage."""
         free = self.free_bytes
         groups = []
         for count, kinds, other in zip(

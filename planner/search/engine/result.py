@@ -68,7 +68,8 @@ class Result:
     """Nanoseconds that no layout of the space beats with the cuts that are evaluated.
 
     Those are the cuts of the schedule's rule, and moves of one layer that start from a
-    cut whose step is at most `PROMISING` times the best one."""
+    cut whose step is at most `PROMISING` times the best one. A cut that recomputes and
+    takes at most `NEARLY_PROMISING` times as long has up to `MOST_REBALANCED` moves."""
     lower_bound_all_cuts: int
     """The same over all cuts."""
     open_nodes: int

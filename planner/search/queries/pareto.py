@@ -110,7 +110,7 @@ def _ceiling(points: Sequence[ParetoPoint], capacity_bytes: int) -> int:
 
 
 def _with_share(work: Workload, job: Job, share: float) -> Job:
-    """Return the job with a share of the memory that it may use.
+    """Return the job with the headroom that leaves it a share of its memory.
 
     On several node groups it is an equal fraction of every device.
     """

@@ -38,6 +38,7 @@ from planner.spec.job import (
     Scalar,
     allows,
 )
+from planner.spec.layout import Layout
 from planner.spec.plan import SearchReport
 from planner.spec.profile import ModelProfile
 from planner.spec.recompute import MODES
@@ -60,7 +61,7 @@ def check_request(work: Workload) -> None:
     """Refuse a job that asks for what the search does not choose.
 
     Args:
-        work: of the whole cluster, of one node group.
+        work: on the whole cluster.
 
     Raises:
         UnsupportedError: names the field, the value and the values that are allowed.
@@ -179,21 +180,36 @@ def _check_pieces(work: Workload) -> None:
     constraints = work.job.constraints
     for field in _PIECES:
         if not allows(constraints.get(field), 1):
-            _refuse_pieces(work.profile, field, constraints[field], "use 1")
+            value = constraint_text(constraints[field])
+            _refuse_pieces(work.profile, f"job.constraints.{field}", value, "use 1")
     schedules = asked_schedules(work.job)
     if schedules and all(map(cuts_sequences, schedules)):
         hint = "use a schedule of whole sequences, such as 1f1b"
-        _refuse_pieces(work.profile, "schedule", constraints["schedule"], hint)
+        value = constraint_text(constraints["schedule"])
+        _refuse_pieces(work.profile, "job.constraints.schedule", value, hint)
 
 
-def _refuse_pieces(
-    profile: ModelProfile, field: str, constraint: Constraint, hint: str
-) -> None:
+def check_pieces(layout: Layout, profile: ModelProfile) -> None:
+    """Refuse a layout that cuts sequences which must stay whole.
+
+    The executor refuses it as well (`planner.profiler.sequence.check_pieces`).
+
+    Raises:
+        UnsupportedError: with the profile's reason.
+    """
+    for field in _PIECES:
+        value = getattr(layout, field)
+        if value > 1:
+            _refuse_pieces(profile, f"layout.{field}", str(value), "use 1")
+
+
+def _refuse_pieces(profile: ModelProfile, field: str, value: str, hint: str) -> None:
+    """Raise `UnsupportedError` if the sequences of a model must stay whole."""
     if profile.whole_sequences:
         raise UnsupportedError(
             f"sequences of {profile.model} cannot be cut into pieces: it "
-            f"{profile.whole_sequences}; got {constraint_text(constraint)}.",
-            field=f"job.constraints.{field}",
+            f"{profile.whole_sequences}; got {value}.",
+            field=field,
             hint=f"{hint}, or leave it out.",
         )
 

@@ -1,4 +1,4 @@
-"""Where nothing fits on several kinds of devices: the memory that is missing."""
+"""Bytes that infeasible requests lack on clusters of several device types."""
 
 from __future__ import annotations
 
