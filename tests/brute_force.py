@@ -381,15 +381,14 @@ def facts(profile: ModelProfile, cluster: Cluster, job: Job, layout: Layout) -> 
     )
 
 
-def stage_maps(known: Context, *, are_alike: bool = True) -> Iterator[StageMap]:
-    """Every contiguous partition; with every mix of the recompute modes that the layers offer where replicas are alike
+def stage_maps(
+    known: Context, stages: int | None = None, *, are_alike: bool = True
+) -> Iterator[StageMap]:
+    """Every contiguous partition into so many stages, else into one per pipeline rank; with every mix of the recompute modes that the layers offer where replicas are alike
     and activations stay on the device, else with the layout's, and what recomputes least in layers that do not offer
     it."""
-    count, stages, wish = (
-        len(known.profile.layers),
-        known.layout.pipeline_parallel_degree,
-        known.layout.recompute,
-    )
+    count, wish = len(known.profile.layers), known.layout.recompute
+    stages = stages or known.layout.pipeline_parallel_degree
     modes = [tuple(known.rows(layer)) for layer in known.profile.layers]
     uniform = [wish if wish in offered else offered[0] for offered in modes]
     for cuts in combinations(range(1, count), stages - 1):

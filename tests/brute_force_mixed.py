@@ -81,7 +81,11 @@ def price_all(profile: ModelProfile, cluster: Cluster, job: Job) -> Iterator[Pri
 def price_layout(
     profile: ModelProfile, cluster: Cluster, job: Job, layout: Layout
 ) -> Iterator[Priced]:
-    """Every stage map of one layout on all of the node groups, priced."""
+    """Every stage map of one layout on all of the node groups, priced.
+
+    All layers recompute as the layout says, where it offloads activations or its
+    schedule takes the stage map of a rule in `price_all`.
+    """
     rows = replicas(layout, cluster)
     assert rows is not None, (
         "a tensor- and context-parallel group stands in one node group"
@@ -90,6 +94,7 @@ def price_layout(
         _facts(profile, cluster, job, layout),
         rows,
         tuple(range(len(cluster.node_groups))),
+        has_every_cut=True,
     )
 
 
@@ -248,7 +253,9 @@ def _facts(
     return Context(profile, cluster, job, layout, _place(layout, cluster), count)
 
 
-def _price(known: Context, rows: Rows, order: tuple[int, ...]) -> Iterator[Priced]:
+def _price(
+    known: Context, rows: Rows, order: tuple[int, ...], *, has_every_cut: bool = False
+) -> Iterator[Priced]:
     """Every stage map of one layout, priced; the one of the rule, where layers are dealt."""
     layout, cells = known.layout, Pricing(known)
     schedule = build(
@@ -262,11 +269,12 @@ def _price(known: Context, rows: Rows, order: tuple[int, ...]) -> Iterator[Price
     is_free = layout.schedule in PARTITIONED
     if not is_free and not has_division(known, schedule.stages):
         return
-    maps = (
-        brute_force.stage_maps(known, are_alike=are_alike)
-        if is_free
-        else [_dealt_map(cells, schedule)]
-    )
+    if is_free:
+        maps = brute_force.stage_maps(known, are_alike=are_alike)
+    elif has_every_cut:
+        maps = brute_force.stage_maps(known, schedule.stages, are_alike=False)
+    else:
+        maps = iter([_dealt_map(cells, schedule)])
     for stage_map in maps:
         peaks: dict[int, int] = {}
         hosts: dict[int, int] = {}

@@ -14,11 +14,11 @@ from planner.search.engine.space import cuts_sequences, whole_space
 from planner.search.engine.table import enumerate_table
 from planner.spec import Plan
 from planner.spec.layout import RecomputeWord
-from planner.spec.recompute import MODES
+from planner.spec.recompute import EXECUTED
 from tests.builders import cluster, job, layer, profile, request
 from tests.strategies import Instance, instances, with_operations
 
-PLAIN = profile(layer(parameters=1000, activation=5000, kept=100, modes=MODES) * 8)
+PLAIN = profile(layer(parameters=1000, activation=5000, kept=100, modes=EXECUTED) * 8)
 MODEL = PLAIN.model_copy(update={"layers": tuple(map(with_operations, PLAIN.layers))})
 SEARCHED = whole_space(workload(MODEL, cluster(4), job(8))).schedules
 ASKED = [
@@ -28,7 +28,7 @@ ASKED = [
     if stage < 2 or not cuts_sequences(name)
 ]
 """Schedule and ZeRO stage."""
-WORDS: tuple[RecomputeWord, ...] = (*MODES, "per-layer")
+WORDS: tuple[RecomputeWord, ...] = (*EXECUTED, "per-layer")
 
 
 @settings(max_examples=30)
