@@ -20,8 +20,9 @@ Products in fp8: equations (C6) to (C9) of `planner.cost.fp8`. Constants (K1) an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +60,12 @@ HOPPER_FLASH_2 = 0.85
 that on Ampere: 35 % against 50 to 73 % (Shah et al. 2024, abstract; Dao 2023)."""
 PRODUCTS = ("matmul", "grouped-matmul", "convolution")
 """Kinds of operations with two gradients."""
+_KINDS: dict[str, int] = {
+    kind: place
+    for place, kind in enumerate(get_args(Operation.model_fields["kind"].annotation))
+}
+"""Places in the arrays that say something of every kind of operation."""
+_SPEEDS = np.array([ATTENTION.get(kind, 1.0) for kind in _KINDS])
 NEVER = math.inf
 """Rate of what a device has no figure for, so that it takes no time."""
 
@@ -103,36 +110,34 @@ class OperationArrays:
     @classmethod
     def of(cls, layers: Sequence[Sequence[Operation]]) -> OperationArrays:
         """Collect the operations of every layer."""
-        index = [place for place, each in enumerate(layers) for _ in each]
+        sizes = [len(each) for each in layers]
         flat = [one for each in layers for one in each]
-
-        def floats(values: Iterable[float]) -> Floats:
-            return np.fromiter(values, dtype=np.float64, count=len(flat))
-
-        def mask(values: Iterable[bool]) -> Mask:
-            return np.fromiter(values, dtype=np.bool_, count=len(flat))
-
-        is_product = mask(one.kind in PRODUCTS for one in flat)
+        numbers = np.array([_numbers(one) for one in flat], dtype=np.float64)
+        count, flops, bytes_, m, n, k, batch = numbers.reshape(len(flat), 7).T
+        kinds = np.array([_KINDS[one.kind] for one in flat], dtype=np.intp)
+        is_product = _of_kinds(PRODUCTS)[kinds]
         gradients = [computed_gradients(one) for one in flat]
+        of_input, of_weight = np.array(gradients, dtype=np.bool_).reshape(-1, 2).T
+        is_linear = [bool(one.is_linear) for one in flat]
         return cls(
-            layer=np.array(index, dtype=np.intp),
+            layer=np.repeat(np.arange(len(layers), dtype=np.intp), sizes),
             layers=len(layers),
-            count=floats(one.count for one in flat),
-            flops=floats(one.flops for one in flat),
-            bytes=floats(one.bytes for one in flat),
-            m=floats(one.m for one in flat),
-            n=floats(one.n for one in flat),
-            k=floats(one.k for one in flat),
-            batch=floats(one.batch for one in flat),
+            count=count,
+            flops=flops,
+            bytes=bytes_,
+            m=m,
+            n=n,
+            k=k,
+            batch=batch,
             is_product=is_product,
-            is_attention=mask(one.kind in ATTENTION for one in flat),
-            is_softmax=mask(one.kind == "softmax" for one in flat),
-            is_grouped=mask(one.kind == "grouped-matmul" for one in flat),
-            is_linear=mask(bool(one.is_linear) for one in flat),
-            is_unaligned=mask(bool(one.n % 2 or one.k % 2) for one in flat),
-            speed=floats(ATTENTION.get(one.kind, 1.0) for one in flat),
-            has_input_gradient=mask(each[0] for each in gradients),
-            has_weight_gradient=mask(each[1] for each in gradients) & is_product,
+            is_attention=_of_kinds(tuple(ATTENTION))[kinds],
+            is_softmax=_of_kinds(("softmax",))[kinds],
+            is_grouped=_of_kinds(("grouped-matmul",))[kinds],
+            is_linear=np.array(is_linear, dtype=np.bool_),
+            is_unaligned=(n % 2 > 0) | (k % 2 > 0),
+            speed=_SPEEDS[kinds],
+            has_input_gradient=of_input,
+            has_weight_gradient=of_weight & is_product,
         )
 
     def per_layer(self, values: Floats) -> Floats:
@@ -256,6 +261,16 @@ class LayerSeconds:
     forward_attention: Floats
     forward_kernels: Floats
     backward_kernels: Floats
+
+
+def _of_kinds(names: Sequence[str]) -> Mask:
+    """Return whether a kind of operation is one of some, by its place."""
+    return np.array([kind in names for kind in _KINDS])
+
+
+def _numbers(one: Operation) -> tuple[int, ...]:
+    """Return the number of runs of an operation, and its sizes."""
+    return one.count, one.flops, one.bytes, one.m, one.n, one.k, one.batch
 
 
 def computed_gradients(operation: Operation) -> tuple[bool, bool]:
@@ -432,37 +447,77 @@ def computation(
         graphs: kernels are launched from CUDA graphs.
         blocking: the host waits for every kernel.
     """
-    if row.forward_seconds is not None and not is_priced(row):
-        return Computation(
-            row.forward_seconds,
-            row.backward_input_seconds or 0.0,
-            row.backward_weight_seconds or 0.0,
-            row.recompute_seconds or 0.0,
+    return computations(
+        [row], device, dtype, constants, casts, graphs=graphs, blocking=blocking
+    )[0]
+
+
+def computations(
+    rows: Sequence[Measurement],
+    device: DeviceSpec,
+    dtype: DataType,
+    constants: Constants = DEFAULT,
+    casts: Fp8Casts | None = None,
+    *,
+    graphs: bool = False,
+    blocking: bool = False,
+) -> list[Computation]:
+    """Return the seconds of several rows on a device, as `computation` does of one."""
+    by_curves = casts is None and has_curves(device.curves, dtype)
+    found: dict[int, Computation] = {}
+    counted: list[int] = []
+    for place, row in enumerate(rows):
+        if row.forward_seconds is not None and not is_priced(row):
+            found[place] = _measured(row)
+        elif row.operations and by_curves:
+            found[place] = _by_curves(row, device, dtype)
+        else:
+            counted.append(place)
+    if counted:
+        figures = Figures.of(
+            device, dtype, constants, casts, graphs=graphs, blocking=blocking
         )
-    if row.operations and casts is None and has_curves(device.curves, dtype):
-        return _by_curves(row, device, dtype)
-    operations = row.operations or (_whole_layer(row),)
-    arrays = OperationArrays.of((operations, row.recompute_operations))
-    figures = Figures.of(
-        device, dtype, constants, casts, graphs=graphs, blocking=blocking
+        of_counted = _by_operations([rows[place] for place in counted], figures)
+        found.update(zip(counted, of_counted, strict=True))
+    return [found[place] for place in range(len(rows))]
+
+
+def _measured(row: Measurement) -> Computation:
+    """Return the measured seconds of a row."""
+    return Computation(
+        row.forward_seconds or 0.0,
+        row.backward_input_seconds or 0.0,
+        row.backward_weight_seconds or 0.0,
+        row.recompute_seconds or 0.0,
     )
-    found = with_host(layer_seconds(arrays, figures), figures)
-    forward, again = (float(each) for each in found.forward)
-    of_input, of_weight = (
-        float(found.backward_input[0]),
-        float(found.backward_weight[0]),
-    )
-    if not row.operations:
-        whole = row.forward_flops
-        of_input *= row.backward_input_flops / whole if whole else 1.0
-        of_weight *= row.backward_weight_flops / whole if whole else 1.0
-    if not row.recompute_operations:
-        share = float(row.recompute == "full")
-        if row.forward_flops:
-            share = row.recompute_flops / row.forward_flops
-        again = forward * min(1.0, share)
-    attention = float(found.forward_attention[0])
-    return Computation(forward, of_input, of_weight, again, attention)
+
+
+def _by_operations(rows: Sequence[Measurement], figures: Figures) -> list[Computation]:
+    """Return the seconds of rows by their operations, or else by their FLOPs."""
+    layers: list[Sequence[Operation]] = []
+    for row in rows:
+        layers.append(row.operations or (_whole_layer(row),))
+        layers.append(row.recompute_operations)
+    of_layers = layer_seconds(OperationArrays.of(layers), figures)
+    seconds = with_host(of_layers, figures)
+    found = []
+    for place, row in enumerate(rows):
+        forward = float(seconds.forward[2 * place])
+        again = float(seconds.forward[2 * place + 1])
+        of_input = float(seconds.backward_input[2 * place])
+        of_weight = float(seconds.backward_weight[2 * place])
+        if not row.operations:
+            whole = row.forward_flops
+            of_input *= row.backward_input_flops / whole if whole else 1.0
+            of_weight *= row.backward_weight_flops / whole if whole else 1.0
+        if not row.recompute_operations:
+            share = float(row.recompute == "full")
+            if row.forward_flops:
+                share = row.recompute_flops / row.forward_flops
+            again = forward * min(1.0, share)
+        attention = float(seconds.forward_attention[2 * place])
+        found.append(Computation(forward, of_input, of_weight, again, attention))
+    return found
 
 
 def _by_curves(row: Measurement, device: DeviceSpec, dtype: DataType) -> Computation:

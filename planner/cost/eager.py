@@ -181,6 +181,8 @@ class Tape:
     """Steps up to which the forward refers to a tensor."""
     last_saved: int = 0
     """Kernels before the last tensor that the backward needs: equation (E3)."""
+    last_reads: dict[Buffer, int] = field(default_factory=dict)
+    """Last step that refers to every tensor, once the layer is written."""
     attention_backward_flops: int = 0
     batched_flops: int = 0
     """FLOPs of products of two activations."""
@@ -479,28 +481,51 @@ class Tape:
         pending: set[Buffer],
         kernels: int,
     ) -> int:
-        last_read: dict[Buffer, int] = {}
-        for place, step in enumerate(self.steps):
-            for one in (step.made, *step.read):
-                last_read[one.storage] = place
-        for one, place in self.held_until.items():
-            last_read[one] = max(place, last_read.get(one, place))
+        if not self.last_reads:
+            self.last_reads = self._found_last_reads()
+        last_read = self.last_reads
+        kept = {*resident, given}
         waiting = set(pending)
+        waiting_bytes = sum(one.bytes for one in waiting if one is not given)
         live = {given}
+        live_bytes = given.bytes
+        ends: dict[int, list[Buffer]] = {}
         peak = 0
         for place, step in enumerate(self.steps):
             if step.kernels >= kernels:
                 break
-            waiting.discard(step.made)
+            if step.made in waiting:
+                waiting.discard(step.made)
+                if step.made not in live:
+                    waiting_bytes -= step.made.bytes
             for one in (step.made, *step.saved):
-                if not one.storage.is_outside:
-                    live.add(one.storage)
-            peak = max(peak, sum(one.bytes for one in live | waiting))
-            for whole in tuple(live):
-                is_needed = whole in resident or whole is given
-                if last_read.get(whole, place) <= place and not is_needed:
-                    live.discard(whole)
+                whole = one.storage
+                if whole.is_outside or whole in live:
+                    continue
+                live.add(whole)
+                live_bytes += whole.bytes
+                if whole in waiting:
+                    waiting_bytes -= whole.bytes
+                if whole not in kept:
+                    end = max(place, last_read.get(whole, place))
+                    ends.setdefault(end, []).append(whole)
+            peak = max(peak, live_bytes + waiting_bytes)
+            for whole in ends.pop(place, ()):
+                live.discard(whole)
+                live_bytes -= whole.bytes
+                if whole in waiting:
+                    waiting_bytes += whole.bytes
         return peak
+
+    def _found_last_reads(self) -> dict[Buffer, int]:
+        """Return the last step that refers to every tensor."""
+        found: dict[Buffer, int] = {}
+        for place, step in enumerate(self.steps):
+            for one in (step.made, *step.read):
+                found[one.storage] = place
+        for one, place in self.held_until.items():
+            found[one] = max(place, found.get(one, place))
+        return found
 
     @staticmethod
     def _scratch_bytes(step: _Step) -> int:
@@ -653,8 +678,8 @@ class EagerCounts(DecoderCounts):
             local_parameters=layer.parameters,
             local_expert_parameters=layer.expert_parameters,
             forward_bytes=sum(one.bytes for one in tape.operations),
-            operations=_merged(tape.operations),
-            collectives=_merged_collectives(tape.collectives),
+            operations=layer.operations,
+            collectives=layer.collectives,
             source="counted",
         )
 
@@ -673,10 +698,16 @@ class EagerCounts(DecoderCounts):
     def _layer(self, kind: str) -> _Layer:
         writer = _Writer(self.model, self.form, self.split, self.size, self.dtype)
         if kind == "embedding":
-            return writer.embedding()
-        if kind == "head":
-            return writer.head()
-        return writer.block(kind)
+            layer = writer.embedding()
+        elif kind == "head":
+            layer = writer.head()
+        else:
+            layer = writer.block(kind)
+        return replace(
+            layer,
+            operations=_merged(layer.tape.operations),
+            collectives=_merged_collectives(layer.tape.collectives),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -691,6 +722,10 @@ class _Layer:
     expert_parameters: int = 0
     """Of this rank, those that expert parallelism splits."""
     temporary_bytes: int = 0
+    operations: tuple[Operation, ...] = ()
+    """Equal ones once, with their number."""
+    collectives: tuple[Collective, ...] = ()
+    """The same."""
 
 
 @dataclass
@@ -1669,9 +1704,14 @@ def _merged(operations: Sequence[Operation]) -> tuple[Operation, ...]:
     for one in operations:
         key = (one.kind, one.flops, one.bytes, one.m, one.n, one.k, one.batch)
         counts.setdefault(key, []).append(one)
-    return tuple(
-        ones[0].model_copy(update={"count": len(ones)}) for ones in counts.values()
-    )
+    return tuple(map(_counted, counts.values()))
+
+
+def _counted(equal: Sequence[Operation]) -> Operation:
+    """Return one of some equal operations, with their number."""
+    if len(equal) == 1:
+        return equal[0]
+    return equal[0].model_copy(update={"count": len(equal)})
 
 
 def _merged_collectives(collectives: Sequence[Collective]) -> tuple[Collective, ...]:

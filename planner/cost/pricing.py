@@ -32,6 +32,7 @@ last digit. Per layer l, recompute mode r, micro-batch:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -41,7 +42,7 @@ from planner.cost.communication import (
     collective_seconds,
     copies_between_nodes,
 )
-from planner.cost.compute import Computation
+from planner.cost.compute import Computation, computations
 from planner.cost.groups import Groups
 from planner.cost.held import Held, has_backward
 from planner.cost.overlap import ConcurrentCompute, Exchanges, exposed_seconds
@@ -195,6 +196,8 @@ class Known:
     the identity of a measurement row: rows know their micro-batch size and what splits the layer, nothing else
     matters to it."""
 
+    computed: dict[int, Computation]
+    """Whatever the groups."""
     spent: dict[int, _Spent] = field(default_factory=dict)
     whole: dict[tuple[int, int, int], _Whole] = field(default_factory=dict)
     """By the layer's parameters, and those that are frozen, too."""
@@ -222,7 +225,8 @@ def known_prices(work: Workload, groups: Groups, chunks: int) -> Known:
     workload."""
     key = (groups.tensor, groups.context, groups.expert, chunks)
     if key not in work.spent:
-        work.spent[key] = Known()
+        computed = work.spent.setdefault(("computation", chunks), {})
+        work.spent[key] = Known(computed)
     found: Known = work.spent[key]
     return found
 
@@ -244,6 +248,7 @@ class LayerPricing:
         self, rows: dict[RecomputeMode, Measurement]
     ) -> dict[RecomputeMode, LayerCost]:
         """In every mode, from least to most recomputation."""
+        self._compute(rows.values())
         whole = self._whole()
         exchanged = self._exchanged(whole.held)
         held = self._held(whole, exchanged)
@@ -397,9 +402,30 @@ class LayerPricing:
             ),
         )
 
+    def _compute(self, rows: Iterable[Measurement]) -> None:
+        """Price the computation of rows of whole sequences together, which takes less time than one by one."""
+        work, known = self.work, self.known.computed
+        if self.layout.sequence_chunks > 1:
+            return
+        left = [row for row in rows if id(row) not in known]
+        if not left:
+            return
+        seconds = computations(
+            left,
+            work.device,
+            work.profile.dtype,
+            work.constants,
+            work.casts,
+            graphs=work.framework.cuda_graphs,
+            blocking=work.framework.launch_blocking,
+        )
+        known.update(zip(map(id, left), seconds, strict=True))
+
     def _computation(self, row: Measurement) -> Computation:
         work, chunks = self.work, self.layout.sequence_chunks
-        return in_chunks(
+        if id(row) in self.known.computed:
+            return self.known.computed[id(row)]
+        found = self.known.computed[id(row)] = in_chunks(
             row,
             work.device,
             work.profile.dtype,
@@ -410,6 +436,7 @@ class LayerPricing:
             graphs=work.framework.cuda_graphs,
             blocking=work.framework.launch_blocking,
         )
+        return found
 
     def _allocated(self, size_bytes: int) -> int:
         """Bytes with what the allocator loses to rounding and fragmentation, rounded up."""

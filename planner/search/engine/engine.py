@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,7 @@ from planner.search.engine.capacity import may_beat
 from planner.search.engine.cut import all_cuts_of
 from planner.search.engine.division import given_sizes
 from planner.search.engine.first_plan import find_first_plan
-from planner.search.engine.options import Option, Options, Row
+from planner.search.engine.options import Option, OptionGroup, Options, Row
 from planner.search.engine.prices import Floats, Pricing
 from planner.search.engine.result import Candidate, Progress, Result
 from planner.search.engine.row_bounds import RowBounds
@@ -324,12 +325,27 @@ class Search:
             return True
         row = Row.of(self.table, node.index)
         if options is None:
-            options = self.pricing.undominated(row)
+            groups = self._promising_groups(node, row)
+            options = self.pricing.undominated(row, groups)
         for one in self.bound_options(node, row, options):
             self.push(one)
         self.bounded += len(options)
         self.done += OPTION_WORK * len(options)
         return False
+
+    def _promising_groups(self, node: Node, row: Row) -> Sequence[OptionGroup]:
+        """Return the groups of a row's options whose least prices may beat the limit."""
+        groups = self.options.groups(row)
+        if not node.cuts or all(len(group) <= 2 for group in groups):
+            return groups
+        order = self.order(row)
+        is_split = forbids_recompute(order.schedule)
+        stacks = self.pricing.least_of_groups(row, groups, is_split=is_split)
+        bounds = CutBounds(stacks, order)
+        least = self._rule_bounds(bounds, node.cuts)
+        may_fit = self._may_fit(bounds, node.cuts) & (least >= IMPOSSIBLE)
+        self.done += OPTION_WORK * len(groups)
+        return tuple(compress(groups, may_fit | (least < self.limit)))
 
     def bound_options(
         self, node: Node, row: Row, options: Sequence[tuple[int, Option]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -34,6 +34,10 @@ class Option(NamedTuple):
     shard_degree: int | None
     """Ranks that share one set of states; None: all replicas."""
     rank_order: RankOrder
+
+
+OptionGroup = tuple[tuple[int, Option], ...]
+"""Options of a row, with their places."""
 
 
 class Row(NamedTuple):
@@ -105,6 +109,7 @@ class Options:
         self._modes: dict[int, frozenset[frozenset[str]]] = {}
         self._known: dict[tuple[object, ...], tuple[Option, ...]] = {}
         self._extremes: dict[tuple[object, ...], tuple[Option, ...]] = {}
+        self._groups: dict[tuple[object, ...], tuple[OptionGroup, ...]] = {}
 
     def of(self, row: Row) -> tuple[Option, ...]:
         """Return every option that the job and the runtime permit, simplest first."""
@@ -133,6 +138,17 @@ class Options:
             if self.work.framework.supports.violation(layout, self.work.job) is None:
                 yield option
 
+    def groups(self, row: Row) -> tuple[OptionGroup, ...]:
+        """Return the options of a row in groups that differ in the shard degree alone."""
+        key = self._key(row)
+        if key not in self._groups:
+            groups: dict[Option, list[tuple[int, Option]]] = {}
+            for place, option in enumerate(self.of(row)):
+                alike = option._replace(shard_degree=None)
+                groups.setdefault(alike, []).append((place, option))
+            self._groups[key] = tuple(map(tuple, groups.values()))
+        return self._groups[key]
+
     def extremes(self, row: Row) -> tuple[Option, ...]:
         """Return options that together have the least prices of all options of a row.
 
@@ -146,22 +162,16 @@ class Options:
         return self._extremes[key]
 
     def _found_extremes(self, row: Row) -> list[Option]:
-        groups: dict[tuple[object, ...], list[Option]] = {}
+        by_order: dict[RankOrder, list[Option]] = {}
         for option in self.of(row):
-            key = option._replace(zero_stage=0, shard_degree=None)
-            groups.setdefault(key, []).append(option)
-        replicas = row.data * row.context
+            by_order.setdefault(option.rank_order, []).append(option)
         found: list[Option] = []
-        for options in groups.values():
-
-            def sharding(option: Option) -> tuple[int, int]:
-                return option.zero_stage, option.shard_degree or replicas
-
-            options.sort(key=sharding)
-            chosen = [options[0], options[-1]]
+        for options in by_order.values():
+            least, most = smallest_and_largest(row, options)
+            chosen = [least, most]
             if self.work.framework.accumulates_whole:
                 sharded = [each for each in options if each.zero_stage < 3]
-                chosen += sharded[-1:]
+                chosen += smallest_and_largest(row, sharded)[1:] if sharded else []
             found += dict.fromkeys(chosen)
         return found
 
@@ -352,6 +362,17 @@ class Options:
             rows = self.work.sizes[size]
             self._shared[degrees] = splits_shared(self.work, rows)
         return self._shared[degrees]
+
+
+def smallest_and_largest(row: Row, options: Iterable[Option]) -> tuple[Option, Option]:
+    """Return the options of lowest and of highest ZeRO stage and shard degree."""
+    replicas = row.data * row.context
+
+    def sharding(option: Option) -> tuple[int, int]:
+        return option.zero_stage, option.shard_degree or replicas
+
+    in_order = sorted(options, key=sharding)
+    return in_order[0], in_order[-1]
 
 
 @lru_cache(maxsize=64)

@@ -25,7 +25,13 @@ from planner.cost.layers import priced
 from planner.cost.memory import receive_buffers
 from planner.cost.ticks import ticks
 from planner.search.engine.constraints import recompute_modes
-from planner.search.engine.options import Option, Options, Row
+from planner.search.engine.options import (
+    Option,
+    OptionGroup,
+    Options,
+    Row,
+    smallest_and_largest,
+)
 from planner.search.engine.sums import Stack
 from planner.search.engine.unequal import EqualRanks, Ranks, free_bytes, most_shared
 from planner.spec.cluster import Link
@@ -333,8 +339,33 @@ class Pricing:
             is_split: backwards are split, so that no layer recomputes.
         """
         options = self.options.extremes(row)
-        if not options:
-            return None
+        return self._least_of(row, options, is_split=is_split) if options else None
+
+    def least_of_groups(
+        self, row: Row, groups: Sequence[OptionGroup], *, is_split: bool
+    ) -> tuple[Stack, ...]:
+        """Return the least prices of groups of options, as `stacks` those of options.
+
+        Args:
+            row: of the table.
+            groups: in each, options differ in the shard degree alone: the smallest one
+                takes least time, and the largest one has the fewest bytes.
+            is_split: backwards are split, so that no layer recomputes.
+        """
+        key = (row.degrees, tuple(groups), is_split)
+        if key not in self._stacks:
+            each = []
+            for group in groups:
+                options = [option for _, option in group]
+                extremes = tuple(dict.fromkeys(smallest_and_largest(row, options)))
+                each.append(self._least_of(row, extremes, is_split=is_split).stacks)
+            self._stacks[key] = tuple(map(Stack.of_options, zip(*each, strict=True)))
+        return self._stacks[key]
+
+    def _least_of(
+        self, row: Row, options: tuple[Option, ...], *, is_split: bool
+    ) -> Prices:
+        """Return the least prices of some options, on ranks that are all the fastest."""
         key = (row.degrees, options, is_split)
         found = self._prices.get(key)
         if found is None:
@@ -358,18 +389,30 @@ class Pricing:
             self._stacks[key] = tuple(map(Stack.of_options, zip(*each, strict=True)))
         return self._stacks[key]
 
-    def undominated(self, row: Row) -> list[tuple[int, Option]]:
-        """Return the options of a row, with their places, that no other one dominates."""
+    def undominated(
+        self, row: Row, groups: Sequence[OptionGroup] | None = None
+    ) -> list[tuple[int, Option]]:
+        """Return options of a row, with their places, that no other one dominates.
+
+        Args:
+            row: of the table.
+            groups: of the options that count; None: all of the row.
+        """
+        if groups is None:
+            groups = self.options.groups(row)
         supports = self.work.framework.supports
         order = row if supports.limits_plans else None
-        key = (row.degrees, order)
+        key = (row.degrees, order, tuple(groups))
         if key not in self._undominated:
-            self._undominated[key] = self._kept(row)
+            pairs = sorted(pair for group in groups for pair in group)
+            self._undominated[key] = self._kept(row, pairs)
         return self._undominated[key]
 
-    def _kept(self, row: Row) -> list[tuple[int, Option]]:
+    def _kept(
+        self, row: Row, options: Sequence[tuple[int, Option]]
+    ) -> list[tuple[int, Option]]:
         kept: list[tuple[int, Option, LayoutCosts]] = []
-        for place, option in enumerate(self.options.of(row)):
+        for place, option in options:
             costs = self._base(row, option, self.options.layout(row, option))
             if not any(dominates(better, costs) for _, _, better in kept):
                 kept = [

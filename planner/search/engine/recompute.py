@@ -180,6 +180,7 @@ class ModeChooser:
         self.names = [tuple(one.mode for one in modes) for modes in prices.modes]
         self._firsts = [first for first, _ in prices.costs.kinds]
         self._devices: dict[int, _Device] = {}
+        self._known: dict[tuple[object, ...], list[RankChoice]] = {}
 
     def stage_maps(self, sizes: Sequence[int]) -> list[StageMap]:
         """Return a cut with least recomputation; empty: no choice fits.
@@ -243,7 +244,11 @@ class ModeChooser:
         if len(fastest) == 1 and all(each.memory[rank].fits for each in classes):
             return _RankChoices([start], [])
         limits = [self._limits(rank, each, start) for each in classes]
-        return _RankChoices(_choices(limits, start), limits)
+        memory = [(each.other_bytes, each.free_bytes) for each in limits]
+        key = (rank, limits[0].kinds, *memory)
+        if key not in self._known:
+            self._known[key] = _choices(limits, start)
+        return _RankChoices(self._known[key], limits)
 
     def _limits(
         self, rank: int, replicas: _ReplicaClass, start: RankChoice
