@@ -25,6 +25,8 @@ MOST_SOLVED = 6
 ROUNDS = 3
 """Rounds of rows around the best plan."""
 MOST_AROUND = 512
+NEAR_COLUMNS = ("tensor", "pipeline", "context", "expert")
+NEAR_COLUMNS += ("micro_batch_size", "sequence_chunks")
 SCHEDULES = ("1f1b", "interleaved-1f1b", "seqpipe")
 """Of the coarse grid; without any of them, synthesized orders."""
 VIRTUAL_STAGES = (1, 2, 4, 8)
@@ -74,10 +76,9 @@ def _rows_around(search: Search, row: Row) -> list[int]:
     """Return rows whose degrees and size are a factor of 2 from a row's or equal."""
     table = search.table
     is_near = table.schedule == row.schedule
-    for name in ("tensor", "pipeline", "micro_batch_size", "sequence_chunks"):
+    for name in NEAR_COLUMNS:
         value = getattr(row, name)
         is_near &= np.isin(getattr(table, name), (value // 2, value, 2 * value))
-    is_near &= (table.context == row.context) & (table.expert == row.expert)
     return _in_order(search, is_near)[:MOST_AROUND]
 
 

@@ -128,14 +128,18 @@ class Options:
         if self.offload(row).activations and not self._takes_no_recompute(row):
             return
         orders = self._rank_orders(row)
+        supports = self.work.framework.supports
         for (stage, degree, ranks), order in product(self._shardings(row), orders):
             if not allows(self.constraints.get("zero_stage"), stage):
                 continue
             if not allows(self.constraints.get("zero_shard_degree"), ranks):
                 continue
             option = Option(stage, degree, order)
+            if not supports.limits_plans:
+                yield option
+                continue
             layout = self.layout(row, option)
-            if self.work.framework.supports.violation(layout, self.work.job) is None:
+            if supports.violation(layout, self.work.job) is None:
                 yield option
 
     def groups(self, row: Row) -> tuple[OptionGroup, ...]:
