@@ -40,6 +40,7 @@ CASES = {
     "70b": Case("llama-3.1-70b", "h100-sxm5-80gb", 64, 128, 8192),
     "405b-1k": Case("llama-3.1-405b", "h100-sxm5-80gb", 1024, 256, 8192),
     "405b-16k": Case("llama-3.1-405b", "h100-sxm5-80gb", 16384, 2048, 8192),
+    "405b-131k": Case("llama-3.1-405b", "h100-sxm5-80gb", 131072, 16384, 8192),
     "deepseek": Case("deepseek-v3", "h200-sxm-141gb", 24576, 24576, 4096),
 }
 HEADER = ("case", "step", "first", "5 %", "end", "CPU s", "gap", "all cuts", "GiB")

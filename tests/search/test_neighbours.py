@@ -6,6 +6,9 @@ import pytest
 
 from benchmarks.attack import Case, Documents, attack, is_inside, neighbours
 from planner.profiler.resolve import catalogue_profile
+from planner.search.engine import engine, solve
+from planner.search.engine.engine import Search
+from planner.search.engine.stop import GapStop
 from planner.search.support import supported_space
 from planner.spec import Layout
 
@@ -28,6 +31,29 @@ def test_no_neighbour_is_faster_than_the_plan(case: Case) -> None:
     assert found.winner.is_optimal
     assert found.priced > 10
     assert found.better == ()
+
+
+def test_rows_around_the_best_one_are_solved_from_any_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If no layer moves before, the neighbours find the plan that a search with moves finds."""
+    case = CASES[3]
+    work = Documents(
+        catalogue_profile(case.model, case.job), case.cluster, case.job
+    ).work
+    space = supported_space(work)
+
+    def step() -> int:
+        found = Search(work, space).run(GapStop()).best
+        assert found is not None
+        return found.total
+
+    with_moves = step()
+    monkeypatch.setattr(solve, "PROMISING", 1.0)
+    monkeypatch.setattr(solve, "NEARLY_PROMISING", 1.0)
+    assert step() == with_moves
+    monkeypatch.setattr(engine, "solve_neighbours", lambda search: None)
+    assert step() > with_moves
 
 
 def test_neighbours_differ_and_cover_every_choice() -> None:

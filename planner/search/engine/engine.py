@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import compress
 
 import numpy as np
@@ -25,8 +26,9 @@ from planner.search.engine.capacity import may_beat
 from planner.search.engine.cut import all_cuts_of
 from planner.search.engine.division import given_sizes
 from planner.search.engine.first_plan import find_first_plan
+from planner.search.engine.neighbours import solve_neighbours
 from planner.search.engine.options import Option, OptionGroup, Options, Row
-from planner.search.engine.prices import Floats, Pricing
+from planner.search.engine.prices import Floats, Prices, Pricing
 from planner.search.engine.result import Candidate, Progress, Result
 from planner.search.engine.row_bounds import RowBounds
 from planner.search.engine.rule import CutBounds, RuleCuts, Sizes
@@ -42,6 +44,8 @@ from planner.search.engine.table import enumerate_table
 
 BATCH = 64
 """Rows whose options are bounded at a time."""
+_UNKNOWN = -1
+"""Bound of a row that is not computed yet."""
 
 
 def plan_space(
@@ -89,28 +93,55 @@ class Search:
     """One search and its state."""
 
     def __init__(self, work: Workload, space: Space, ceiling: int = IMPOSSIBLE) -> None:
-        """Enumerate the table and bound all rows by their work."""
+        """Enumerate the table."""
         self.work = work
         self.space = space
         self.ceiling = ceiling
         self.options = Options(work, space)
         self.pricing = Pricing(work, self.options)
         self.table = enumerate_table(work, space)
-        self.row_bounds = RowBounds(self.space, self.options, self.pricing).of(
-            self.table
-        )
-        order = np.argsort(self.row_bounds, kind="stable")
-        self.rows = order[self.row_bounds[order] < IMPOSSIBLE]
+        self._bounds = RowBounds(space, self.options, self.pricing)
+        self._work_bounds = np.full(len(self.table), _UNKNOWN, dtype=np.int64)
+        self.is_started = False
         self.next_row = 0
         self.is_taken = np.zeros(len(self.table), dtype=np.bool_)
         self.queue: list[Node] = []
         self.unproven: list[Node] = []
         self.order_effort = SEARCH_EFFORT
         self.best: Candidate | None = None
+        self.solved_around: Row | None = None
+        """The row whose neighbours were solved."""
         self.least_excluded = IMPOSSIBLE
         self.done = 0
         self.bounded = 0
         self.solved = 0
+
+    @cached_property
+    def row_bounds(self) -> NDArray[np.int64]:
+        """Nanoseconds that every row takes at least, by the work of its layers."""
+        return self.bounds_by_work(np.arange(len(self.table)))
+
+    @cached_property
+    def rows(self) -> NDArray[np.intp]:
+        """Rows that may fit, in the order of these bounds."""
+        order = np.argsort(self.row_bounds, kind="stable")
+        return order[self.row_bounds[order] < IMPOSSIBLE]
+
+    def bounds_by_work(self, indices: NDArray[np.intp]) -> NDArray[np.int64]:
+        """Return `row_bounds` of some rows, and compute no others."""
+        bounds = self._work_bounds
+        unknown = indices[bounds[indices] == _UNKNOWN]
+        if len(unknown):
+            bounds[unknown] = self._bounds.of(self.table.take(unknown))
+        return bounds[indices]
+
+    def in_order(self, mask: NDArray[np.bool_]) -> list[int]:
+        """Return rows of a mask that may beat the limit, least `row_bounds` first."""
+        rows = np.flatnonzero(mask)
+        bounds = self.bounds_by_work(rows)
+        order = np.argsort(bounds, kind="stable")
+        found: list[int] = rows[order[bounds[order] < self.limit]].tolist()
+        return found
 
     @property
     def limit(self) -> int:
@@ -146,44 +177,60 @@ class Search:
         self, stop: Stop, on_progress: Callable[[Progress], None] | None = None
     ) -> Result:
         """Search until a stop criterion is met or nothing is open."""
-        self.start()
-        if on_progress:
-            on_progress(self.progress())
-        while self.is_open and not self._is_stopped(stop):
-            self.advance()
+
+        def report() -> None:
             if on_progress:
                 on_progress(self.progress())
+
+        self.start(report)
+        while self.is_open and not self._is_stopped(stop):
+            self.advance()
+            report()
+        while self.least >= self.limit and self._has_neighbours:
+            self.advance()
+            report()
         return self.result()
 
     def _is_stopped(self, stop: Stop) -> bool:
         return stop(self._total(), self.lower_bound, self.done)
 
-    def start(self) -> None:
-        """Look for a first plan."""
-        find_first_plan(self)
+    def start(self, report: Callable[[], None] = lambda: None) -> None:
+        """Look for a first plan, and call `report` whenever it may be better."""
+        find_first_plan(self, report)
         self._exclude_rows()
+        self.is_started = True
+        report()
 
     @property
     def is_open(self) -> bool:
         """Whether anything open may beat the limit."""
-        return self.least < self.limit
+        return self.least < self.limit or self._has_neighbours
+
+    @property
+    def _has_neighbours(self) -> bool:
+        """Whether the rows around the best one are still to be solved."""
+        return self.best is not None and self.best.row != self.solved_around
 
     def advance(self) -> None:
-        """Bound the next rows, or take up the node of least bound."""
-        if self._least_row() <= self.least_node:
+        """Bound the next rows, or take up the node of least bound, or the neighbours."""
+        if self.least >= self.limit:
+            assert self.best is not None
+            self.solved_around = self.best.row
+            solve_neighbours(self)
+        elif self._least_row() <= self.least_node:
             self.bound_rows(self._next_rows())
         else:
             self.expand(heapq.heappop(self.queue))
 
     def progress(self) -> Progress:
-        """Return the state of the search."""
+        """Return the state of the search; nothing is bounded before it is started."""
         return Progress(
             rows=len(self.table),
             rows_bounded=self.next_row,
             options_bounded=self.bounded,
             solved=self.solved,
             best=self._total(),
-            lower_bound=self.lower_bound,
+            lower_bound=self.lower_bound if self.is_started else 0,
             work=self.done,
         )
 
@@ -250,7 +297,7 @@ class Search:
         prices = self.pricing.least(row, is_split=is_split)
         if prices is None:
             return Node(IMPOSSIBLE, index, -1, IMPOSSIBLE, ())
-        work_only = int(self.row_bounds[index])
+        work_only = int(self.bounds_by_work(np.array([index]))[0])
         bound = lower_bound(prices, order, self.limit).nanoseconds
         all_cuts = max(work_only, bound)
         if all_cuts >= self.limit:
@@ -363,7 +410,6 @@ class Search:
             by_rule = self._rule_bounds(bounds, node.cuts)
             least = np.maximum(least, by_rule)
             may_fit = self._may_fit(bounds, node.cuts) & (by_rule >= IMPOSSIBLE)
-        modes = self._uniform_modes(is_split)
         for number, (place, option) in enumerate(options):
             all_cuts, cuts = node.all_cuts, node.cuts
             nanoseconds = float(least[number])
@@ -383,15 +429,7 @@ class Search:
             if not node.cuts and all_cuts < self.limit:
                 rule = RuleCuts(prices, order)
                 all_cuts = max(all_cuts, self._least_of_all_cuts(rule))
-            item = Item(
-                row=row,
-                option=option,
-                prices=prices,
-                costs=self.pricing.costs(row, option),
-                order=order,
-                cuts=cuts,
-                modes=modes,
-            )
+            item = self._item(row, option, prices, cuts)
             bound = max(int(nanoseconds), all_cuts)
             yield Node(bound, node.index, place, all_cuts, cuts, item)
 
@@ -404,6 +442,21 @@ class Search:
         has_room = np.max(free, axis=0) > 0
         may_fit: NDArray[np.bool_] = has_room & (least < PROMISING * self.limit)
         return may_fit
+
+    def _item(
+        self, row: Row, option: Option, prices: Prices, cuts: tuple[Sizes, ...]
+    ) -> Item:
+        """Return what is solved of a row with an option."""
+        order = self.order(row)
+        return Item(
+            row=row,
+            option=option,
+            prices=prices,
+            costs=self.pricing.costs(row, option),
+            order=order,
+            cuts=cuts,
+            modes=self._uniform_modes(forbids_recompute(order.schedule)),
+        )
 
     def order(self, row: Row) -> Order:
         """Return the schedule of a row and its numbers."""
@@ -425,11 +478,25 @@ class Search:
         if node.cuts:
             self.least_excluded = min(self.least_excluded, node.all_cuts)
         solver = RowSolver(item)
-        found = solver.solve(self.limit, moves=moves)
+        self._keep(solver, solver.solve(self.limit, moves=moves))
+
+    def _keep(self, solver: RowSolver, found: Candidate | None) -> None:
+        """Count the work of a solver, and keep its plan if it is the best."""
         self.solved += 1
         self.done += solver.actions
         if found is not None and found.total < self.limit:
             self.best = found
+
+    def solve_from_any_cut(self, node: Node, row: Row, option: Option) -> None:
+        """Solve a row with an option, with moves from its cuts whatever their steps."""
+        order = self.order(row)
+        is_split = forbids_recompute(order.schedule)
+        prices = self.pricing.prices(row, option, is_split=is_split)
+        if lower_bound(prices, order, self.limit).nanoseconds >= self.limit:
+            return
+        item = self._item(row, option, prices, RuleCuts(prices, order).sizes)
+        solver = RowSolver(item)
+        self._keep(solver, solver.solve(self.limit, from_any_cut=True))
 
     def _expand_order(self, node: Node, item: Item, *, moves: bool) -> bool:
         """Bound the orders of a layout, or look for its best order.

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.search.engine.bound import IMPOSSIBLE
 from planner.search.engine.options import Option, Row
@@ -25,18 +24,24 @@ MOST_SOLVED = 6
 ROUNDS = 3
 """Rounds of rows around the best plan."""
 MOST_AROUND = 512
-NEAR_COLUMNS = ("tensor", "pipeline", "context", "expert")
-NEAR_COLUMNS += ("micro_batch_size", "sequence_chunks")
+DEGREES = ("tensor", "pipeline", "context", "expert")
+SIZES = ("micro_batch_size", "sequence_chunks")
 SCHEDULES = ("1f1b", "interleaved-1f1b", "seqpipe")
 """Of the coarse grid; without any of them, synthesized orders."""
 VIRTUAL_STAGES = (1, 2, 4, 8)
 MICRO_BATCH_SIZES = (1, 2, 4)
 
 
-def find_first_plan(search: Search) -> None:
-    """Give a search a plan to beat, if one of the rows that are tried fits."""
+def find_first_plan(search: Search, report: Callable[[], None]) -> None:
+    """Give a search a plan to beat, if one of the rows that are tried fits.
+
+    Args:
+        search: that has bounded all rows by their work.
+        report: called after every round.
+    """
     _solve_some(search, _coarse_rows(search), MOST_SOLVED, moves=False)
     for _ in range(ROUNDS):
+        report()
         if search.best is None:
             return
         before = search.best.row
@@ -44,6 +49,7 @@ def find_first_plan(search: Search) -> None:
         if search.best.row == before:
             break
     _solve_some(search, _same_rows(search), 1, moves=True)
+    report()
 
 
 def _solve_some(
@@ -76,10 +82,10 @@ def _rows_around(search: Search, row: Row) -> list[int]:
     """Return rows whose degrees and size are a factor of 2 from a row's or equal."""
     table = search.table
     is_near = table.schedule == row.schedule
-    for name in NEAR_COLUMNS:
+    for name in (*DEGREES, *SIZES):
         value = getattr(row, name)
         is_near &= np.isin(getattr(table, name), (value // 2, value, 2 * value))
-    return _in_order(search, is_near)[:MOST_AROUND]
+    return search.in_order(is_near)[:MOST_AROUND]
 
 
 def _same_rows(search: Search) -> list[int]:
@@ -91,14 +97,7 @@ def _same_rows(search: Search) -> list[int]:
     is_same &= search.table.pipeline == row.pipeline
     is_same &= search.table.virtual_stages == row.virtual_stages
     is_same &= search.table.sequence_chunks == row.sequence_chunks
-    return _in_order(search, is_same)
-
-
-def _in_order(search: Search, mask: NDArray[np.bool_]) -> list[int]:
-    """Return rows in the order of their bounds, as far as below the limit."""
-    rows = search.rows[mask[search.rows]]
-    found: list[int] = rows[search.row_bounds[rows] < search.limit].tolist()
-    return found
+    return search.in_order(is_same)
 
 
 def _coarse_rows(search: Search) -> list[int]:
@@ -113,7 +112,7 @@ def _coarse_rows(search: Search) -> list[int]:
     is_coarse &= np.isin(table.micro_batch_size, MICRO_BATCH_SIZES)
     seen: set[tuple[int, ...]] = set()
     chosen: list[int] = []
-    for index in search.rows[is_coarse[search.rows]].tolist():
+    for index in search.in_order(is_coarse):
         row = Row.of(table, index)
         degrees = (row.tensor, row.pipeline, row.context, row.expert)
         key = (*degrees, row.micro_batch_size, row.virtual_stages)

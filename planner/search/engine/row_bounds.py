@@ -29,6 +29,8 @@ class RowBounds:
         self.options = options
         self.pricing = pricing
         self._prices: dict[tuple[object, ...], Prices] = {}
+        self._too_large: dict[tuple[int, ...], int] = {}
+        """By the other columns: a micro-batch size of which no layer fits."""
 
     def of(self, table: Table) -> NDArray[np.int64]:
         """Return a bound in nanoseconds for every row."""
@@ -48,10 +50,10 @@ class RowBounds:
         saved = np.zeros(len(firsts))
         free = np.zeros(len(firsts))
         states = np.zeros(len(firsts))
-        too_large: set[tuple[int, ...]] = set()
         for place in np.argsort(table.micro_batch_size[firsts], kind="stable").tolist():
             row = Row.of(table, int(firsts[place]))
-            if _without_size(row) in too_large:
+            known = self._too_large.get(_without_size(row), row.micro_batch_size)
+            if row.micro_batch_size > known:
                 work[place] = IMPOSSIBLE
                 continue
             if row.larger_shares:
@@ -64,7 +66,7 @@ class RowBounds:
             states[place] = float(prices.counts @ prices.states)
             free[place] = prices.free_bytes
             if not any(map(_fits_a_layer, options)):
-                too_large.add(_without_size(row))
+                self._too_large[_without_size(row)] = row.micro_batch_size
         inverse = inverse.reshape(-1)
         steps = np.minimum(float(IMPOSSIBLE), work[inverse] * self._growth(table))
         lean = states[inverse] / table.replicas + saved[inverse] / table.sequence_chunks

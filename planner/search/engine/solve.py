@@ -108,12 +108,15 @@ class CutSolver:
         """Chooses the recompute modes of every rank."""
         return ModeChooser(self.costs, self.schedule, self.prices)
 
-    def solve(self, limit: int, *, moves: bool = True) -> Solution | None:
+    def solve(
+        self, limit: int, *, moves: bool = True, from_any_cut: bool = False
+    ) -> Solution | None:
         """Return the best stage map found; None: no evaluated cut fits.
 
         Args:
             limit: nanoseconds of a known step.
             moves: try to move layers between stages.
+            from_any_cut: not only from cuts that are nearly as fast as the limit.
         """
         stages = self.schedule.stages
         if not self.cuts:
@@ -121,12 +124,14 @@ class CutSolver:
             return self._best_of_all()
         if given_sizes(self.costs.work, stages) or stages == 1:
             return self._best_of(self.cuts)
-        self.cutoff = PROMISING * limit
+        self.cutoff = float("inf") if from_any_cut else PROMISING * limit
         best = self._best_of(self.cuts)
         if best is None:
             best = self._best_of(self._fitting_cuts())
         if best is None or not moves:
             return best
+        if from_any_cut:
+            return self._improve(best)
         if PROMISING * limit < best.total < NEARLY_PROMISING * limit:
             best = self._rebalanced(best)
         if best.total > PROMISING * limit:
@@ -372,14 +377,18 @@ class RowSolver:
         """Cuts of the schedule's rule, and the bound on a cut."""
         return self.cuts.rule
 
-    def solve(self, limit: int, *, moves: bool = True) -> Candidate | None:
+    def solve(
+        self, limit: int, *, moves: bool = True, from_any_cut: bool = False
+    ) -> Candidate | None:
         """Return the best plan found; None: no evaluated cut fits.
 
         Args:
             limit: nanoseconds of a known step.
             moves: try to move layers between stages.
+            from_any_cut: not only from cuts that are nearly as fast as the limit.
         """
-        return self._plan(self.cuts.solve(limit, moves=moves))
+        found = self.cuts.solve(limit, moves=moves, from_any_cut=from_any_cut)
+        return self._plan(found)
 
     def evaluate(self, sizes: Sizes) -> Candidate | None:
         """Return the plan of a cut with the least recomputation.

@@ -30,6 +30,7 @@ def masked(
     found.queue = []
     found.unproven = []
     found.best = None
+    found.solved_around = None
     found.least_excluded = IMPOSSIBLE
     found.done = 0
     found.bounded = 0

@@ -1,0 +1,81 @@
+"""Rows around the best one, with moves of layers from any cut of their rule.
+
+The search moves layers only from cuts that are nearly as fast as the best plan
+(`solve.PROMISING`). Which cuts these are depends on the order in which plans are found,
+so that the rows around the best one are solved from any cut at the end.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.search.engine.options import Row
+from planner.search.engine.solve import NEARLY_PROMISING
+from planner.search.engine.synthesize import is_synthesized
+from planner.search.engine.table import COLUMN_NAMES
+
+if TYPE_CHECKING:
+    from planner.search.engine.engine import Node, Search
+
+MOST_SOLVED = 8
+"""Rows that are solved, those of least bound."""
+DEPENDENT = ("data", "micro_batches", "split", "schedule")
+"""Columns that may differ besides the one that does."""
+
+
+def solve_neighbours(search: Search) -> None:
+    """Solve the rows around the best one that may be faster, and keep the best plan."""
+    assert search.best is not None
+    best = search.best
+    found: list[Node] = []
+    for index in _rows_around(search, best.row):
+        node = search.bound_row(index)
+        is_near = node.nanoseconds < NEARLY_PROMISING * search.limit
+        if node.cuts and is_near and node.all_cuts < search.limit:
+            found.append(node)
+    for node in sorted(found)[:MOST_SOLVED]:
+        row = Row.of(search.table, node.index)
+        if best.option in search.options.of(row):
+            search.solve_from_any_cut(node, row, best.option)
+
+
+def _rows_around(search: Search, row: Row) -> list[int]:
+    """Return rows that differ in one column, and may differ in the schedule too.
+
+    A degree or size is half or twice as large, or there is one stage per rank more or
+    less.
+    """
+    table = search.table
+    differs = np.zeros(len(table), dtype=np.intp)
+    is_near = np.ones(len(table), dtype=np.bool_)
+    for name in COLUMN_NAMES:
+        if name in DEPENDENT or name == "arrangement":
+            continue
+        column = getattr(table, name)
+        value = int(getattr(row, name))
+        differs += column != value
+        is_near &= np.isin(column, _values_around(name, value))
+    names = search.space.schedules
+    is_made = [is_synthesized(name) for name in names]
+    is_near &= ~np.array(is_made, dtype=np.bool_)[table.schedule]
+    is_near &= _same_arrangement(search, row)
+    return search.in_order(is_near & (differs <= 1))
+
+
+def _values_around(name: str, value: int) -> tuple[int, ...]:
+    if name == "virtual_stages":
+        return (value - 1, value, value + 1, value // 2, 2 * value)
+    if name in ("offload", "larger_shares"):
+        return (value,)
+    return (value // 2, value, 2 * value)
+
+
+def _same_arrangement(search: Search, row: Row) -> NDArray[np.bool_]:
+    """Return a mask of rows whose ranks stand as those of a row do."""
+    table = search.table
+    is_same = [each == row.arrangement for each in table.arrangements]
+    same: NDArray[np.bool_] = np.array(is_same, dtype=np.bool_)[table.arrangement]
+    return same
