@@ -345,6 +345,10 @@ def _hint(details: Any) -> str:
             return f"give a number {relation} {context[key]}."
     if "expected" in context:
         return f"give {context['expected']}."
+    if details["type"] == "too_long":
+        return f"give at most {context['max_length']} values."
+    if details["type"] == "too_short":
+        return f"give at least {context['min_length']} values."
     if details["type"].startswith("bool_"):
         return "give true or false."
     if details["type"].startswith(("int_", "float_")):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from operator import not_
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 
-from planner.errors import MismatchError
+from planner.errors import DocumentError, MismatchError
 from planner.spec.cluster import DeviceSpec
 from planner.spec.document import MOST_BYTES, Document, plain_json
 from planner.spec.transformer import Transformer
@@ -28,19 +29,36 @@ def _is_none(value: object) -> bool:
     return value is None
 
 
+OperationKind = Literal[
+    "matmul",
+    "grouped-matmul",
+    "attention",
+    "attention-1",
+    "attention-3",
+    "convolution",
+    "memory",
+    "softmax",
+]
+
+
+class SplitDegrees(NamedTuple):
+    """How the layers of a model are split over ranks."""
+
+    tensor: int
+    context: int
+    expert: int
+    sequence_parallel: bool
+
+    @property
+    def sequence_parts(self) -> int:
+        """Ranks that each have one part of every sequence between layers."""
+        return self.context * (self.tensor if self.sequence_parallel else 1)
+
+
 class Operation(Document):
     """A kind of kernel in a layer's forward, with its shape."""
 
-    kind: Literal[
-        "matmul",
-        "grouped-matmul",
-        "attention",
-        "attention-1",
-        "attention-3",
-        "convolution",
-        "memory",
-        "softmax",
-    ]
+    kind: OperationKind
     """``grouped-matmul``: products of experts; ``attention``: fused; ``attention-1`` and ``attention-3``: the first and third
     FlashAttention; ``memory``, and ``softmax`` over attention scores: bound by the
     bytes moved, their FLOPs are ignored."""
@@ -154,11 +172,23 @@ class Measurement(Document):
     collectives: tuple[Collective, ...] = ()
     relative_spread: float | None = Field(default=None, ge=0)
     """Interquartile range of the measured seconds / their median."""
-    source: Literal["measured", "counted"]
+    source: Literal["measured", "counted", "derived"]
+    """``derived``: counts by the layer's polynomials, seconds scaled from the nearest
+    measured size; see `planner.cost.polynomial_rows`."""
+
+    @property
+    def split(self) -> SplitDegrees:
+        """Degrees that split the layer."""
+        return SplitDegrees(
+            self.tensor_parallel_degree,
+            self.context_parallel_degree,
+            self.expert_parallel_degree,
+            self.sequence_parallel,
+        )
 
     @model_validator(mode="after")
     def _measured_has_seconds(self) -> Self:
-        if self.source == "measured":
+        if self.source in ("measured", "derived"):
             seconds = (
                 self.forward_seconds,
                 self.backward_input_seconds,
@@ -166,12 +196,12 @@ class Measurement(Document):
             )
             if any(value is None for value in seconds):
                 raise ValueError(
-                    "a measured row needs forward_seconds, backward_input_seconds and "
-                    "backward_weight_seconds; add them, or set source to counted"
+                    f"a {self.source} row needs forward_seconds, backward_input_seconds "
+                    "and backward_weight_seconds; add them, or set source to counted"
                 )
             if self.recompute != "none" and self.recompute_seconds is None:
                 raise ValueError(
-                    "a measured row that recomputes needs recompute_seconds; "
+                    f"a {self.source} row that recomputes needs recompute_seconds; "
                     "add it, or set source to counted"
                 )
         return self
@@ -194,6 +224,315 @@ class Measurement(Document):
         return self
 
 
+Polynomial = Annotated[tuple[int, ...], Field(max_length=6)]
+"""Coefficients of 1, b, s, b s, s^2 and b s^2: equation (D1). Zeros at the end may be
+left out."""
+
+
+def terms_of(micro_batch_size: int, tokens: int) -> tuple[int, ...]:
+    """Return what the coefficients of a polynomial multiply: equation (D1)."""
+    b, s = micro_batch_size, tokens
+    return (1, b, s, b * s, s * s, b * s * s)
+
+
+def evaluate(polynomial: Sequence[int], terms: Sequence[int]) -> int:
+    """Return the value of a polynomial: equation (D1).
+
+    Args:
+        polynomial: coefficients, of at most as many terms.
+        terms: of the size; see `terms_of`.
+    """
+    pairs = zip(polynomial, terms, strict=False)
+    return sum(coefficient * term for coefficient, term in pairs)
+
+
+class KernelPolynomials(Document):
+    """One kernel of a layer's forward at any size; fields as in `Operation`."""
+
+    kind: OperationKind
+    flops: Polynomial
+    bytes: Polynomial
+    m: Polynomial = ()
+    n: Polynomial = ()
+    k: Polynomial = ()
+    batch: Polynomial = (1,)
+    is_linear: bool | None = Field(default=None, exclude_if=_is_none)
+    gradients: Literal["input", "weight", "none"] | None = Field(
+        default=None, exclude_if=_is_none
+    )
+
+    def at(self, terms: Sequence[int]) -> tuple[Any, ...]:
+        """Return kind, FLOPs, bytes, m, n, k, batch, is_linear and gradients."""
+        figures = (self.flops, self.bytes, self.m, self.n, self.k, self.batch)
+        values = [evaluate(each, terms) for each in figures]
+        return (self.kind, *values, self.is_linear, self.gradients)
+
+
+class CollectivePolynomial(Document):
+    """One collective of a layer at any size; fields as in `Collective`."""
+
+    group: Literal["tensor", "context", "expert"] = "tensor"
+    phase: Literal["forward", "backward"]
+    operation: CollectiveName
+    bytes: Polynomial
+
+
+class ModePolynomials(Document):
+    """What the recompute mode of a layer decides, at any size."""
+
+    kept_bytes: Polynomial
+    """Bytes saved from forward to backward: `Measurement.activation_bytes`."""
+    temporaries: tuple[Polynomial, ...] = Field(min_length=1)
+    """Bytes above the saved ones at moments of forward and backward; the largest is
+    `Measurement.temporary_bytes`."""
+    recompute_flops: Polynomial = ()
+    recomputed: tuple[int, ...] = ()
+    """Places of the kernels that the backward runs again."""
+
+
+class CountPolynomials(Document):
+    """Everything counted of a layer at any size; fields as in `Measurement`."""
+
+    forward_flops: Polynomial
+    backward_input_flops: Polynomial
+    backward_weight_flops: Polynomial
+    output_bytes: Polynomial
+    backward_bytes: Polynomial
+    local_parameters: Polynomial
+    local_expert_parameters: Polynomial = ()
+    local_frozen_parameters: Polynomial = ()
+    local_frozen_expert_parameters: Polynomial = ()
+    local_matrix_elements: Polynomial = ()
+    local_muon_flops: Polynomial = ()
+    local_factored_elements: Polynomial = ()
+    modes: dict[RecomputeMode, ModePolynomials] = Field(min_length=1)
+    kernels: tuple[KernelPolynomials, ...]
+    """Of the forward, in order."""
+    collectives: tuple[CollectivePolynomial, ...] = ()
+
+    @model_validator(mode="after")
+    def _places_are_kernels(self) -> Self:
+        for name, mode in self.modes.items():
+            wrong = [each for each in mode.recomputed if each >= len(self.kernels)]
+            if wrong:
+                raise ValueError(
+                    f"modes.{name}.recomputed names kernel {wrong[0]} of "
+                    f"{len(self.kernels)}; give places below {len(self.kernels)}"
+                )
+        return self
+
+
+_SCALARS = tuple(
+    name
+    for name in CountPolynomials.model_fields
+    if name not in ("modes", "kernels", "collectives")
+)
+
+
+class LayerPolynomials(CountPolynomials):
+    """Counts of a layer that is split in one way, at any size.
+
+        (D1)  p(b, s) = c0 + c1 b + c2 s + c3 b s + c4 s^2 + c5 b s^2
+
+    with the micro-batch size b in samples and the tokens s of a sequence that one rank
+    has between layers: sequence length / (context degree x tensor degree with sequence
+    parallelism), 0 for models without a sequence. Kernels work sample by sample, and
+    token by token except for attention; coefficients are whole numbers (FLOPs, bytes,
+    elements). Fields that are not given are zero at every size.
+    """
+
+    tensor_parallel_degree: int = Field(default=1, ge=1)
+    context_parallel_degree: int = Field(default=1, ge=1)
+    expert_parallel_degree: int = Field(default=1, ge=1)
+    sequence_parallel: bool = False
+    smallest_micro_batch_size: int = Field(default=1, ge=1)
+    """Samples; above 1 for models that do not run on one (batch normalisation)."""
+    shortest_sequence: int = Field(default=0, ge=0)
+    """Tokens per sample; 0 for models without a sequence."""
+    longest_sequence: int | None = Field(default=0, ge=0)
+    """Tokens per sample; None: no limit, 0 for models without a sequence."""
+    one_sample: CountPolynomials | None = Field(default=None, exclude_if=_is_none)
+    """Counts of a micro-batch of one sample, if it runs other kernels than several."""
+
+    @property
+    def split(self) -> SplitDegrees:
+        """Degrees that split the layer."""
+        return SplitDegrees(
+            self.tensor_parallel_degree,
+            self.context_parallel_degree,
+            self.expert_parallel_degree,
+            self.sequence_parallel,
+        )
+
+    def takes(self, micro_batch_size: int, sequence_length: int) -> bool:
+        """Return whether the polynomials are valid at a size.
+
+        Args:
+            micro_batch_size: samples.
+            sequence_length: tokens per sample, of all ranks.
+        """
+        if micro_batch_size < self.smallest_micro_batch_size:
+            return False
+        longest = self.longest_sequence
+        if longest is not None and sequence_length > longest:
+            return False
+        is_long_enough = sequence_length >= self.shortest_sequence
+        return is_long_enough and sequence_length % self.split.sequence_parts == 0
+
+    def modes_at(self, micro_batch_size: int) -> tuple[RecomputeMode, ...]:
+        """Return the recompute modes of the layer."""
+        return tuple(self._counts(micro_batch_size).modes)
+
+    def figures(
+        self, micro_batch_size: int, sequence_length: int, recompute: RecomputeMode
+    ) -> dict[str, int]:
+        """Return the counts of a size by field of `Measurement`, without operations.
+
+        Raises:
+            DocumentError: a polynomial gives less than nothing.
+        """
+        counts = self._counts(micro_batch_size)
+        terms = self._terms(micro_batch_size, sequence_length)
+        mode = counts.modes[recompute]
+        found = {name: evaluate(getattr(counts, name), terms) for name in _SCALARS}
+        found["recompute_flops"] = evaluate(mode.recompute_flops, terms)
+        found["activation_bytes"] = evaluate(mode.kept_bytes, terms)
+        found["temporary_bytes"] = max(
+            evaluate(each, terms) for each in mode.temporaries
+        )
+        for name, value in found.items():
+            if value < 0:
+                raise DocumentError(
+                    f"gives {value} at micro_batch_size({micro_batch_size}), "
+                    f"sequence_length({sequence_length}).",
+                    field=f"polynomials.{name}",
+                    hint="profile the model again.",
+                )
+        return found
+
+    def row(
+        self, micro_batch_size: int, sequence_length: int, recompute: RecomputeMode
+    ) -> Measurement:
+        """Return the counted row of a size, equal to a fresh count.
+
+        Args:
+            micro_batch_size: samples.
+            sequence_length: tokens per sample, of all ranks.
+            recompute: one of `modes_at`.
+
+        Raises:
+            DocumentError: a polynomial gives a value that no layer has.
+        """
+        figures = self.figures(micro_batch_size, sequence_length, recompute)
+        figures_or_none = {
+            **figures,
+            "local_frozen_parameters": figures["local_frozen_parameters"] or None,
+        }
+        counts = self._counts(micro_batch_size)
+        terms = self._terms(micro_batch_size, sequence_length)
+        kernels = [each.at(terms) for each in counts.kernels]
+        again = [kernels[place] for place in counts.modes[recompute].recomputed]
+        collectives = Counter(
+            (each.group, each.phase, each.operation, evaluate(each.bytes, terms))
+            for each in counts.collectives
+        )
+        try:
+            return Measurement(
+                micro_batch_size=micro_batch_size,
+                sequence_length=sequence_length,
+                tensor_parallel_degree=self.tensor_parallel_degree,
+                context_parallel_degree=self.context_parallel_degree,
+                expert_parallel_degree=self.expert_parallel_degree,
+                sequence_parallel=self.sequence_parallel,
+                recompute=recompute,
+                **figures_or_none,
+                forward_bytes=sum(kernel[2] for kernel in kernels),
+                operations=_merged(kernels),
+                recompute_operations=_merged(again),
+                collectives=tuple(
+                    Collective(
+                        group=group,
+                        phase=phase,
+                        operation=operation,
+                        bytes=size_bytes,
+                        count=count,
+                    )
+                    for (group, phase, operation, size_bytes), count in (
+                        collectives.items()
+                    )
+                ),
+                source="counted",
+            )
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(map(str, first["loc"]))
+            raise DocumentError(
+                f"gives {first['input']!r} at micro_batch_size({micro_batch_size}), "
+                f"sequence_length({sequence_length}).",
+                field=f"polynomials.{name}",
+                hint="profile the model again.",
+            ) from None
+
+    def _counts(self, micro_batch_size: int) -> CountPolynomials:
+        is_single = micro_batch_size == 1 and self.one_sample is not None
+        return self.one_sample if is_single and self.one_sample else self
+
+    def _terms(self, micro_batch_size: int, sequence_length: int) -> tuple[int, ...]:
+        tokens = sequence_length // self.split.sequence_parts
+        return terms_of(micro_batch_size, tokens)
+
+
+def _merged(kernels: Sequence[tuple[Any, ...]]) -> tuple[Operation, ...]:
+    """Return equal kernels as one operation, in order of first appearance."""
+    found = []
+    for kernel, count in Counter(kernels).items():
+        kind, flops, size_bytes, m, n, k, batch, is_linear, gradients = kernel
+        operation = Operation(
+            kind=kind,
+            count=count,
+            flops=flops,
+            bytes=size_bytes,
+            m=m,
+            n=n,
+            k=k,
+            batch=batch,
+            is_linear=is_linear,
+            gradients=gradients,
+        )
+        found.append(operation)
+    return tuple(found)
+
+
+_SAVED = ("activation_bytes", "temporary_bytes")
+"""Fields of a measured row that are at least those of its polynomials: a device may save
+more than is counted (unfused attention on a CPU), not less."""
+
+
+def _difference(polynomials: LayerPolynomials, row: Measurement) -> str:
+    """Return how polynomials differ from a row of their size; empty: they do not."""
+    size = (row.micro_batch_size, row.sequence_length)
+    if row.recompute not in polynomials.modes_at(size[0]):
+        return f"there is no recompute mode {row.recompute!r}, which measurements have"
+    try:
+        values = polynomials.figures(*size, row.recompute)
+        # Modes share the kernels of the forward.
+        is_plain = row.recompute == "none"
+        counted = polynomials.row(*size, "none") if is_plain else row
+    except DocumentError as error:
+        return f"{error.problems[0].field} {error.problems[0].message}"
+    for name, value in values.items():
+        listed = getattr(row, name)
+        is_least = name in _SAVED and row.source == "measured"
+        if listed is None or (is_least and listed >= value):
+            continue
+        if listed != value:
+            return f"{name} is {value}, and {listed} in measurements,"
+    for name in ("operations", "collectives"):
+        if getattr(row, name) != getattr(counted, name):
+            return f"{name} differ from those of measurements"
+    return ""
+
+
 class LayerProfile(Document):
     """One layer: the smallest part of a model that is placed on a stage."""
 
@@ -209,6 +548,32 @@ class LayerProfile(Document):
     """The part that is not trained (``requires_grad=False``): no gradients, no
     optimizer states."""
     measurements: tuple[Measurement, ...] = Field(min_length=1)
+    polynomials: tuple[LayerPolynomials, ...] = Field(default=(), exclude_if=not_)
+    """Counts at sizes without a measurement, one entry per split and range of sequence
+    lengths; empty: only the sizes of `measurements` are known."""
+
+    def polynomials_at(
+        self, micro_batch_size: int, sequence_length: int, split: SplitDegrees
+    ) -> LayerPolynomials | None:
+        """Return the polynomials that are valid at a size; None: there are none."""
+        for each in self.polynomials:
+            if each.split == split and each.takes(micro_batch_size, sequence_length):
+                return each
+        return None
+
+    @model_validator(mode="after")
+    def _polynomials_are_those_of_the_rows(self) -> Self:
+        """Refuse polynomials that differ from a row, in FLOPs or in bytes."""
+        for row in self.measurements:
+            size = (row.micro_batch_size, row.sequence_length)
+            found = self.polynomials_at(*size, row.split)
+            difference = "" if found is None else _difference(found, row)
+            if difference:
+                raise ValueError(
+                    f"polynomials: {difference} at micro_batch_size({size[0]}), "
+                    f"sequence_length({size[1]}); profile the model again"
+                )
+        return self
 
     @model_validator(mode="after")
     def _frozen_are_among_all(self) -> Self:
