@@ -20,7 +20,14 @@ from planner.spec.devices import catalogue, domain_of, find_device, links_of
 from planner.spec.job import OURS, Job
 from planner.spec.layout import Layout
 from planner.spec.plan import Plan, RankPlacement
-from planner.spec.profile import LayerProfile, Measurement, ModelProfile, RecomputeMode
+from planner.spec.profile import (
+    LayerPolynomials,
+    LayerProfile,
+    Measurement,
+    ModelProfile,
+    RecomputeMode,
+    SplitDegrees,
+)
 
 
 class LinkPair(NamedTuple):
@@ -110,7 +117,7 @@ class Context:
 
     @cached_property
     def has_rows(self) -> bool:
-        """Whether the profile lists every layer at the layout's sizes."""
+        """Whether the profile gives every layer at the layout's sizes."""
         return all(self.rows(layer) for layer in self.profile.layers)
 
     @property
@@ -213,19 +220,40 @@ class Context:
         groups = self.cluster.node_groups
         return max(self.capacity_bytes(find_device(one.device)) for one in groups)
 
+    @property
+    def split(self) -> SplitDegrees:
+        """Degrees that split the layers."""
+        return SplitDegrees(
+            self.layout.tensor_parallel_degree,
+            self.layout.context_parallel_degree,
+            self.layout.expert_parallel_degree,
+            self.layout.sequence_parallel,
+        )
+
     def rows(self, layer: LayerProfile) -> dict[RecomputeMode, Measurement]:
-        """Return the layer's rows for this layout and sequence length, by mode."""
-        layout = self.layout
-        return {
+        """Return the layer's rows for this layout and sequence length, by mode.
+
+        If the profile lists none, they are the counts that its polynomials give.
+        """
+        size = (self.layout.micro_batch_size, self.job.sequence_length)
+        listed = {
             row.recompute: row
             for row in layer.measurements
-            if row.micro_batch_size == layout.micro_batch_size
-            and row.sequence_length == self.job.sequence_length
-            and row.tensor_parallel_degree == layout.tensor_parallel_degree
-            and row.context_parallel_degree == layout.context_parallel_degree
-            and row.expert_parallel_degree == layout.expert_parallel_degree
-            and row.sequence_parallel == layout.sequence_parallel
+            if (row.micro_batch_size, row.sequence_length) == size
+            and row.split == self.split
         }
+        polynomials = self.polynomials(layer)
+        if listed or polynomials is None:
+            return listed
+        return {
+            mode: polynomials.row(*size, mode) for mode in polynomials.modes_at(size[0])
+        }
+
+    def polynomials(self, layer: LayerProfile) -> LayerPolynomials | None:
+        """Return the layer's polynomials for this layout, if it has some."""
+        return layer.polynomials_at(
+            self.layout.micro_batch_size, self.job.sequence_length, self.split
+        )
 
 
 def _fitted(

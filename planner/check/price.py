@@ -37,6 +37,7 @@ from typing import get_args
 
 from planner.check.collectives import collective_seconds, message_seconds
 from planner.check.context import Context
+from planner.check.derived import with_seconds
 from planner.check.fp8 import in_fp8
 from planner.check.kernels import ATTENTION, LayerSeconds, Machine, chunked_seconds
 from planner.check.sites import Column, Site, Sites
@@ -262,13 +263,26 @@ class Prices:
         return Machine(group.device, dtype, group.constants, casts)
 
     def _rows(self, layer: LayerProfile, *, is_last: bool) -> Rows:
-        """Return a layer's rows, with what runs in fp8."""
-        rows, casts = self.context.rows(layer), self._machine.casts
-        if casts is None:
+        """Return a layer's rows, with what runs in fp8 and with derived seconds."""
+        machine = self._machine
+
+        def mark(row: Measurement) -> Measurement:
+            if machine.casts is None:
+                return row
+            return in_fp8(row, machine.dtype, machine.casts, is_last=is_last)
+
+        rows = {mode: mark(row) for mode, row in self.context.rows(layer).items()}
+        polynomials = self.context.polynomials(layer)
+        is_listed = any(
+            row.split == self.context.split
+            and row.micro_batch_size == self.context.layout.micro_batch_size
+            and row.sequence_length == self.context.job.sequence_length
+            for row in layer.measurements
+        )
+        if is_listed or polynomials is None:
             return rows
-        dtype = self.context.profile.dtype
         return {
-            mode: in_fp8(row, dtype, casts, is_last=is_last)
+            mode: with_seconds(layer, polynomials, row, machine, mark)
             for mode, row in rows.items()
         }
 

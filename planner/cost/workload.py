@@ -7,9 +7,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from planner.cost.compute import Computation, computation
 from planner.cost.derived import DerivedRows
 from planner.cost.fp8 import check_fp8, mark_fp8
 from planner.cost.interval import usable_bytes, with_headroom
+from planner.cost.polynomial_rows import (
+    PolynomialRows,
+    enumerated_sizes,
+    polynomial_splits,
+)
 from planner.errors import DocumentError, MismatchError
 from planner.runtimes import Runtime, planned
 from planner.spec.calibration import (
@@ -139,11 +145,12 @@ class Workload:
         """Rows by all degrees that split a layer.
 
         For a decoder whose sizes are known they are those that the runtime launches;
-        else those of the profile.
+        else those of the profile, and those that its polynomials give.
         """
         profiled = self.profiled_sizes
         if not self.derives_rows:
-            return profiled
+            has_polynomials = bool(polynomial_splits(self.profile))
+            return self._polynomial_rows if has_polynomials else profiled
         transformer = self.profile.transformer
         assert transformer is not None
         rows = DerivedRows(
@@ -190,17 +197,59 @@ class Workload:
         sizes = set(tables[0]).intersection(*tables[1:])
         return {size: tuple(table[size] for table in tables) for size in sorted(sizes)}
 
+    @property
+    def _polynomial_rows(self) -> PolynomialRows:
+        """The profile's rows, and those of other sizes by its polynomials."""
+        length = self.job.sequence_length
+        profiled = self.profiled_sizes
+        return PolynomialRows(
+            profile=self.profile,
+            sequence_length=length,
+            listed=enumerated_sizes(
+                self.profile,
+                sequence_length=length,
+                global_batch_size=self.job.global_batch_size,
+                profiled=profiled,
+            ),
+            profiled=profiled,
+            modes=self.framework.modes,
+            price=self._compute_seconds if self._has_prices else None,
+            marked=self._marked if self.casts else None,
+        )
+
+    @property
+    def _has_prices(self) -> bool:
+        """Whether the device has the figures that operations are priced with."""
+        device = self.device
+        types = {self.profile.dtype, "fp8"} if self.casts else {self.profile.dtype}
+        has_peaks = types <= device.peak_flops_per_second.keys()
+        return has_peaks and device.memory_bandwidth_bytes_per_second is not None
+
+    def _compute_seconds(self, row: Measurement) -> Computation:
+        """Return the seconds of a counted row on the device, without communication."""
+        return computation(
+            row,
+            self.device,
+            self.profile.dtype,
+            self.constants,
+            self.casts,
+            graphs=self.framework.cuda_graphs,
+            blocking=self.framework.launch_blocking,
+        )
+
+    def _marked(self, row: Measurement, is_last: bool) -> Measurement:
+        """Return the row with what runs in fp8, for a job in that precision."""
+        if self.casts is None:
+            return row
+        return mark_fp8(row, self.profile.dtype, self.casts, is_last=is_last)
+
     def _rows_by_size(self, layer: LayerProfile, is_last: bool) -> _RowTable:
         """Return a layer's rows by size; for precision fp8, with its products marked."""
         table: _RowTable = {}
         for row in layer.measurements:
             has_mode = row.recompute in self.framework.modes
             if has_mode and row.sequence_length == self.job.sequence_length:
-                priced = row
-                if self.casts:
-                    priced = mark_fp8(
-                        row, self.profile.dtype, self.casts, is_last=is_last
-                    )
+                priced = self._marked(row, is_last)
                 table.setdefault(_size(row), {})[row.recompute] = priced
         return table
 

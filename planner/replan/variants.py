@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from planner.cost import price
+from planner.cost import price, workload
 from planner.spec import Forecast, ModelProfile, Plan, PredictionLayout
 from planner.spec.devices import find_device
 from planner.spec.profile import LayerProfile, Measurement, Operation
@@ -162,6 +162,7 @@ def _timed_rows(plan: Plan, profile: ModelProfile) -> ModelProfile:
 
     On several kinds of devices a layer has no seconds of its own.
     """
+    profile = _with_derived_rows(plan, profile)
     layers = tuple(_rows_of_layout(layer, plan) for layer in profile.layers)
     rows_of_layout = profile.model_copy(update={"layers": layers})
     devices = [find_device(group.device) for group in plan.cluster.node_groups]
@@ -169,6 +170,36 @@ def _timed_rows(plan: Plan, profile: ModelProfile) -> ModelProfile:
     if is_one_kind and not _has_seconds(rows_of_layout):
         return price(rows_of_layout, devices[0])
     return rows_of_layout
+
+
+def _with_derived_rows(plan: Plan, profile: ModelProfile) -> ModelProfile:
+    """The profile with the rows that its polynomials give at the plan's size.
+
+    The rows of a slow rank are multiplied by its slowdown, and polynomials cannot be.
+    """
+    if not all(layer.polynomials for layer in profile.layers):
+        return profile
+    work = workload(
+        profile,
+        plan.cluster,
+        plan.request.job,
+        calibration=plan.request.calibration,
+    )
+    layout = plan.layout
+    rows = work.sizes[
+        layout.micro_batch_size,
+        layout.tensor_parallel_degree,
+        layout.context_parallel_degree,
+        layout.expert_parallel_degree,
+        layout.sequence_parallel,
+    ]
+    layers = [
+        layer.model_copy(
+            update={"measurements": tuple(options.values()), "polynomials": ()}
+        )
+        for layer, options in zip(profile.layers, rows, strict=True)
+    ]
+    return profile.model_copy(update={"layers": tuple(layers)})
 
 
 def _rows_of_layout(layer: LayerProfile, plan: Plan) -> LayerProfile:

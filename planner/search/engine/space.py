@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from planner.cost import Workload
 from planner.cost.derived import DerivedRows
+from planner.cost.polynomial_rows import PolynomialRows
 from planner.runtimes import Rule
 from planner.schedule import find, names
 from planner.schedule.synthesized import NAME as SYNTHESIZED
@@ -127,9 +128,10 @@ def whole_space(
     if isinstance(work.sizes, DerivedRows):
         sizes = _derived_sizes(work)
     else:
-        reason = "the profile has no measurements of other sizes"
-        left_out.append(LeftOut("micro_batch_size", "sizes without rows", reason))
         sizes = [Split(*size) for size in work.sizes]
+        if not _has_all_sizes(work):
+            reason = "measured sizes only: the profile has no polynomials of its layers"
+            left_out.append(LeftOut("micro_batch_size", "other sizes", reason))
     limits = Limits(MOST_VIRTUAL_STAGES, pieces or Pieces(least_tokens, least_tokens))
     splits = _permitted_splits(work, sizes, constraints, limits, left_out)
     return _space(work, splits, constraints, limits, left_out)
@@ -295,6 +297,12 @@ def _has_uneven_shares(work: Workload, left_out: list[LeftOut]) -> bool:
         reason = f"{framework.name} runs equal shares only"
         left_out.append(LeftOut("micro_batch_shares", "unequal", reason))
     return framework.supports.uneven_shares
+
+
+def _has_all_sizes(work: Workload) -> bool:
+    """Return whether the profile gives every micro-batch size of its splits."""
+    sizes = work.sizes
+    return isinstance(sizes, PolynomialRows) and sizes.covers_listed
 
 
 def _derived_sizes(work: Workload) -> Iterator[Split]:

@@ -278,8 +278,16 @@ def _compute_error(best: Solution) -> tuple[float, str]:
     )
     rows = [row for options in work.sizes[size] for row in options.values()]
     spreads = [row.relative_spread for row in rows if row.relative_spread is not None]
+    is_derived = any(row.source == "derived" for row in rows)
+    if spreads and is_derived:
+        return max(spreads), (
+            "the widest error of seconds that are derived from other measured sizes"
+        )
     if spreads:
         return max(spreads), "the widest spread of the plan's measured rows"
+    if is_derived:
+        reason = "assumed, seconds are derived from the only measured size"
+        return COUNTED_UNCERTAINTY, reason
     if any(row.source == "measured" for row in rows):
         reason = "assumed, the profile has no spread of its samples"
         return COUNTED_UNCERTAINTY, reason
