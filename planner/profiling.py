@@ -138,7 +138,7 @@ def _count_catalogue_model(
 ) -> ModelProfile | None:
     """The stored counts of a catalogue model; None if it has to be counted."""
     from planner.profiler.catalogue import entry, names
-    from planner.profiler.counted import counted_profile
+    from planner.profiler.counted import counted_profile, is_decoder
     from planner.profiler.lengths import at_lengths
 
     if options.model not in names() or options.cut:
@@ -155,6 +155,7 @@ def _count_catalogue_model(
             micro_batch_sizes=options.micro_batch_sizes or MICRO_BATCH_SIZES,
             tensor_parallel_degrees=options.tensor_parallel,
             expert_parallel_degrees=options.expert_parallel,
+            with_polynomials=not is_decoder(options.model),
         )
 
     field = spelling("sequence_lengths")
@@ -165,6 +166,7 @@ def _count_model(
     options: ProfileRequest, spelling: Spelling, show: ShowProgress
 ) -> ModelProfile:
     from planner.profiler.count import profile
+    from planner.profiler.count_polynomials import with_polynomials
     from planner.profiler.lengths import at_lengths
     from planner.profiler.models import load_model
 
@@ -186,10 +188,12 @@ def _count_model(
                 progress=progress,
             )
 
-        return at_lengths(
-            count,
-            _lengths_of(source, options.sequence_lengths, spelling("sequence_lengths")),
-        )
+        field = spelling("sequence_lengths")
+        lengths = _lengths_of(source, options.sequence_lengths, field)
+        counted = at_lengths(count, lengths)
+        if counted.transformer is not None:
+            return counted
+        return with_polynomials(counted, source, progress=progress)
 
 
 def _measure(

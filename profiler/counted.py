@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.resources import files
@@ -16,16 +17,18 @@ from typing import Any, cast
 from planner.errors import DocumentError, UnknownNameError
 from planner.profiler.catalogue import entry
 from planner.profiler.decoder_config import transformer_of
-from planner.profiler.polynomials import evaluate, evaluate_layer
-from planner.profiler.quantities import Limits, layer_profiles, rows_of
+from planner.profiler.polynomials import evaluate, layer_polynomials
+from planner.profiler.quantities import SHORTEST_SEQUENCE, Limits, layer_profiles
 from planner.profiler.splits import Split, splits
 from planner.spec.profile import (
     DataType,
+    LayerPolynomials,
     Measurement,
     ModelProfile,
     SharedParameters,
     SkipEdge,
 )
+from planner.spec.recompute import MODES
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 STORED_TYPE: dict[DataType, str] = {"fp32": "fp32", "bf16": "bf16", "fp16": "bf16"}
@@ -41,6 +44,7 @@ def counted_profile(
     tensor_parallel_degrees: tuple[int, ...] | None = None,
     expert_parallel_degrees: tuple[int, ...] | None = None,
     sequence_parallel: bool = True,
+    with_polynomials: bool = False,
 ) -> ModelProfile:
     """The profile that `planner.profiler.count.profile` would count for a catalogue model, without importing torch.
 
@@ -49,6 +53,7 @@ def counted_profile(
         sequence_length: tokens per sample; 0 for models without a sequence.
         tensor_parallel_degrees, expert_parallel_degrees: None: all that the model can be split by.
         sequence_parallel: also tensor-parallel degrees with sequence parallelism, where the sequence divides.
+        with_polynomials: the profile carries its polynomials, for further micro-batch sizes and sequence lengths.
 
     Raises:
         UnknownNameError: no such model in the catalogue.
@@ -82,6 +87,13 @@ def counted_profile(
     sizes = [
         (size, sequence_length, split) for split in found for size in micro_batch_sizes
     ]
+    polynomials = {
+        kind: {
+            split: _polynomials(data, kind, STORED_TYPE[dtype], split, sequence_length)
+            for split in found
+        }
+        for kind in data["parameters"]
+    }
     return ModelProfile(
         model=name,
         device="counted",
@@ -91,11 +103,11 @@ def counted_profile(
         layers=layer_profiles(
             ((layer, kind, tuple(modules)) for layer, kind, modules in data["layers"]),
             data["parameters"],
-            {
-                kind: _rows(data, kind, STORED_TYPE[dtype], sizes)
-                for kind in data["parameters"]
-            },
+            {kind: _rows(of_kind, sizes) for kind, of_kind in polynomials.items()},
             data.get("frozen_parameters", {}),
+            {kind: tuple(of_kind.values()) for kind, of_kind in polynomials.items()}
+            if with_polynomials
+            else {},
         ),
         edges=tuple(
             SkipEdge.model_validate(
@@ -118,24 +130,40 @@ def counted_profile(
     )
 
 
-def _rows(
-    data: dict[str, Any], kind: str, dtype: str, sizes: list[tuple[int, int, Split]]
-) -> tuple[Measurement, ...]:
+def is_decoder(name: str) -> bool:
+    """Return whether all counts of a catalogue model follow from the sizes of a decoder."""
+    return transformer_of(entry(name).config or {}) is not None
+
+
+def _polynomials(
+    data: dict[str, Any], kind: str, dtype: str, split: Split, sequence_length: int
+) -> LayerPolynomials:
+    """Return the stored polynomials of a kind of layer, for sequences of a length."""
     counts = data["counts"]
-    if sizes and sizes[0][1] >= data.get("window", sizes[0][1] + 1):
-        counts = counts | _windowed_counts(data)
+    sequences: tuple[int, int | None] = (0, 0)
+    if sequence_length:
+        longest = data["longest_sequence"] or None
+        window = data.get("window", sequence_length + 1)
+        sequences = (SHORTEST_SEQUENCE, window - 1 if "window" in data else longest)
+        if sequence_length >= window:
+            counts = counts | _windowed_counts(data)
+            sequences = (window, longest)
+    # Layers without experts are not stored once more.
+    plain = f"{dtype} {replace(split, expert=1).code} {kind}"
+    found = counts.get(f"{dtype} {split.code} {kind}") or counts[plain]
+    return layer_polynomials(found, split, sequences=sequences)
 
-    def count(split: Split) -> dict[str, Any]:
-        # Layers without experts are not stored once more.
-        plain = f"{dtype} {replace(split, expert=1).code} {kind}"
-        return cast(
-            "dict[str, Any]",
-            counts.get(f"{dtype} {split.code} {kind}") or counts[plain],
-        )
 
-    return rows_of(
-        ((b, s, split), evaluate_layer(count(split), (b, s // split.sequence_parts)))
-        for b, s, split in sizes
+def _rows(
+    polynomials: Mapping[Split, LayerPolynomials],
+    sizes: Sequence[tuple[int, int, Split]],
+) -> tuple[Measurement, ...]:
+    """Return the rows of a kind of layer, mode by mode."""
+    return tuple(
+        polynomials[split].row(samples, tokens, mode)
+        for mode in MODES
+        for samples, tokens, split in sizes
+        if mode in polynomials[split].modes_at(samples)
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +10,22 @@ import torch
 
 from planner.profiler import catalogue
 from planner.profiler.count import TORCH_TYPES, Counter
+from planner.profiler.count_polynomials import (
+    ONE_IMAGE,
+    ONE_SAMPLE,
+    SEVERAL_IMAGES,
+    SEVERAL_SAMPLES,
+    fit_counts,
+)
 from planner.profiler.expert_parallel import common_experts
 from planner.profiler.models import ModelSource, load_model
-from planner.profiler.polynomials import Size, evaluate_layer, fit, fit_layer
+from planner.profiler.polynomials import Size, fit
 from planner.profiler.quantities import LayerCount
-from planner.profiler.splits import WHOLE, Split, splits
-from planner.spec.profile import DataType, Measurement
+from planner.profiler.splits import Split, splits
+from planner.spec.profile import DataType
 
 COUNTED_TYPES: tuple[DataType, ...] = ("fp32", "bf16")
 """fp16 has the figures of bf16."""
-SEVERAL_SAMPLES: tuple[Size, ...] = (*product((2, 3), (16, 32, 48)), (5, 23), (4, 2))
-"""Six sizes determine the polynomials, the others verify them: an odd length, and the shortest. So short that sequences
-stay below sliding windows, though every rank of a sequence-parallel group has that many tokens."""
-ONE_SAMPLE: tuple[Size, ...] = ((1, 16), (1, 48), (1, 23), (1, 2))
-"""Three sizes determine polynomials of their own where one sample runs other kernels than several."""
-SEVERAL_IMAGES: tuple[Size, ...] = ((2, 0), (3, 0), (7, 0))
-ONE_IMAGE: tuple[Size, ...] = ((1, 0),)
 
 
 def write(name: str, folder: Path) -> Path:
@@ -186,18 +185,7 @@ def _fit(counter: Counter, kind: str, split: Split, window: int = 0) -> dict[str
     several, one = (
         tuple((b, s + window) for b, s in sizes) for sizes in (several, one)
     )
-    data = fit_layer({size: count(size) for size in several})
-    counts = {size: count(size) for size in one}
-    if any(
-        _row(evaluate_layer(data, size)) != _row(count)
-        for size, count in counts.items()
-    ):
-        data["one_sample"] = fit_layer(counts)
-    return data
-
-
-def _row(count: LayerCount) -> list[Measurement]:
-    return [count.measurement(1, 1, WHOLE, mode) for mode in count.modes]
+    return fit_counts(count, several, one)
 
 
 def _dump(data: dict[str, Any]) -> str:

@@ -29,6 +29,7 @@ import torch
 from planner.errors import SpecError, UnsupportedError
 from planner.profiler import count
 from planner.profiler.cores import available_cores
+from planner.profiler.count_polynomials import with_polynomials
 from planner.profiler.float8 import check_float8
 from planner.profiler.float8_product import remark
 from planner.profiler.lengths import at_lengths, check_lengths
@@ -133,7 +134,7 @@ def profile(
         Load(concurrency) as load,
         _first_of(max(degrees)),
     ):  # the load first: its processes take time to start
-        counted = at_lengths(counted_at, sequence_lengths)
+        counted = with_polynomials(at_lengths(counted_at, sequence_lengths), source)
         tasks = _tasks(counted, degrees)
         before = conditions(place)
         bench = Bench(source, place, dtype, precision)

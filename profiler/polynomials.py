@@ -17,15 +17,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from planner.profiler.quantities import (
     Exchange,
     GradientName,
     GroupName,
     Kernel,
+    KernelKind,
     LayerCount,
-    ModeCount,
+)
+from planner.profiler.splits import Split
+from planner.spec import profile as spec_profile
+from planner.spec.profile import (
+    CollectiveName,
+    CollectivePolynomial,
+    CountPolynomials,
+    KernelPolynomials,
+    LayerPolynomials,
+    terms_of,
 )
 
 Size = tuple[int, int]
@@ -57,16 +67,14 @@ FIGURES = len(KERNEL_FIGURES)
 
 def basis(size: Size) -> tuple[int, ...]:
     """The six terms of equation (1); the two that are left without a sequence."""
-    b, s = size
-    return (1, b, s, b * s, s * s, b * s * s) if s else (1, b)
+    samples, tokens = size
+    terms = terms_of(samples, tokens)
+    return terms if tokens else terms[:2]
 
 
 def evaluate(polynomial: Sequence[int], size: Size) -> int:
     """Equation (1)."""
-    return sum(
-        coefficient * term
-        for coefficient, term in zip(polynomial, basis(size), strict=False)
-    )
+    return spec_profile.evaluate(polynomial, basis(size))
 
 
 def fit(values: Mapping[Size, int]) -> Polynomial:
@@ -176,8 +184,10 @@ def _group(exchange: Exchange) -> tuple[GroupName, ...]:
     return () if exchange.group == "tensor" else (exchange.group,)
 
 
-def _gradients(kernel: Kernel) -> tuple[GradientName, ...]:
-    """Stored where it is told."""
+def _gradients(kernel: Kernel) -> tuple[GradientName | bool | None, ...]:
+    """Gradients, and whether a product is a linear layer's; stored where they are known."""
+    if kernel.is_linear is not None:
+        return kernel.gradients, kernel.is_linear
     return () if kernel.gradients is None else (kernel.gradients,)
 
 
@@ -203,7 +213,10 @@ def _flatten(count: LayerCount) -> dict[tuple[str, int, str], int]:
 def _check_same_shape(counts: Mapping[Size, LayerCount]) -> None:
     shapes = {
         (
-            tuple((kernel.kind, kernel.gradients) for kernel in count.kernels),
+            tuple(
+                (kernel.kind, kernel.gradients, kernel.is_linear)
+                for kernel in count.kernels
+            ),
             tuple((each.phase, each.operation, each.group) for each in count.exchanges),
             tuple(
                 (name, len(mode.temporaries), mode.recomputed)
@@ -234,39 +247,77 @@ def _dominates(left: Polynomial, right: Polynomial) -> bool:
     return all(a >= b for a, b in zip(*padded, strict=True))
 
 
-def evaluate_layer(data: Mapping[str, Any], size: Size) -> LayerCount:
-    """The count that `fit_layer`'s data gives at a size; ``one_sample`` holds the data of a single one that differs."""
-    if size[0] == 1:
-        data = data.get("one_sample", data)
-    terms = basis(size)
+def layer_polynomials(
+    data: Mapping[str, Any],
+    split: Split,
+    *,
+    sequences: tuple[int, int | None],
+    smallest_micro_batch_size: int = 1,
+) -> LayerPolynomials:
+    """Return `fit_layer`'s data as a profile has them.
 
-    def value(polynomial: Sequence[int]) -> int:
-        return sum(
-            coefficient * term
-            for coefficient, term in zip(polynomial, terms, strict=False)
-        )
+    Args:
+        data: of several samples; ``one_sample`` has the data of one that differs.
+        split: that was counted.
+        sequences: shortest and longest sequence, in tokens, for which they are valid; the
+            longest is None without a limit, both are 0 for models without a sequence.
+        smallest_micro_batch_size: samples that the model runs on.
+    """
+    alone = data.get("one_sample")
+    return LayerPolynomials(
+        **_fields(data),
+        tensor_parallel_degree=split.tensor,
+        context_parallel_degree=split.context,
+        expert_parallel_degree=split.expert,
+        sequence_parallel=split.sequence,
+        smallest_micro_batch_size=smallest_micro_batch_size,
+        shortest_sequence=sequences[0],
+        longest_sequence=sequences[1],
+        one_sample=None if alone is None else CountPolynomials(**_fields(alone)),
+    )
 
-    return LayerCount(
-        **{name: value(data[name]) for name in SCALARS},
-        **{name: value(data.get(name, ())) for name in SPLIT_SCALARS},
-        modes={
-            name: ModeCount(
-                **{figure: value(mode[figure]) for figure in MODE_SCALARS},
-                temporaries=tuple(map(value, mode["temporaries"])),
-                recomputed=tuple(mode["recomputed"]),
-            )
-            for name, mode in data["modes"].items()
-        },
-        kernels=tuple(
-            Kernel(
-                kind,
-                *map(value, rest[:FIGURES]),
-                gradients=next(iter(rest[FIGURES:]), None),
-            )
-            for kind, *rest in data["kernels"]
-        ),
-        exchanges=tuple(
-            Exchange(phase, operation, value(size), *group)
-            for phase, operation, size, *group in data["exchanges"]
-        ),
+
+def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `CountPolynomials`; the rows of a profile have no input bytes."""
+    names = [name for name in (*SCALARS, *SPLIT_SCALARS) if name != "input_bytes"]
+    return {
+        **{name: data.get(name, ()) for name in names},
+        "modes": data["modes"],
+        "kernels": tuple(_kernel(*kernel) for kernel in data["kernels"]),
+        "collectives": tuple(_collective(*each) for each in data["exchanges"]),
+    }
+
+
+def _kernel(
+    kind: KernelKind,
+    flops: Polynomial,
+    size_bytes: Polynomial,
+    m: Polynomial,
+    n: Polynomial,
+    k: Polynomial,
+    batch: Polynomial,
+    gradients: GradientName | None = None,
+    is_linear: bool | None = None,
+) -> KernelPolynomials:
+    return KernelPolynomials(
+        kind=kind,
+        flops=flops,
+        bytes=size_bytes,
+        m=m,
+        n=n,
+        k=k,
+        batch=batch,
+        gradients=gradients,
+        is_linear=is_linear,
+    )
+
+
+def _collective(
+    phase: Literal["forward", "backward"],
+    operation: CollectiveName,
+    size_bytes: Polynomial,
+    group: GroupName = "tensor",
+) -> CollectivePolynomial:
+    return CollectivePolynomial(
+        phase=phase, operation=operation, bytes=size_bytes, group=group
     )

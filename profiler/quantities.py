@@ -13,6 +13,7 @@ from planner.profiler.splits import Split
 from planner.spec.profile import (
     Collective,
     CollectiveName,
+    LayerPolynomials,
     LayerProfile,
     Measurement,
     Operation,
@@ -191,6 +192,7 @@ def layer_profiles(
     parameters: dict[str, int],
     rows: dict[str, tuple[Measurement, ...]],
     frozen: Mapping[str, int] = MappingProxyType({}),
+    polynomials: Mapping[str, tuple[LayerPolynomials, ...]] = MappingProxyType({}),
 ) -> tuple[LayerProfile, ...]:
     """The profile's layers, given as (name, kind, modules); layers of one kind share one tuple of rows.
 
@@ -198,6 +200,7 @@ def layer_profiles(
         parameters: elements of a whole layer, by kind.
         rows: by kind.
         frozen: those of the parameters that are not trained, by kind; none of a kind that is not named.
+        polynomials: that gave the rows, by kind; none of a kind that is not named.
     """
     first: dict[str, LayerProfile] = {}
     profiles = []
@@ -212,9 +215,12 @@ def layer_profiles(
                 measurements=rows[kind],
             )
         # A copy, because validating thousands of shared rows anew for every layer would take seconds.
-        profiles.append(
-            first[kind].model_copy(update={"name": name, "modules": modules})
-        )
+        own = {
+            "name": name,
+            "modules": modules,
+            "polynomials": polynomials.get(kind, ()),
+        }
+        profiles.append(first[kind].model_copy(update=own))
     return tuple(profiles)
 
 

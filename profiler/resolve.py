@@ -200,39 +200,22 @@ def profile_of(
     return _count(model, job, progress), None
 
 
-LARGEST_MICRO_BATCH = 512
-"""Samples of a micro-batch whose counts are evaluated for models that are not decoders."""
-
-
 def catalogue_profile(name: str, job: Job) -> ModelProfile:
     """The stored counts of a catalogue model, at the job's sequence length and precision.
 
-    Decoder models have sizes from which the planner derives all others. Other models have every micro-batch size that
-    divides the batch, up to `LARGEST_MICRO_BATCH`.
+    Decoder models have sizes from which the planner derives all others, other models have polynomials.
 
     Raises:
         SpecError: the model does not take this sequence length.
     """
-    from planner.profiler.counted import counted_profile
+    from planner.profiler.counted import counted_profile, is_decoder
 
-    found = counted_profile(
-        name, sequence_length=job.sequence_length, dtype=_data_type(job)
-    )
-    if found.transformer is not None:
-        return found
     return counted_profile(
         name,
         sequence_length=job.sequence_length,
         dtype=_data_type(job),
-        micro_batch_sizes=_micro_batch_sizes(job.global_batch_size),
+        with_polynomials=not is_decoder(name),
     )
-
-
-def _micro_batch_sizes(batch: int) -> tuple[int, ...]:
-    """The usual sizes, and those that divide a batch."""
-    largest = min(batch, LARGEST_MICRO_BATCH)
-    divisors = {size for size in range(1, largest + 1) if batch % size == 0}
-    return tuple(sorted(divisors | set(MICRO_BATCH_SIZES)))
 
 
 def profile_behind(plan: Plan, path: str | None) -> ModelProfile:
@@ -297,10 +280,11 @@ def _names_a_model(model: str) -> bool:
 
 def _count(reference: str, job: Job, progress: CountProgress | None) -> ModelProfile:
     from planner.profiler.count import profile
+    from planner.profiler.count_polynomials import with_polynomials
     from planner.profiler.models import load_model
 
     source = load_model(reference)
-    return profile(
+    counted = profile(
         source,
         sequence_length=job.sequence_length,
         micro_batch_sizes=MICRO_BATCH_SIZES,
@@ -310,6 +294,9 @@ def _count(reference: str, job: Job, progress: CountProgress | None) -> ModelPro
         dtype=_data_type(job),
         progress=progress,
     )
+    if counted.transformer is not None:
+        return counted
+    return with_polynomials(counted, source, any_length=False, progress=progress)
 
 
 def _data_type(job: Job) -> DataType:

@@ -20,7 +20,7 @@ from planner.cli.options import (
     output_option,
     verb,
 )
-from planner.cli.profile_text import noise_warning, profile_text
+from planner.cli.profile_text import noise_warning, profile_text, size_warning
 from planner.profiler.resolve import CountProgress
 from planner.profiling import (
     LONGEST_DEFAULT,
@@ -159,6 +159,11 @@ def _warn(profile: ModelProfile) -> None:
     if reason is not None:
         limit = "data and tensor parallelism only"
         note(f"warning: {profile.model} is {reason}; it supports {limit}")
-    for warning in (profile.environment.get("fp8"), noise_warning(profile)):
+    warnings = (
+        profile.environment.get("fp8"),
+        noise_warning(profile),
+        size_warning(profile),
+    )
+    for warning in warnings:
         if warning is not None:
             note(f"warning: {warning}")

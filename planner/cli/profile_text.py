@@ -63,6 +63,25 @@ def noise_warning(profile: ModelProfile) -> str | None:
     )
 
 
+def size_warning(profile: ModelProfile) -> str | None:
+    """A warning about layers whose counts are known at the listed sizes only."""
+    rows = [row for layer in profile.layers for row in layer.measurements]
+    is_counted = all(row.source == "counted" for row in rows)
+    if profile.transformer is not None and is_counted:
+        return None
+    kinds: dict[str, None] = {}
+    for layer in profile.layers:
+        splits = {row.split for row in layer.measurements}
+        if splits - {each.split for each in layer.polynomials}:
+            kinds[layer.kind] = None
+    if not kinds:
+        return None
+    return (
+        f"counts of {', '.join(kinds)} are no polynomials of the size; "
+        "plans use the micro-batch sizes of this profile only"
+    )
+
+
 def _summary(profile: ModelProfile) -> str:
     parameters = sum(layer.parameters for layer in profile.layers)
     frozen = sum(layer.frozen_parameters for layer in profile.layers)

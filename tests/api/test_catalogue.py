@@ -48,10 +48,12 @@ def test_a_catalogue_model_is_planned_by_name(live: Live) -> None:
 
 
 def test_a_profile_is_derived_by_name(live: Live) -> None:
-    """A model document instead of a profile stores the counted profile."""
+    """A model document instead of a profile stores the counted profile, with its polynomials."""
     created = live.post("/v1/profiles", {"model": "resnet-50", "dtype": "fp32"})
     assert created.status_code == 201, created.text
-    profile = counted_profile("resnet-50", sequence_length=0, dtype="fp32")
+    profile = counted_profile(
+        "resnet-50", sequence_length=0, dtype="fp32", with_polynomials=True
+    )
     assert created.json()["id"] == digest(profile)
     assert created.json()["parameters"] == entry("resnet-50").parameters
     assert live.get(created.headers["location"]).json() == profile.model_dump(

@@ -185,6 +185,33 @@ def test_warning_about_a_model_of_one_layer(planner: Command, tmp_path: Path) ->
     assert "data and tensor parallelism only" in ended.err
 
 
+def test_counts_at_other_sizes(planner: Command) -> None:
+    """Profiles have polynomials of their layers, unless a decoder's counts follow from its sizes."""
+    words = (*ANALYTIC, "--micro-batch-sizes", "1,2", "--json")
+    for model in (SEQUENTIAL, "vgg16"):
+        ended = planner("profile", model, *words)
+        profile = parse(ModelProfile, ended.json)
+        assert all(layer.polynomials for layer in profile.layers)
+        assert "no polynomials" not in ended.err
+    ended = planner("profile", "gpt2", *words, "--sequence-length", "64")
+    decoder = parse(ModelProfile, ended.json)
+    assert decoder.transformer is not None
+    assert not any(layer.polynomials for layer in decoder.layers)
+    assert "no polynomials" not in ended.err
+
+
+def test_warning_about_counts_that_are_no_polynomials(planner: Command) -> None:
+    """One line names the kinds of layers, and what it means for plans."""
+    padded = "tests.profiler.test_count_polynomials:padded"
+    ended = planner("profile", padded, *ANALYTIC, "--micro-batch-sizes", "1,2")
+    (line,) = [each for each in ended.err.splitlines() if "no polynomials" in each]
+    profile = ended.json
+    without = [each["kind"] for each in profile["layers"] if "polynomials" not in each]
+    assert len(without) == 2
+    assert f"counts of {', '.join(without)} are no polynomials of the size" in line
+    assert "micro-batch sizes of this profile only" in line
+
+
 def test_warning_about_noise() -> None:
     """Samples that spread by more than a tenth give a warning with the machine's conditions; others do not."""
     row = Measurement(

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from planner.profiler.polynomials import (
     evaluate,
-    evaluate_layer,
     fit,
     fit_layer,
+    layer_polynomials,
     undominated,
 )
 from planner.profiler.quantities import Exchange, Kernel, LayerCount, ModeCount
@@ -53,11 +53,16 @@ def test_one_sample_alone_has_a_polynomial_in_the_sequence(
 def test_a_single_sample_may_run_other_kernels():
     """Its own data is used for one sample, and for no other number of samples."""
     data = fit_layer({size: _layer(*size) for size in SIZES})
-    alone = {(1, s): replace(_layer(1, s), kernels=()) for s in (16, 80, 23)}
+    alone = {
+        (1, s): replace(_layer(1, s), kernels=_layer(1, s).kernels[:2])
+        for s in (16, 80, 23)
+    }
     data["one_sample"] = fit_layer(alone)
-    assert evaluate_layer(data, (1, 48)).kernels == ()
-    assert evaluate_layer(data, (1, 48)).forward_flops == _layer(1, 48).forward_flops
-    assert evaluate_layer(data, (2, 48)).kernels == _layer(2, 48).kernels
+    found = layer_polynomials(data, WHOLE, sequences=(2, None))
+    one, two = (found.row(samples, 48, "none") for samples in (1, 2))
+    assert [each.kind for each in one.operations] == ["matmul", "memory"]
+    assert one.forward_flops == _layer(1, 48).forward_flops
+    assert two == _layer(2, 48).measurement(2, 48, WHOLE, "none")
 
 
 @pytest.mark.parametrize(
@@ -102,6 +107,8 @@ def _layer(b: int, s: int) -> LayerCount:
         kernels=(
             Kernel("matmul", 2 * b * s, b * s, m=b * s, n=1, k=1),
             Kernel("memory", 0, 8 * b * s),
+            Kernel("matmul", 2 * b, b, m=b, n=1, k=1, is_linear=False),
+            Kernel("memory", 0, 9 * b, gradients="none"),
         ),
         exchanges=(Exchange("forward", "all_reduce", 4 * b * s),),
         modes={
@@ -116,9 +123,10 @@ def _layer(b: int, s: int) -> LayerCount:
 def test_a_fitted_layer_gives_the_same_row(point: tuple[int, int]):
     """A layer's row, maxima included, is the same from its polynomials as from itself."""
     data = fit_layer({size: _layer(*size) for size in SIZES})
+    found = layer_polynomials(data, WHOLE, sequences=(2, None))
     for mode in ("none", "selective", "full"):
         expected = _layer(*point).measurement(*point, WHOLE, mode)
-        assert evaluate_layer(data, point).measurement(*point, WHOLE, mode) == expected
+        assert found.row(*point, mode) == expected
 
 
 def test_layers_that_run_other_kernels_are_refused():
