@@ -7,7 +7,11 @@ import math
 from planner import runtimes
 from planner.check.actions import parse_actions
 from planner.check.context import Context
-from planner.check.decoder import flops_per_token
+from planner.check.decoder import (
+    MARGIN,
+    flops_per_token,
+    recomputed_flops_per_token,
+)
 from planner.check.memory import StageMap
 from planner.check.price import Pricing
 from planner.check.report import Findings
@@ -56,6 +60,7 @@ def check_prediction(plan: Plan, context: Context, findings: Findings) -> None:
         _check_figures(stated, recomputed, findings)
     else:
         _check_rates(stated, step, findings)
+        _check_recomputation(plan, context, findings)
     total = stated.breakdown.total_seconds
     where = "prediction.step_seconds"
     findings.close(where, stated.step_seconds, total, 1e-9)
@@ -150,6 +155,31 @@ def _check_decoder(stated: Prediction, context: Context, findings: Findings) -> 
     holds = compute >= ideal or not is_uniform or context.job.precision == "fp8"
     rule = f"the model's FLOPs take {ideal:.4g} s at the peak of the devices"
     findings.rule("prediction.breakdown.compute_seconds", compute, holds, rule)
+
+
+def _check_recomputation(plan: Plan, context: Context, findings: Findings) -> None:
+    """Check that recomputation is no faster than its products at the devices' peak.
+
+    The stated seconds may be those of the rank that runs the fewest products again.
+    """
+    model, peak = context.profile.transformer, context.peak_flops_per_second
+    is_uniform = len(context.groups) == 1 and not context.layout.has_uneven_shares
+    is_known = is_uniform and context.job.precision != "fp8"
+    if model is None or peak is None or not is_known:
+        return
+    order = {layer.name: place for place, layer in enumerate(context.profile.layers)}
+    ranks = context.layout.pipeline_parallel_degree
+    flops = [0.0] * ranks
+    for stage in plan.stages:
+        for layer in stage.layers:
+            block = order[layer.name] - 1
+            again = recomputed_flops_per_token(model, block, layer.recompute)
+            flops[stage.pipeline_rank] += again
+    ideal = min(flops) * context.tokens * ranks / peak
+    stated = plan.prediction.breakdown.recompute_seconds
+    rule = f"what runs again takes {ideal:.4g} s at the peak of the devices"
+    where = "prediction.breakdown.recompute_seconds"
+    findings.rule(where, stated, stated >= (1 - MARGIN) * ideal, rule)
 
 
 def _check_fits(row: RankMemory, findings: Findings) -> None:

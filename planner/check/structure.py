@@ -26,7 +26,7 @@ from planner.spec.document import digest
 from planner.spec.job import COMPUTE_TYPE, DIVISION, OURS, allows
 from planner.spec.layout import Layout
 from planner.spec.plan import Plan, Stage
-from planner.spec.recompute import MODES
+from planner.spec.recompute import MODES, has_modules
 
 
 def check_documents(plan: Plan, context: Context, findings: Findings) -> bool:
@@ -216,10 +216,8 @@ def check_stages(plan: Plan, context: Context, findings: Findings) -> None:
     for layer in context.profile.layers:
         listed = (row.recompute for row in layer.measurements)
         offered = {*(context.rows(layer) or listed)}
-        # Another runtime has further modes of the blocks of a decoder.
         if len(offered) > 1 and context.job.runtime != OURS:
-            runtime = planned(context.job.runtime)
-            offered = {*offered, *runtime.policies} & {*runtime.modes}
+            offered = _offered_by_runtime(offered, context)
         offers[layer.name] = offered
     owners = _owners(plan)
     findings.equal("stages: number", len(plan.stages), len(owners))
@@ -254,6 +252,22 @@ def _owners(plan: Plan) -> tuple[int, ...]:
     possible = [place(shape) for place in rule.placements]
     stated = tuple(stage.pipeline_rank for stage in plan.stages)
     return stated if stated in possible else possible[0]
+
+
+def _offered_by_runtime(listed: set[str], context: Context) -> set[str]:
+    """Return the modes of a block under another runtime.
+
+    Args:
+        listed: modes that the profile lists.
+        context: of the plan.
+    """
+    runtime = planned(context.job.runtime)
+    transformer = context.profile.transformer
+    found = listed & {*runtime.modes}
+    if transformer is not None:
+        # Rows are derived, also in modes that our own executor does not have.
+        found |= {mode for mode in runtime.policies if has_modules(mode, transformer)}
+    return found
 
 
 def _check_recompute(

@@ -18,9 +18,9 @@ c the context- and e the expert-parallel degree:
           their own, u T k etp rows of 1/etp of every expert
     (A5)  tensor parallelism: per region one half-collective in and one out, forward and
           backward; what runs beside another product is marked so
-    (A6)  selective recomputation drops what the named modules save, and runs them again;
-          modes attention and linear: `planner.spec.recompute`; mode mlp: all that the
-          feed-forward network launches and exchanges runs again
+    (A6)  selective recomputation drops what the named modules save, and runs them again,
+          as modes norms, latent and mlp do with theirs; modes attention and linear:
+          `planner.spec.recompute`
 
 The rows are those of a profile (`planner.spec.profile.Measurement`), so that decoders
 and other models share one path from operations to seconds.
@@ -46,6 +46,7 @@ from planner.spec.profile import (
     RecomputeMode,
     SharedParameters,
 )
+from planner.spec.recompute import MODULES, has_modules
 from planner.spec.transformer import Experts, LatentAttention, Transformer
 
 AttentionKind = Literal["attention", "attention-1", "attention-3"]
@@ -117,8 +118,11 @@ class LayerWork:
     operations: list[Launched] = field(default_factory=list)
     saved: list[Saved] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
-    network: tuple[int, int, int] = (0, 0, 0)
-    """Operations, saved tensors and collectives before the feed-forward network."""
+    network: LayerWork | None = None
+    """The part that is Megatron-Core's module ``mlp`` or ``moe``; None: it has none."""
+    network_module: Literal["mlp", "moe"] = "mlp"
+    expansion_collectives: list[Collective] = field(default_factory=list)
+    """Those of the module ``mla_up_proj``, as its recomputation runs them."""
     second_products: list[Operation] = field(default_factory=list)
     """Every second product of the block, for recomputation that saves the others."""
     second_saved_bytes: float = 0.0
@@ -203,6 +207,23 @@ class LayerWork:
         )
         self.collectives.append(collective)
 
+    def add_network(self, network: LayerWork, module: Literal["mlp", "moe"]) -> None:
+        """Append the work of the feed-forward part, which has a module of its own."""
+        self.operations += network.operations
+        self.saved += network.saved
+        self.collectives += network.collectives
+        self.second_products += network.second_products
+        self.second_saved_bytes += network.second_saved_bytes
+        self.network = network
+        self.network_module = module
+
+    @property
+    def modules(self) -> frozenset[str]:
+        """Modules that launch or save something, but for what is always saved."""
+        launched = {one.module for one in self.operations}
+        saved = {one.module for one in self.saved}
+        return frozenset((launched | saved) - {""})
+
     @property
     def saved_bytes(self) -> float:
         """Everything that is saved without recomputation."""
@@ -271,9 +292,19 @@ class DecoderCounts:
     @property
     def modes(self) -> tuple[RecomputeMode, ...]:
         """Recompute modes of the blocks."""
-        has_mlp = self.model.experts is None and not self.model.multi_token_layers
         modes = self.runtime.modes
-        return tuple(mode for mode in modes if mode != "mlp" or has_mlp)
+        return tuple(mode for mode in modes if self._has(mode))
+
+    def _has(self, mode: RecomputeMode) -> bool:
+        """Whether blocks have the modules of a mode, and the runtime runs them again.
+
+        Megatron-Core refuses to run layernorm and moe_act again in fp8 with delayed
+        scaling (megatron/core/transformer/transformer_config.py).
+        """
+        modules = MODULES.get(mode, ())
+        is_delayed = self.is_fp8 and self.runtime.fp8_scaling == "delayed"
+        is_refused = is_delayed and "layernorm" in modules
+        return has_modules(mode, self.model) and not is_refused
 
     def row(self, kind: str, mode: RecomputeMode) -> Measurement:
         """Return the row of a layer kind in a recompute mode.
@@ -329,16 +360,32 @@ class DecoderCounts:
             source="counted",
         )
 
-    @staticmethod
-    def _exchanged_again(work: LayerWork, mode: RecomputeMode) -> list[Collective]:
-        """Return the forward's collectives that the backward of mode ``mlp`` repeats."""
-        if mode != "mlp":
-            return []
-        network = work.collectives[work.network[2] :]
+    def _exchanged_again(
+        self, work: LayerWork, mode: RecomputeMode
+    ) -> list[Collective]:
+        """Return the forward's collectives that modules repeat in the backward."""
+        named = self._named_modules(mode) or frozenset()
+        repeated: list[Collective] = []
+        if "mla_up_proj" in named:
+            repeated += work.expansion_collectives
+        if work.network is not None and work.network_module in named:
+            repeated += work.network.collectives
         again = {"phase": "backward", "beside": None}
-        return [
-            one.model_copy(update=again) for one in network if one.phase == "forward"
-        ]
+        forward = [one for one in repeated if one.phase == "forward"]
+        return [one.model_copy(update=again) for one in forward]
+
+    def _named_modules(self, mode: RecomputeMode) -> frozenset[str] | None:
+        """Return the modules that a mode names; None: it chooses operations."""
+        if mode == "selective" and self.runtime.selective == "attention":
+            return frozenset(self.runtime.selective_modules)
+        return frozenset(MODULES[mode]) if mode in MODULES else None
+
+    @staticmethod
+    def _with_parts(work: LayerWork, named: frozenset[str]) -> frozenset[str]:
+        """Return named modules and those that they consist of."""
+        if work.network is not None and work.network_module in named:
+            return named | work.network.modules
+        return named
 
     @cached_property
     def _cached_gradient_bytes(self) -> int:
@@ -385,9 +432,10 @@ class DecoderCounts:
             return whole, 0.0
         if mode == "full":
             return self._checkpoint_bytes(), whole
-        if mode == "mlp":
-            network = work.saved[work.network[1] :]
-            dropped = sum(one.bytes for one in network if self._is_of_network(one))
+        named = self._named_modules(mode)
+        if named is not None:
+            modules = self._with_parts(work, named)
+            dropped = sum(one.bytes for one in work.saved if one.module in modules)
             return whole - dropped, dropped
         if mode == "linear":
             core = sum(one.bytes for one in work.saved if one.module in _CORE)
@@ -398,49 +446,28 @@ class DecoderCounts:
         return whole - dropped, dropped
 
     @staticmethod
-    def _is_of_network(one: Saved | Launched) -> bool:
-        """Return whether a part of a block's second half is of its network."""
-        return one.module not in ("", "residual")
-
-    def _is_dropped(self, saved: Saved, mode: RecomputeMode) -> bool:
-        """Whether selective recomputation drops a saved tensor: equation (A6)."""
+    def _is_dropped(saved: Saved, mode: RecomputeMode) -> bool:
+        """Whether recomputation of operations drops a saved tensor: equation (A6)."""
         if mode == "attention":
             is_kept = saved.is_product and saved.module not in _CORE
             return bool(saved.module) and not is_kept
-        if self.runtime.selective == "attention":
-            return saved.module in self._recomputed_modules
         return bool(saved.module) and not saved.is_product
-
-    @property
-    def _recomputed_modules(self) -> frozenset[str]:
-        named = set(self.runtime.selective_modules)
-        if "moe" in named:
-            named |= {"layernorm_moe", "moe_act", "moe_fc1", "router", "dispatch"}
-        if "layernorm" in named:
-            named.add("layernorm_moe")
-        if "mlp" in named:
-            named |= {"mlp_fc1", "mlp_act"}
-        return frozenset(named)
 
     def _replayed(self, work: LayerWork, mode: RecomputeMode) -> tuple[Operation, ...]:
         """Return the operations that the backward runs again."""
         operations = [one.operation for one in work.operations]
+        launched = work.operations
         if mode == "none":
             return ()
+        named = self._named_modules(mode)
+        if named is not None:
+            modules = self._with_parts(work, named)
+            return tuple(one.operation for one in launched if one.module in modules)
         if mode == "selective":
-            if self.runtime.selective == "attention":
-                modules = self._recomputed_modules
-                return tuple(
-                    one.operation for one in work.operations if one.module in modules
-                )
             plain = [one for one in operations if one.kind in ("memory", "softmax")]
             if self.runtime.selective == "alternate":
                 plain += work.second_products
             return tuple(plain)
-        launched = work.operations
-        if mode == "mlp":
-            launched = launched[work.network[0] :]
-            return tuple(one.operation for one in launched if self._is_of_network(one))
         if mode == "attention":
             return tuple(one.operation for one in launched if self._runs_again(one))
         if self.runtime.stops_recompute:
@@ -476,11 +503,6 @@ class DecoderCounts:
         self._attention(work, windowed=kind.endswith("-window"))
         is_moe = kind.startswith("moe") or (
             kind.startswith("mtp") and self.model.experts is not None
-        )
-        work.network = (
-            len(work.operations),
-            len(work.saved),
-            len(work.collectives),
         )
         self._feed_forward(work, is_moe)
         if kind.startswith("mtp"):
@@ -552,7 +574,7 @@ class DecoderCounts:
             work.exchange("forward", "all_reduce", whole)
 
     def _attention(self, work: LayerWork, *, windowed: bool) -> None:
-        self._norm(work, "layernorm")
+        self._norm(work, self._attention_norm)
         if self.model.latent_attention is None:
             query, keys = self._projections(work)
         else:
@@ -568,6 +590,13 @@ class DecoderCounts:
         self._leave(work)
         self._residual(work)
 
+    @property
+    def _attention_norm(self) -> str:
+        """The module of the norm in front of attention."""
+        is_latent = self.model.latent_attention is not None
+        is_apart = is_latent or not self.runtime.norms_in_products
+        return "layernorm" if is_apart else "layernorm_qkv"
+
     def _projections(self, work: LayerWork) -> tuple[float, float]:
         """Queries, keys and values; return the elements of queries, of keys + values."""
         model, split, size = self.model, self.split, self.size
@@ -576,7 +605,7 @@ class DecoderCounts:
         kv_heads = max(1.0, model.kv_heads / split.tensor)
         query = tokens * heads * head
         keys = 2 * tokens * kv_heads * head
-        self._enter(work, model.hidden, "layernorm")
+        self._enter(work, model.hidden, self._attention_norm)
         if self.runtime.separate_projections:
             for width in (heads * head, kv_heads * head, kv_heads * head):
                 work.product(tokens, width, model.hidden, module="qkv", size=size)
@@ -613,11 +642,14 @@ class DecoderCounts:
         work.product(own, compressed, model.hidden, module="mla_down", size=size)
         ranks = latent.query_rank + latent.key_value_rank
         work.save(size * own * ranks)
-        work.save(self.input_size * own * ranks, "layernorm")
-        work.memory(2 * size * own * ranks, module="layernorm", count=2)
-        self._enter(work, gathered, "layernorm")
-        source = latent.query_rank or model.hidden
         up = "mla_up_proj"
+        norm = up if self.runtime.norms_in_products else "layernorm"
+        work.save(self.input_size * own * ranks, norm)
+        work.memory(2 * size * own * ranks, module=norm, count=2)
+        self._enter(work, gathered, norm)
+        if split.sequence_parallel and split.tensor > 1:
+            work.expansion_collectives = self._gathers(ranks)
+        source = latent.query_rank or model.hidden
         work.product(tokens, expanded_query, source, module=up, size=size)
         expanded = heads * (latent.nope_dim + latent.value_dim)
         work.product(tokens, expanded, latent.key_value_rank, module=up, size=size)
@@ -627,6 +659,13 @@ class DecoderCounts:
         work.memory(2 * size * (query + key), module=up, count=2)
         work.save(size * (query + key + value), up, True)
         return query, key + value
+
+    def _gathers(self, width: int) -> list[Collective]:
+        """Return the gather of a tensor of this width per token."""
+        gathered = LayerWork()
+        elements = self.split.tokens * width
+        gathered.exchange("forward", "all_gather", self.exchanged_size * elements)
+        return gathered.collectives
 
     def _rotary(self, work: LayerWork, elements: float) -> None:
         """Rotate queries and keys."""
@@ -728,16 +767,21 @@ class DecoderCounts:
 
     def _feed_forward(self, work: LayerWork, is_moe: bool) -> None:
         experts = self.model.experts
+        network = LayerWork()
         if is_moe and experts is not None:
-            self._norm(work, "layernorm_moe")
-            self._experts(work, experts)
+            self._norm(work, "layernorm")
+            self._experts(network, experts)
+            work.add_network(network, "moe")
             self._residual(work)
             return
-        self._norm(work, "layernorm_mlp" if experts else "layernorm")
-        self._enter(work, self.model.hidden, "layernorm")
+        is_apart = not self.runtime.norms_in_products
+        norm = "layernorm" if is_apart else "layernorm_mlp"
+        self._norm(work if is_apart else network, norm)
+        self._enter(network, self.model.hidden, norm)
         width = self.model.feed_forward / self.split.tensor
-        self._network(work, self.split.tokens, width, "mlp")
-        self._leave(work)
+        self._network(network, self.split.tokens, width, "mlp")
+        self._leave(network)
+        work.add_network(network, "mlp")
         self._residual(work)
 
     def _network(
@@ -830,7 +874,7 @@ class DecoderCounts:
             work.exchange("backward", "all_gather", whole)
             work.exchange("backward", "reduce_scatter", whole)
         elif split.tensor > 1 and expert_tensor > 1:
-            self._enter(work, hidden, "layernorm_moe")
+            self._enter(work, hidden, "dispatch")
             self._leave(work)
         local = max(1, experts.experts // split.expert)
         work.save(self.input_size * rows * hidden, "dispatch")
@@ -840,7 +884,7 @@ class DecoderCounts:
             work.save(size * rows * hidden, "moe_fc2", True)
         work.memory(3 * dispatched, module="combine")
         if experts.shared_feed_forward:
-            self._enter(work, hidden, "layernorm_moe")
+            self._enter(work, hidden, "shared")
             inner = experts.shared_feed_forward / split.tensor
             self._network(work, split.tokens, inner, "shared")
             self._leave(work)
@@ -952,7 +996,7 @@ class DecoderCounts:
         model, split, runtime = self.model, self.split, self.runtime
         elements = split.split_tokens * model.hidden
         work.save(2 * self.size * elements)
-        work.memory(2 * self.size * elements, module="layernorm")
+        work.memory(2 * self.size * elements, module="final_layernorm")
         self._enter(work, model.hidden, "")
         rows = self.padded_vocabulary // split.tensor
         logits = split.tokens * rows

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from planner.export.transformer import Transformer, TransformerStage
+from planner.spec.recompute import MODES, MODULES
 
 
 def layout_text(transformer: Transformer) -> str:
@@ -54,8 +55,8 @@ def recomputation(
         return Recomputation()
     if modes == {"selective"} and selective_modules:
         return Recomputation("selective", modules=selective_modules)
-    if modes == {"mlp"}:
-        return Recomputation("selective", modules=("mlp",))
+    if len(modes) == 1 and modes <= MODULES.keys():
+        return Recomputation("selective", modules=MODULES[modes.pop()])
     if modes <= {"none", "selective"}:
         where = (
             "" if modes == {"selective"} else f", in {_counts(transformer)} blocks only"
@@ -76,11 +77,9 @@ def recomputation(
 
 def _counts(transformer: Transformer) -> str:
     """``[4, 0] in full and [1, 0] selectively``: blocks by stage."""
-    words = {
-        "full": "in full",
-        "selective": "selectively",
-        **{mode: f"in mode {mode}" for mode in ("attention", "mlp", "linear")},
-    }
+    others = (mode for mode in MODES if mode != "none")
+    words = {mode: f"in mode {mode}" for mode in others}
+    words |= {"full": "in full", "selective": "selectively"}
     counts = {
         word: [stage.recompute.count(mode) for stage in transformer.stages]
         for mode, word in words.items()

@@ -78,6 +78,10 @@ class Runtime:
     """Bias, activation, dropout and residual addition are fused, by a compiler or by
     hand."""
     fuses_norm: bool = True
+    norms_in_products: bool = False
+    """A norm in front of a product is a part of the product's module
+    (TransformerEngine's LayerNormLinear), and no module of its own that could run
+    again."""
     dropout: Dropout = "none"
     """Default dropout: always, never, or only in models with learned positions, since
     models with rotary positions have none."""

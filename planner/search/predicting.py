@@ -52,7 +52,7 @@ from planner.spec.job import DIVISION, OURS, Constraint, Job
 from planner.spec.layout import Layout, PredictionLayout
 from planner.spec.plan import Forecast, RankMemory
 from planner.spec.profile import ModelProfile
-from planner.spec.recompute import MODES
+from planner.spec.recompute import MODES, MODULES
 from planner.spec.words import counted, gibibytes
 
 _UNLIMITED_BYTES = 1 << 60
@@ -400,7 +400,8 @@ def _check_recompute(costs: LayoutCosts, schedule: Schedule) -> None:
             field="layout.recompute",
             hint=f"give none, or {_FULL_BACKWARDS}.",
         )
-    if layout.recompute != "per-layer":
+    if word != "per-layer":
+        _check_modules(costs)
         return
     reason = ""
     if schedule.replica_ranks:
@@ -418,6 +419,19 @@ def _check_recompute(costs: LayoutCosts, schedule: Schedule) -> None:
 def _is_split(schedule: Schedule) -> bool:
     """Return whether backwards are split."""
     return Requirement.SPLIT_BACKWARD in requirements(schedule)
+
+
+def _check_modules(costs: LayoutCosts) -> None:
+    """Refuse a recompute mode whose modules no block of the model has."""
+    word = costs.layout.recompute
+    offered = {mode for layer in costs.layers for mode in layer}
+    if word in MODULES and word not in offered:
+        choices = [mode for mode in MODES if mode in offered]
+        raise UnsupportedError(
+            f"no layer of this model has the recompute mode {word!r}.",
+            field="layout.recompute",
+            hint=f"use one of {', '.join(choices)}.",
+        )
 
 
 def _check_stages(layout: PredictionLayout, costs: LayoutCosts) -> None:

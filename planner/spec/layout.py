@@ -14,7 +14,15 @@ ZeroStage = Literal[0, 1, 2, 3]
 """What is sharded over the data-parallel ranks. 0: nothing; 1: optimizer states; 2:
 also gradients; 3: also parameters."""
 RecomputeWord = Literal[
-    "none", "selective", "attention", "mlp", "linear", "full", "per-layer"
+    "none",
+    "norms",
+    "latent",
+    "selective",
+    "attention",
+    "mlp",
+    "linear",
+    "full",
+    "per-layer",
 ]
 RankOrder = Literal["tp-cp-dp-pp", "tp-cp-pp-dp"]
 """Axes of the device mesh, innermost first, as in Megatron-LM: neighbouring ranks

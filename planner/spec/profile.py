@@ -15,7 +15,9 @@ from planner.spec.document import MOST_BYTES, Document, plain_json
 from planner.spec.transformer import Transformer
 
 DataType = Literal["fp32", "bf16", "fp16"]
-RecomputeMode = Literal["none", "selective", "attention", "mlp", "linear", "full"]
+RecomputeMode = Literal[
+    "none", "norms", "latent", "selective", "attention", "mlp", "linear", "full"
+]
 """From least to most recomputation; see `planner.spec.recompute`."""
 CollectiveName = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"

@@ -41,6 +41,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "sequence_parallel": True,
         "zero_stage": 1,
     },
+    "deepseek-v3": {
+        "data_parallel_degree": 8,
+        "tensor_parallel_degree": 2,
+        "pipeline_parallel_degree": 8,
+        "expert_parallel_degree": 16,
+        "expert_tensor_parallel_degree": 1,
+        "sequence_parallel": True,
+        "zero_stage": 1,
+        "recompute": "latent",
+    },
 }
 
 
@@ -52,10 +62,10 @@ def profile_of(model: str) -> ModelProfile:
     )
 
 
-def planned(model: str, runtime: str = "megatron-core", **fields: int) -> Plan:
-    """Return a plan for a runtime on 128 H100."""
+def planned(model: str, runtime: str = "megatron-core", **fields: Any) -> Plan:
+    """Return a plan for a runtime on 128 H200."""
     machines = Cluster(
-        node_groups=(NodeGroup(device="h100-sxm5-80gb", nodes=16, devices_per_node=8),)
+        node_groups=(NodeGroup(device="h200-sxm-141gb", nodes=16, devices_per_node=8),)
     )
     job = Job(global_batch_size=256, sequence_length=SEQUENCE, runtime=runtime)
     profile = profile_of(model)
@@ -107,6 +117,38 @@ def test_flops_left_out_are_caught(model: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(LayerWork, "flops", half)
     problems = check(planned(model), profile_of(model)).problems
     assert [one for one in problems if one.startswith("prediction.mfu: ")]
+
+
+RECOMPUTED = [
+    ("llama-3.2-1b", "full"),
+    ("llama-3.2-1b", "mlp"),
+    ("mixtral-8x7b", "mlp"),
+    ("deepseek-v3", "latent"),
+]
+
+
+@pytest.mark.parametrize(("model", "mode"), RECOMPUTED)
+def test_recomputation_faster_than_the_peak_is_caught(model: str, mode: str) -> None:
+    """Most of its seconds are moved to the bubble; the sum is the same."""
+    document = planned(model, recompute=mode).to_json()
+    assert check(parse(Plan, document), profile_of(model)).problems == ()
+    parts = document["prediction"]["breakdown"]
+    parts["bubble_seconds"] += parts["recompute_seconds"] * 0.9
+    parts["recompute_seconds"] *= 0.1
+    (problem,) = check(parse(Plan, document), profile_of(model)).problems
+    assert problem.startswith("prediction.breakdown.recompute_seconds: ")
+
+
+@pytest.mark.parametrize(
+    ("model", "mode"),
+    [("llama-3.2-1b", "norms"), ("mixtral-8x7b", "latent"), ("mixtral-8x7b", "linear")],
+)
+def test_modes_that_blocks_do_not_have_are_caught(model: str, mode: str) -> None:
+    """Megatron-Core refuses modules that the model does not have."""
+    document = planned(model, recompute="none").to_json()
+    document["stages"][0]["layers"][1]["recompute"] = mode
+    problems = check(parse(Plan, document), profile_of(model)).problems
+    assert [one for one in problems if one.startswith("stages[0]: recompute of ")]
 
 
 def test_flops_of_a_token_by_hand() -> None:

@@ -275,13 +275,106 @@ def test_mode_mlp_drops_and_repeats_the_feed_forward_network(
     assert sum(again.values()) == (0 if split.tensor == 1 else len(repeated))
 
 
-def test_models_of_experts_have_no_mode_mlp() -> None:
-    """Megatron-Core's module mlp is that of dense blocks."""
-    megatron = get("megatron-core")
-    dense = DecoderCounts(sizes_of("llama-3.1-8b"), megatron, Split(1, 64))
-    mixed = DecoderCounts(sizes_of("mixtral-8x7b"), megatron, Split(1, 64))
-    assert dense.modes == ("none", "selective", "mlp", "full")
-    assert mixed.modes == ("none", "selective", "full")
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    [
+        ("llama-3.1-8b", ("mlp",)),
+        ("mixtral-8x7b", ("norms", "mlp")),
+        ("deepseek-v3", ("norms", "latent", "mlp")),
+    ],
+)
+def test_modes_of_modules_are_those_that_the_model_has(
+    name: str, modules: tuple[str, ...]
+) -> None:
+    """Megatron-Core refuses moe_act without experts, mla_up_proj without latents."""
+    counts = DecoderCounts(sizes_of(name), get("megatron-core"), Split(1, 64))
+    assert {*counts.modes} - {"none", "selective", "full"} == {*modules}
+    delayed = DecoderCounts(
+        sizes_of(name), get("megatron-core"), Split(1, 64), is_fp8=True
+    )
+    assert delayed.runtime.fp8_scaling == "delayed"
+    assert {*delayed.modes} - {"none", "selective", "full"} == {"mlp"}
+
+
+EXPERT_SPLITS = [
+    Split(2, 4096),
+    Split(2, 4096, expert=8, expert_tensor=1),
+    Split(2, 4096, tensor=2, expert=4, expert_tensor=1, sequence_parallel=True),
+]
+
+
+@pytest.mark.parametrize("split", EXPERT_SPLITS)
+def test_mode_norms_drops_outputs_of_norms_and_activations(split: Split) -> None:
+    """Of Mixtral: the input of router and experts, and that of the second product.
+
+    The norm before attention is a part of the product for queries, keys and values.
+    """
+    counts = DecoderCounts(sizes_of("mixtral-8x7b"), get("megatron-core"), split)
+    none, norms = (counts.row("moe", mode) for mode in ("none", "norms"))
+    tokens = split.micro_batch_size * split.sequence_length // split.tensor
+    normed, activated = 2 * tokens * 4096, 2 * 2 * tokens * 14336
+    assert none.activation_bytes - norms.activation_bytes == normed + activated
+    assert norms.temporary_bytes - none.temporary_bytes == normed + activated
+    assert [one.bytes for one in norms.recompute_operations] == [
+        2 * normed,
+        3 * activated,
+    ]
+    assert norms.recompute_flops == 0
+    assert norms.collectives == none.collectives
+
+
+LATENT_SPLITS = [
+    Split(1, 4096, expert=64, expert_tensor=1),
+    Split(1, 4096, tensor=4, expert=32, expert_tensor=1, sequence_parallel=True),
+]
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe", "mtp"])
+@pytest.mark.parametrize("split", LATENT_SPLITS)
+def test_mode_latent_expands_queries_keys_and_values_again(
+    split: Split, kind: str
+) -> None:
+    """Of DeepSeek-V3: latents of 1536 and 512, 128 heads of 192, 192 and 128."""
+    counts = DecoderCounts(sizes_of("deepseek-v3"), get("megatron-core"), split)
+    none, latent = (counts.row(kind, mode) for mode in ("none", "latent"))
+    tokens, heads = 4096, 128 // split.tensor
+    own = tokens // split.tensor
+    fewer = 2 * own * 7168 + 2 * own * (1536 + 512)
+    fewer += 2 * tokens * heads * (192 + 192 + 128)
+    if kind != "dense":
+        fewer += 2 * own * 7168 + 2 * 8 * own * 2048
+    assert none.activation_bytes - latent.activation_bytes == fewer
+    weights = 1536 * heads * 192 + 512 * heads * (128 + 128)
+    assert latent.recompute_flops == 2 * tokens * weights
+    again = collectives(latent.collectives) - collectives(none.collectives)
+    gather = ("tensor", "backward", "all_gather", 2 * tokens * (1536 + 512))
+    assert again == (Counter({gather: 1}) if split.tensor > 1 else Counter())
+
+
+@pytest.mark.parametrize("kind", ["moe", "mtp"])
+@pytest.mark.parametrize("split", LATENT_SPLITS)
+def test_mode_mlp_sends_tokens_to_their_experts_again(split: Split, kind: str) -> None:
+    """Of DeepSeek-V3: router, 8 of 256 experts and a shared one, but no norm."""
+    counts = DecoderCounts(sizes_of("deepseek-v3"), get("megatron-core"), split)
+    none, mlp = (counts.row(kind, mode) for mode in ("none", "mlp"))
+    own, tokens = 4096 // split.tensor, 4096
+    inner = 2048 // split.tensor
+    routed = 7168 + 2 * 2048 + 2048
+    shared = 2 * inner + inner
+    fewer = 2 * 8 * own * routed + 2 * tokens * shared
+    assert none.activation_bytes - mlp.activation_bytes == fewer
+    router = 2 * own * 7168 * 256
+    expert = 2 * 3 * 7168 * 2048
+    assert mlp.recompute_flops == router + 8 * own * expert + own * expert
+    again = collectives(mlp.collectives) - collectives(none.collectives)
+    expected = Counter(
+        {("expert", "backward", "all_to_all", 2 * 8 * own * 7168): 2},
+    )
+    if split.tensor > 1:
+        whole = 2 * tokens * 7168
+        expected["tensor", "backward", "all_gather", whole] = 1
+        expected["tensor", "backward", "reduce_scatter", whole] = 1
+    assert again == expected
 
 
 @pytest.mark.parametrize(("split", "mode", "expected"), SAVED)

@@ -216,16 +216,26 @@ def test_recomputation_is_the_least_that_holds_the_plans_memory() -> None:
             )
 
 
-def test_feed_forward_networks_that_run_again_are_a_module() -> None:
-    """If they do in all blocks; else whole blocks do, with a warning."""
-    first = TransformerStage(True, ("mlp", "mlp"), False)
+@pytest.mark.parametrize(
+    ("mode", "modules"),
+    [
+        ("norms", ("layernorm", "moe_act")),
+        ("latent", ("layernorm", "moe_act", "mla_up_proj")),
+        ("mlp", ("mlp", "moe")),
+    ],
+)
+def test_modes_of_modules_are_named(
+    mode: RecomputeMode, modules: tuple[str, ...]
+) -> None:
+    """If all blocks have the mode; else whole blocks run again, with a warning."""
+    first = TransformerStage(True, (mode, mode), False)
     found = recomputation(Transformer("layers", (first,)))
-    assert (found.granularity, found.modules) == ("selective", ("mlp",))
+    assert (found.granularity, found.modules) == ("selective", modules)
     assert not found.warning
-    second = TransformerStage(False, ("mlp", "none"), True)
+    second = TransformerStage(False, (mode, "none"), True)
     found = recomputation(Transformer("layers", (first, second)))
     assert (found.granularity, found.blocks) == ("full", 2)
-    assert found.warning
+    assert found.warning.endswith(f"the plan, [2, 1] in mode {mode}.")
 
 
 def _run(

@@ -50,7 +50,7 @@ CANDIDATES: dict[str, tuple[Any, ...]] = {
     "micro_batch_size": (1, 2),
     "schedule": ("1f1b", "gpipe", "interleaved-1f1b", "zb-h1", "zb-v", "hanayo"),
     "rank_order": ("tp-cp-dp-pp", "tp-cp-pp-dp"),
-    "recompute": ("none", "selective", "mlp", "full"),
+    "recompute": ("none", "norms", "selective", "mlp", "full"),
 }
 PRECISIONS = ("bf16-mixed", "bf16", "fp16-mixed", "fp32", "fp8")
 OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "muon", "adafactor")
@@ -170,7 +170,7 @@ def is_layout(layout: Layout, job: Job, model: str) -> bool:
         or (layout.sequence_parallel and layout.tensor_parallel_degree == 1)
         or (layout.zero_stage and layout.replicas == 1)
         or (layout.recompute != "none" and splits_backward(layout.schedule))
-        or (layout.recompute == "mlp" and model == "mixtral-8x7b")
+        or (layout.recompute == "norms" and model != "mixtral-8x7b")
         or (whole and (is_split or layout.zero_stage))
         or (job.precision == "fp8" and model != "llama-3.2-1b")
         or pipeline * virtual > BLOCKS[model]
@@ -202,7 +202,9 @@ def megatron_lm(text: str, plan: Plan) -> Configuration:
     for word in shlex.split(array):
         if word.startswith("--"):
             flag = word.removeprefix("--").replace("-", "_")
-        found[flag] = "" if word.startswith("--") else word
+            found[flag] = ""
+        else:
+            found[flag] = f"{found[flag]} {word}".strip()
     zero_stage = int("use_distributed_optimizer" in found)
     if "use_megatron_fsdp" in found:
         zero_stage = FSDP_STAGES[found["data_parallel_sharding_strategy"]]
@@ -226,6 +228,13 @@ def megatron_bridge(text: str, plan: Plan) -> Configuration:
 FSDP_STAGES = {"optim_grads": 2, "optim_grads_params": 3}
 
 
+MODES_OF_MODULES = {
+    "core_attn": "selective",
+    "layernorm moe_act": "norms",
+    "mlp moe": "mlp",
+}
+
+
 def megatron(found: Mapping[str, Any], zero_stage: int) -> Configuration:
     """What Megatron-Core's settings say, under their names there."""
     pipeline = int(found["pipeline_model_parallel_size"])
@@ -238,7 +247,7 @@ def megatron(found: Mapping[str, Any], zero_stage: int) -> Configuration:
     if granularity == "selective":
         modules = found["recompute_modules"]
         module = modules if isinstance(modules, str) else " ".join(modules)
-        granularity = {"core_attn": "selective", "mlp": "mlp"}[module]
+        granularity = MODES_OF_MODULES[module]
     is_interleaved = len(parts) > pipeline
     return Configuration(
         tensor=int(found["tensor_model_parallel_size"]),

@@ -310,3 +310,10 @@ def test_recompute_modes_that_a_runtime_lacks_are_refused() -> None:
         step = job().model_copy(update={"runtime": runtime})
         with pytest.raises(UnsupportedError, match=f"no recompute mode '{mode}'"):
             forecast(model, None, step, recompute=mode)
+
+
+def test_recompute_modes_that_no_layer_has_are_refused() -> None:
+    """Layers without norms and experts of their own have nothing that runs again."""
+    step = job().model_copy(update={"runtime": "megatron-core"})
+    with pytest.raises(UnsupportedError, match="no layer of this model"):
+        forecast(four_equal_layers(), None, step, recompute="norms")

@@ -40,11 +40,10 @@ from planner.spec.job import (
 )
 from planner.spec.layout import Layout
 from planner.spec.plan import SearchReport
-from planner.spec.profile import ModelProfile
-from planner.spec.recompute import MODES
+from planner.spec.profile import ModelProfile, RecomputeMode
+from planner.spec.recompute import has_modules
 from planner.spec.words import counted, gibibytes, written
 
-RECOMPUTE_WORDS = (*MODES, "per-layer")
 _PIECES = ("sequence_chunks", "context_parallel_degree")
 """Fields of a layout that cut sequences, unless they are 1."""
 _JOB_FIELDS = ("precision", "optimizer")
@@ -73,7 +72,7 @@ def check_request(work: Workload) -> None:
     _check_runtime(work)
     _check_chunks(work.job)
     _check_whole_parameters(work.job)
-    _check_recompute(work.job)
+    _check_recompute(work)
     asked_schedules(work.job)
     _check_pieces(work)
 
@@ -163,16 +162,27 @@ def _check_whole_parameters(job: Job) -> None:
         )
 
 
-def _check_recompute(job: Job) -> None:
-    constraint = job.constraints.get("recompute")
-    if any(allows(constraint, word) for word in RECOMPUTE_WORDS):
+def _check_recompute(work: Workload) -> None:
+    """Refuse recompute modes that the runtime or the model's blocks do not have."""
+    constraint = work.job.constraints.get("recompute")
+    if constraint is None:
+        return
+    modes = work.framework.modes
+    offered = [mode for mode in modes if _has_mode(work.profile, mode)]
+    words = (*offered, "per-layer")
+    if any(allows(constraint, word) for word in words):
         return
     raise UnsupportedError(
-        f"recompute can be {', '.join(RECOMPUTE_WORDS)}, got "
-        f"{constraint_text(constraint)}.",
+        f"recompute of {work.profile.model} can be {', '.join(words)} under the "
+        f"runtime {work.framework.name}, got {constraint_text(constraint)}.",
         field="job.constraints.recompute",
         hint="use one of them.",
     )
+
+
+def _has_mode(model: ModelProfile, mode: RecomputeMode) -> bool:
+    transformer = model.transformer
+    return transformer is None or has_modules(mode, transformer)
 
 
 def _check_pieces(work: Workload) -> None:
