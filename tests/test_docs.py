@@ -71,7 +71,9 @@ OPTIONS_OF_OTHERS = {
     # Megatron-LM
     "--expert-tensor-parallel-size",
     "--num-distributed-optimizer-instances",
+    "--moe-grouped-gemm",
     "--pipeline-model-parallel-layout",
+    "--recompute-modules",
     "--use-distributed-optimizer",
     # torchrun, Slurm, torchtitan
     "--node-rank",

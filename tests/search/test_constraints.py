@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from planner.check import check
 from planner.cost import TICK_SECONDS
 from planner.errors import PlannerError, SpecError, UnknownNameError, UnsupportedError
+from planner.profiler.counted import counted_profile
 from planner.search import plan
-from planner.spec import Infeasible, Plan
+from planner.spec import Infeasible, Job, Plan
 from planner.spec.job import WHOLE_PARAMETERS, Range
 from tests.brute_force import Priced, price_all
 from tests.builders import (
@@ -248,6 +249,32 @@ def test_what_the_search_does_not_choose_is_refused(
     (problem,) = caught.value.problems
     assert problem.field == f"job.constraints.{field}"
     assert problem.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "runtime", "mode"),
+    [
+        ("llama-3.2-1b", "megatron-core", "norms"),
+        ("mixtral-8x7b", "megatron-core", "latent"),
+        ("llama-3.2-1b", "megatron-core", "linear"),
+        ("llama-3.2-1b", "planner", "mlp"),
+    ],
+)
+def test_recompute_modes_that_no_block_has_are_refused(
+    name: str, runtime: str, mode: str
+) -> None:
+    """Modules that the model does not have, and modes of other runtimes."""
+    model = counted_profile(name, sequence_length=512, dtype="bf16")
+    step = Job(
+        global_batch_size=8,
+        sequence_length=512,
+        runtime=runtime,
+        constraints={"recompute": mode},
+    )
+    with pytest.raises(UnsupportedError, match=f"got {mode}") as caught:
+        plan(request(model, cluster(4), step), model)
+    (problem,) = caught.value.problems
+    assert problem.field == "job.constraints.recompute"
 
 
 @pytest.mark.parametrize("wish", ["no-such-schedule", 4, Range(min=1)])
