@@ -56,10 +56,7 @@ def test_stored_counts_equal_a_fresh_count(
     degrees: tuple[int, ...],
     sources: Callable[[str], ModelSource],
 ):
-    """The whole profile is the same document, evaluated or counted, for one sample and for three.
-
-    Files that were counted before a recompute mode was added lack that mode alone.
-    """
+    """The whole profile is the same document, evaluated or counted, for one sample and for three."""
     sizes = {
         "sequence_length": sequence_length,
         "micro_batch_sizes": (1, 3),
@@ -74,9 +71,14 @@ def test_stored_counts_equal_a_fresh_count(
         counted.counted_profile(name, dtype=dtype, **sizes),
         profile(source, dtype=dtype, **sizes, **splits),
     )
-    fresh = with_modes_of(stored, fresh)
+    if name in WITHOUT_LATER_MODES:
+        fresh = with_modes_of(stored, fresh)
     is_same = stored == fresh  # pytest would explain two large documents for minutes
     assert is_same
+
+
+WITHOUT_LATER_MODES = {"gpt-oss-20b"}
+"""Models whose files were counted before mode ``linear`` was added, which they lack."""
 
 
 def with_modes_of(stored: ModelProfile, fresh: ModelProfile) -> ModelProfile:
