@@ -25,6 +25,7 @@ from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
+from types import ModuleType
 from typing import NamedTuple
 
 from benchmarks.arguments import positive_seconds
@@ -33,7 +34,7 @@ from planner.search import make_request, plan
 from planner.spec import CalibrationTable, Cluster, Job, ModelProfile, Options, Plan
 from planner.spec.calibration import IntervalRow, Residuals
 
-TOOLS = ("calculon", "galvatron", "piper", "metis")
+TOOLS = ("calculon", "galvatron", "metis")
 """Other planners; each has a module ``other_planners_NAME`` with ``CASES``,
 ``their_search`` and ``our_plan``."""
 HEADER = ("case", "theirs", "ours", "ratio", "their CPU s", "our CPU s", "less CPU")
@@ -129,7 +130,7 @@ def cases_of(checkouts: Mapping[str, Path]) -> list[PlannerCase]:
     ]
 
 
-def _module(tool: str):  # type: ignore[no-untyped-def]
+def _module(tool: str) -> ModuleType:
     return import_module(f"benchmarks.other_planners_{tool}")
 
 

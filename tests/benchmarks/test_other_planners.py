@@ -17,6 +17,7 @@ import pytest
 
 from benchmarks import other_planners_calculon as calculon
 from benchmarks import other_planners_galvatron as galvatron
+from benchmarks import other_planners_metis as metis
 from benchmarks.other_planners import (
     Outcome,
     PlannerCase,
@@ -250,7 +251,8 @@ def test_less_memory_makes_both_slower(checkout: Path) -> None:
     (checkout / "systems" / "a100_80g.json").write_text(json.dumps(system))
     theirs = calculon.their_search(CASE, checkout, limit=inf)
     ours = calculon.our_plan(CASE, checkout)
-    assert ours.step_seconds is not None and roomy.step_seconds is not None
+    assert ours.step_seconds is not None
+    assert roomy.step_seconds is not None
     assert ours.step_seconds > roomy.step_seconds
     assert theirs.step_seconds == pytest.approx(ours.step_seconds)
 
@@ -368,3 +370,71 @@ def test_a_slower_plan_fails(ours: float, is_slower: bool) -> None:
 def test_no_plan_is_slower() -> None:
     theirs = Outcome(2.0, "")
     assert Row(PlannerCase("calculon", "tiny"), theirs, Outcome(None, "")).is_slower
+
+
+def metis_profile(milliseconds: float) -> str:
+    """Return a profile file of Metis whose layers take equally long."""
+    layers = metis.LAYERS
+    times = {
+        "forward_backward_time_ms": layers * milliseconds + 1,
+        "batch_generator_time_ms": 1.0,
+        "optimizer_time_ms": 5.0,
+        "layer_compute_total_ms": [milliseconds] * layers,
+    }
+    sizes = {"parameters_per_layer_bytes": [4096] * layers}
+    return json.dumps({"model": {"parameters": sizes}, "execution_time": times})
+
+
+@pytest.fixture
+def metis_checkout(tmp_path: Path) -> Path:
+    """A checkout of Metis with profiles of one sample, split over 1, 2 and 4 devices."""
+    folder = tmp_path / "profile_data_samples"
+    folder.mkdir()
+    for degree in (1, 2, 4):
+        path = folder / f"DeviceType.A100_tp{degree}_bs1.json"
+        path.write_text(metis_profile(12.0 / degree))
+    return tmp_path
+
+
+def test_metis_profiles_price_every_device(metis_checkout: Path) -> None:
+    split = metis.Split(degree=2, size=1)
+    case = metis.Case({metis.T4: 1, metis.A100: 1}, samples=4)
+    profile = metis.profile_of(case, metis_checkout, split, head_seconds=0.5)
+    slow = profile.layers[0].measurements[0]
+    fast = profile.other_devices[0].measurements["layers.0"][0]
+    last = profile.layers[-1].measurements[0]
+    assert slow.forward_seconds == pytest.approx(312 / 65 * 2e-3)
+    assert fast.forward_seconds == pytest.approx(2e-3)
+    assert last.forward_seconds == pytest.approx(312 / 65 * 2e-3 + 0.5 / 3)
+    assert slow.local_parameters == 512
+    assert slow.optimizer_seconds == pytest.approx(5e-4)
+
+
+def test_faster_devices_get_more_layers(metis_checkout: Path) -> None:
+    case = metis.Case({metis.T4: 1, metis.A100: 1}, samples=64)
+    split = metis.Split(degree=4, size=1)
+    plan = search(
+        metis.profile_of(case, metis_checkout, split, head_seconds=0.0),
+        metis.cluster_of(case),
+        metis.job_of(case, split, is_pipeline=True),
+    )
+    assert plan is not None
+    layers = {
+        case.devices[plan.placement[stage.ranks[0]].node]: len(stage.layers)
+        for stage in plan.stages
+    }
+    assert layers == {metis.T4: 1, metis.A100: 9}
+
+
+def test_plans_are_read_from_metis_output() -> None:
+    line = (
+        "1, 4460.5, (<DeviceType.T4: 't4'>, <DeviceType.A100: 'a100'>), [8, 8], "
+        "[(8, 1), [4, 2]], 16, [0, 2, 10]"
+    )
+    match = metis.RANKED.search(f"rank, cost, node_sequence\n{line}\n")
+    assert match is not None
+    assert match["milliseconds"] == "4460.5"
+    stages = metis._ranked_stages(match)
+    assert stages.nodes == ["T4", "A100"]
+    assert stages.strategies == [(8, 1), (4, 2)]
+    assert stages.partition == [0, 2, 10]
