@@ -350,19 +350,29 @@ class Pricing:
 
         Args:
             row: of the table.
-            groups: in each, options differ in the shard degree alone: the smallest one
-                takes least time, and the largest one has the fewest bytes.
+            groups: in each, options differ in the shard degree alone. The largest one
+                has the fewest bytes. None is sure to take least time: layers are as
+                fast as under the lowest ZeRO stage, and reductions take no time.
             is_split: backwards are split, so that no layer recomputes.
         """
         key = (row.degrees, tuple(groups), is_split)
         if key not in self._stacks:
             each = []
             for group in groups:
-                options = [option for _, option in group]
-                extremes = tuple(dict.fromkeys(smallest_and_largest(row, options)))
+                extremes = self._extremes_of(row, [option for _, option in group])
                 each.append(self._least_of(row, extremes, is_split=is_split).stacks)
             self._stacks[key] = tuple(map(Stack.of_options, zip(*each, strict=True)))
         return self._stacks[key]
+
+    def _extremes_of(self, row: Row, group: Sequence[Option]) -> tuple[Option, ...]:
+        """Return options whose least prices are those of a group, or less."""
+        extremes = smallest_and_largest(row, group)
+        if len(group) == 1:
+            return extremes[:1]
+        order = extremes[0].rank_order
+        others = [each for each in self.options.of(row) if each.rank_order == order]
+        without_gathers, _ = smallest_and_largest(row, others)
+        return tuple(dict.fromkeys((without_gathers, *extremes)))
 
     def _least_of(
         self, row: Row, options: tuple[Option, ...], *, is_split: bool
@@ -437,7 +447,7 @@ class Pricing:
         is_uneven = row.larger_shares and row.arrangement is None
         if not is_uneven or not is_aligned:
             return self._base(row, option, layout)
-        costs = priced(self.work, layout, groups_of(layout, domain))
+        costs = least_costs([priced(self.work, layout, groups_of(layout, domain))])
         links = (_fastest_link(self.work),) * (row.pipeline - 1)
         return replace(costs, boundary_links=links)
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cost import Workload, choose, rank_memory, schedule_of, workload
+from planner.search.engine.bound import IMPOSSIBLE
+from planner.search.engine.engine import Search
 from planner.search.engine.space import listed_space, whole_space
 from tests import builders
 from tests.search.engine.exact import (
@@ -168,3 +171,23 @@ def equal_layers(count: int, *, devices: int, batch: int) -> Workload:
     links = {"intra": builders.link(1e18), "inter": builders.link(1e18)}
     cluster = builders.cluster(devices, **links)
     return workload(profile, cluster, builders.job(batch))
+
+
+@settings(max_examples=50)
+@given(instances(), st.integers(0, 2**30))
+def test_bounds_by_work_of_some_rows_first(instance: Instance, seed: int) -> None:
+    """The bounds of rows do not depend on the order in which they are asked for.
+
+    Of several sizes that are too large, only the larger ones may be found impossible.
+    """
+    work = workload(instance.profile, instance.cluster, instance.job)
+    space = whole_space(work, least_tokens=1)
+    at_once = Search(work, space).row_bounds
+    indices = np.arange(len(at_once))
+    np.random.default_rng(seed).shuffle(indices)
+    search = Search(work, space)
+    for some in np.array_split(indices, 4):
+        search.bounds_by_work(some)
+    may_fit = at_once < IMPOSSIBLE // 2
+    assert (search.row_bounds[may_fit] == at_once[may_fit]).all()
+    assert (search.row_bounds <= at_once).all()

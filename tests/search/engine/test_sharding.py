@@ -22,7 +22,9 @@ from planner.cost import (
 )
 from planner.executor.support import check_plan
 from planner.search import plan
+from planner.search.engine.bound import forbids_recompute
 from planner.search.engine.prices import dominates
+from planner.search.engine.rule import CutBounds
 from planner.search.engine.space import whole_space
 from planner.spec import Plan
 from tests.builders import cluster, job, layer, link, profile, request
@@ -123,3 +125,44 @@ def steps_and_bytes(costs: LayoutCosts, stage_map: StageMap) -> tuple[int, ...]:
     step = evaluate(costs, schedule, stages).total_ticks
     peaks = [row.peak_bytes for row in rows]
     return step, *peaks, *(row.host_bytes for row in rows)
+
+
+@settings(max_examples=100)
+@given(
+    instances(),
+    st.sampled_from((*RUNTIMES, "planner")),
+    SLOWDOWNS,
+    st.integers(0, 2**30),
+)
+def test_a_group_of_options_is_never_bounded_above_one_of_them(
+    instance: Instance, runtime: str, slowdown: int, seed: int
+) -> None:
+    """The smallest and the largest shard degree together bound all between, under every cut."""
+    chooser = random.Random(seed)
+    machines = with_links(instance.cluster, slowdown)
+    with fitted():
+        work = workload(instance.profile, machines, for_runtime(instance.job, runtime))
+    layouts = Layouts(work, whole_space(work, least_tokens=1))
+    count = len(layouts.table)
+    for index in chooser.sample(range(count), min(count, 8)):
+        row = layouts.row(index)
+        order = layouts.order(row)
+        is_split = forbids_recompute(order.schedule)
+        groups = layouts.options.groups(row)
+        every = [pair for group in groups for pair in group]
+        assert sorted(every) == list(enumerate(layouts.options.of(row)))
+        stacks = layouts.pricing.least_of_groups(row, groups, is_split=is_split)
+        stages = order.ranks * order.virtual_stages
+        stage_map = random_map(layouts.prices(row, every[0][1]), stages, chooser)
+        cut = tuple(map(len, stage_map))
+        least = CutBounds(stacks, order).bounds([cut])
+        for place, group in enumerate(groups):
+            options = [option for _, option in group]
+            of_options = layouts.pricing.stacks(row, options, is_split=is_split)
+            bounds = CutBounds(of_options, order).bounds([cut])
+            assert (least[place] <= bounds * (1 + 1e-12)).all(), (
+                row,
+                group,
+                least[place],
+                bounds,
+            )
