@@ -238,6 +238,7 @@ def checkout(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_our_plan_is_as_fast_as_every_execution(checkout: Path) -> None:
+    """Under the other model, which enumerates all of its executions."""
     theirs = calculon.their_search(CASE, checkout, limit=inf)
     ours = calculon.our_plan(CASE, checkout)
     assert theirs.note == ""
@@ -246,6 +247,7 @@ def test_our_plan_is_as_fast_as_every_execution(checkout: Path) -> None:
 
 
 def test_less_memory_makes_both_slower(checkout: Path) -> None:
+    """Where devices are smaller, both steps are slower, and equal."""
     roomy = calculon.our_plan(CASE, checkout)
     system = {**SYSTEM, "mem1": {"GiB": 0.125}}
     (checkout / "systems" / "a100_80g.json").write_text(json.dumps(system))
@@ -258,12 +260,14 @@ def test_less_memory_makes_both_slower(checkout: Path) -> None:
 
 
 def test_a_search_that_its_limit_stops_says_so(checkout: Path) -> None:
+    """Its row has no step of its own, and a note."""
     outcome = calculon.their_search(CASE, checkout, limit=0.0)
     assert outcome.step_seconds is None
     assert outcome.note.startswith("still searching: 0 of ")
 
 
 def test_executions_differ_in_what_a_layout_does_not_say() -> None:
+    """Choices of the other model that no layout has are enumerated."""
     model = calculon.Model(None, None, None, CASE._replace(has_overlap=True))
     layout = Layout(
         tensor_parallel_degree=2, data_parallel_degree=4, sequence_parallel=True
@@ -306,6 +310,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_layers_have_galvatrons_seconds_and_bytes(engine: SimpleNamespace) -> None:
+    """Rows of the profile have the measured times and activations."""
     case = galvatron.Case(gigabytes=40, samples=8)
     profile = galvatron.profile_of(engine, case)
     block = profile.layers[1]
@@ -326,6 +331,7 @@ def test_layers_have_galvatrons_seconds_and_bytes(engine: SimpleNamespace) -> No
 
 
 def test_less_memory_makes_galvatrons_layers_recompute(engine: SimpleNamespace) -> None:
+    """The less memory, the slower the step."""
     steps = []
     for gigabytes in (80, 24):
         case = galvatron.Case(gigabytes, samples=8)
@@ -344,12 +350,14 @@ def test_less_memory_makes_galvatrons_layers_recompute(engine: SimpleNamespace) 
 
 
 def test_a_neutral_calibration_changes_no_prediction() -> None:
+    """Its constants are those that leave every price as it is, but the given ones."""
     table = neutral_calibration({"transfer_seconds": 1e-3})
     assert table.constants == {"transfer_seconds": 1e-3}
     assert {row.time.low for row in table.intervals.values()} == {0.0}
 
 
 def test_the_table_has_ratios_and_notes() -> None:
+    """Steps and CPU seconds are compared, and notes are numbered."""
     theirs = Outcome(2.0, "tensor 8", "still searching", cpu_seconds=100.0)
     ours = Outcome(1.9, "tensor 4", cpu_seconds=4.0)
     row = Row(PlannerCase("calculon", "tiny"), theirs, ours)
@@ -362,12 +370,14 @@ def test_the_table_has_ratios_and_notes() -> None:
 
 @pytest.mark.parametrize(("ours", "is_slower"), [(2.0, False), (2.01, True)])
 def test_a_slower_plan_fails(ours: float, is_slower: bool) -> None:
+    """A plan that is slower under the other model is told by the exit code."""
     theirs = Outcome(2.0, "")
     row = Row(PlannerCase("calculon", "tiny"), theirs, Outcome(ours, ""))
     assert row.is_slower is is_slower
 
 
 def test_no_plan_is_slower() -> None:
+    """A case that our search finds no plan for counts as slower."""
     theirs = Outcome(2.0, "")
     assert Row(PlannerCase("calculon", "tiny"), theirs, Outcome(None, "")).is_slower
 
@@ -397,6 +407,7 @@ def metis_checkout(tmp_path: Path) -> Path:
 
 
 def test_metis_profiles_price_every_device(metis_checkout: Path) -> None:
+    """Rows have the seconds of the device's own file."""
     split = metis.Split(degree=2, size=1)
     case = metis.Case({metis.T4: 1, metis.A100: 1}, samples=4)
     profile = metis.profile_of(case, metis_checkout, split, head_seconds=0.5)
@@ -411,6 +422,7 @@ def test_metis_profiles_price_every_device(metis_checkout: Path) -> None:
 
 
 def test_faster_devices_get_more_layers(metis_checkout: Path) -> None:
+    """The cut follows the speeds of unlike devices."""
     case = metis.Case({metis.T4: 1, metis.A100: 1}, samples=64)
     split = metis.Split(degree=4, size=1)
     plan = search(
@@ -427,6 +439,7 @@ def test_faster_devices_get_more_layers(metis_checkout: Path) -> None:
 
 
 def test_plans_are_read_from_metis_output() -> None:
+    """Device groups, layers and degrees of its printed plans."""
     line = (
         "1, 4460.5, (<DeviceType.T4: 't4'>, <DeviceType.A100: 'a100'>), [8, 8], "
         "[(8, 1), [4, 2]], 16, [0, 2, 10]"

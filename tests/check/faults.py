@@ -7,6 +7,7 @@ replaces one part of the cost model while a plan is made.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -348,17 +349,19 @@ def scaled(part: str, factor: float) -> CostFault:
     """Return a fault: a part of every layer's computation is multiplied."""
 
     def inject(patch: pytest.MonkeyPatch) -> None:
-        correct = chunks.in_chunks
+        of_chunks, of_rows = chunks.in_chunks, compute.computations
 
-        def wrong(*args: Any, **options: Any) -> compute.Computation:
-            found = correct(*args, **options)
-            values = {
-                name: getattr(found, name) for name in compute.Computation.__slots__
-            }
-            values[part] *= factor
-            return compute.Computation(**values)
+        def faulty(found: compute.Computation) -> compute.Computation:
+            return replace(found, **{part: factor * getattr(found, part)})
 
-        patch.setattr(pricing, "in_chunks", wrong)
+        def in_chunks(*args: Any, **options: Any) -> compute.Computation:
+            return faulty(of_chunks(*args, **options))
+
+        def computations(*args: Any, **options: Any) -> list[compute.Computation]:
+            return [faulty(each) for each in of_rows(*args, **options)]
+
+        patch.setattr(pricing, "in_chunks", in_chunks)
+        patch.setattr(pricing, "computations", computations)
 
     return inject
 

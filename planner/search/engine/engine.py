@@ -490,6 +490,8 @@ class Search:
     def solve_from_any_cut(self, node: Node, row: Row, option: Option) -> None:
         """Solve a row with an option, with moves from its cuts whatever their steps."""
         order = self.order(row)
+        if given_sizes(self.work, order.ranks * order.virtual_stages) is not None:
+            return
         is_split = forbids_recompute(order.schedule)
         prices = self.pricing.prices(row, option, is_split=is_split)
         if lower_bound(prices, order, self.limit).nanoseconds >= self.limit:
