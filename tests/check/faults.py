@@ -431,7 +431,7 @@ COST_FAULTS: dict[str, tuple[CostFault, int]] = {
     "weight gradient doubled": (scaled("backward_weight_seconds", 2.0), 1),
     "recomputation not paid": (scaled("recompute_seconds", 0.0), 1),
     "attention doubled": (
-        lambda patch: patch.setitem(compute.ATTENTION, "attention", 0.5),
+        lambda patch: patch.setattr(compute, "_SPEEDS", compute._SPEEDS / 2),
         1,
     ),
     "reduction left out": (
