@@ -52,7 +52,7 @@ def _all_may_beat(prices: object, orders: Sequence[object], limit: float) -> lis
     return [True] * len(orders)
 
 
-def _not_dominated(better: object, worse: object) -> bool:
+def _not_dominated(better: object, worse: object, *, strictly: bool = False) -> bool:
     return False
 
 
