@@ -487,17 +487,26 @@ class Search:
         if found is not None and found.total < self.limit:
             self.best = found
 
-    def solve_from_any_cut(self, node: Node, row: Row, option: Option) -> None:
-        """Solve a row with an option, with moves from its cuts whatever their steps."""
+    def solve_from_any_cut(self, row: Row, option: Option, cut: Sizes) -> None:
+        """Solve a row with an option, with moves from its cuts whatever their steps.
+
+        Args:
+            row: of the table.
+            option: for the row.
+            cut: to start from too, if it has as many stages.
+        """
         order = self.order(row)
-        if given_sizes(self.work, order.ranks * order.virtual_stages) is not None:
+        stages = order.ranks * order.virtual_stages
+        if given_sizes(self.work, stages) is not None:
             return
         is_split = forbids_recompute(order.schedule)
         prices = self.pricing.prices(row, option, is_split=is_split)
         if lower_bound(prices, order, self.limit).nanoseconds >= self.limit:
             return
-        item = self._item(row, option, prices, RuleCuts(prices, order).sizes)
-        solver = RowSolver(item)
+        cuts = RuleCuts(prices, order).sizes
+        if len(cut) == stages:
+            cuts = tuple(dict.fromkeys((cut, *cuts)))
+        solver = RowSolver(self._item(row, option, prices, cuts))
         self._keep(solver, solver.solve(self.limit, from_any_cut=True))
 
     def _expand_order(self, node: Node, item: Item, *, moves: bool) -> bool:

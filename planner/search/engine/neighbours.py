@@ -1,8 +1,9 @@
-"""Rows around the best one, with moves of layers from any cut of their rule.
+"""Layouts around the best one, with moves of layers from any cut.
 
 The search moves layers only from cuts that are nearly as fast as the best plan
 (`solve.PROMISING`). Which cuts these are depends on the order in which plans are found,
-so that the rows around the best one are solved from any cut at the end.
+so that the layouts around the best one are solved from any cut at the end: its row with
+other options, and rows that differ in one column.
 """
 
 from __future__ import annotations
@@ -27,9 +28,14 @@ DEPENDENT = ("data", "micro_batches", "split", "schedule")
 
 
 def solve_neighbours(search: Search) -> None:
-    """Solve the rows around the best one that may be faster, and keep the best plan."""
+    """Solve the layouts around the best one that may be faster, and keep the best plan."""
     assert search.best is not None
     best = search.best
+    cut = tuple(map(len, best.stage_map))
+    if not is_synthesized(best.schedule.name):
+        for _, option in search.pricing.undominated(best.row):
+            if option != best.option:
+                search.solve_from_any_cut(best.row, option, cut)
     found: list[Node] = []
     for index in _rows_around(search, best.row):
         node = search.bound_row(index)
@@ -39,7 +45,7 @@ def solve_neighbours(search: Search) -> None:
     for node in sorted(found)[:MOST_SOLVED]:
         row = Row.of(search.table, node.index)
         if best.option in search.options.of(row):
-            search.solve_from_any_cut(node, row, best.option)
+            search.solve_from_any_cut(row, best.option, cut)
 
 
 def _rows_around(search: Search, row: Row) -> list[int]:
