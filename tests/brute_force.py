@@ -262,8 +262,12 @@ def split_of(row: Measurement) -> Split:
 
 
 def shares_shards(profile: ModelProfile, split: Split) -> bool:
-    """Does some user of a shared parameter hold fewer elements than it has?"""
+    """Does some user of a shared parameter hold fewer elements than it has, not counting vocabularies, which all split by
+    rows?"""
+    first = profile.layers[0].name
     for shared in profile.shared_parameters:
+        if profile.tokens_per_sample and first in shared.layers:
+            continue
         for user in (one for one in profile.layers if one.name in shared.layers):
             row = next(each for each in user.measurements if split_of(each) == split)
             held = (

@@ -1,7 +1,7 @@
 """Seconds and bytes of any layout: pure functions of profile, cluster and job."""
 
 from planner.cost.compute import price
-from planner.cost.layers import LayoutCosts
+from planner.cost.layers import LayoutCosts, rows_of
 from planner.cost.layout import layout_costs
 from planner.cost.memory import (
     RECEIVE_BUFFERS,
@@ -59,6 +59,7 @@ __all__ = [
     "rank_memory",
     "receive_buffers",
     "reserved_bytes",
+    "rows_of",
     "schedule_of",
     "stage_durations",
     "stage_memory",

@@ -244,7 +244,7 @@ def priced(
         SpecError: seconds that no step takes.
     """
     micro_batches = layout.micro_batches(work.job.global_batch_size)
-    rows = _rows(work, layout)
+    rows = rows_of(work, layout)
     alike, layers = work.alike(rows), _on_device(work, layout, groups, rows)
     gradient_bytes = None
     if accumulates_whole(work, layout, micro_batches):
@@ -333,7 +333,13 @@ def _counted(alike: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     return tuple(Counter(alike).items())
 
 
-def _rows(work: Workload, layout: Layout) -> Rows:
+def rows_of(work: Workload, layout: Layout) -> Rows:
+    """Return the rows of every layer under a layout, by recompute mode.
+
+    Raises:
+        MismatchError: the profile lacks this micro-batch size or tensor-parallel degree.
+        UnsupportedError: the layout uses a dimension that is not priced.
+    """
     degrees = (
         layout.tensor_parallel_degree,
         layout.context_parallel_degree,

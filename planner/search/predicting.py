@@ -44,7 +44,7 @@ from planner.search.engine.solve import CutSolver, Solution, has_few_cuts
 from planner.search.engine.space import Offload, Space, Split
 from planner.search.engine.synthesize import is_synthesized, order_of_layout
 from planner.search.engine.table import enumerate_table
-from planner.search.queries.refusals import check_pieces
+from planner.search.queries.refusals import check_pieces, check_shared
 from planner.search.stages import stages_of
 from planner.spec.calibration import CalibrationTable, Constants
 from planner.spec.cluster import Cluster
@@ -125,7 +125,9 @@ def predict(
         )
 
     work = work_of(job)
-    _check_stages(layout, layout_costs(work, plain))
+    costs = layout_costs(work, plain)
+    _check_stages(layout, costs)
+    check_shared(plain, work)
     forecast = _predict(work, plain)
     if job.memory_headroom is not None or forecast.fits:
         return forecast

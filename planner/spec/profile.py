@@ -677,6 +677,14 @@ class ModelProfile(Document):
     environment: dict[str, str] = Field(default_factory=dict)
     """Versions and conditions of the measurement, for information."""
 
+    def is_vocabulary(self, shared: SharedParameters) -> bool:
+        """Return whether shared parameters are the table of the model's tokens.
+
+        Tensor parallelism splits a vocabulary by rows in every layer that uses it, so
+        that copies on several stages have the same shards.
+        """
+        return self.tokens_per_sample > 0 and self.layers[0].name in shared.layers
+
     def on(self, device: str) -> ModelProfile:
         """Return the profile with the rows of a device, if it was measured there.
 

@@ -10,6 +10,7 @@ import pytest
 from planner.executor.train.scaling import INITIAL_SCALE
 from tests.torchrun.offload_cases import OFFLOADED, OFFLOADED_IN_HALF
 from tests.torchrun.ranks import Servers
+from tests.torchrun.tied_cases import CASES as TIED
 from tests.torchrun.zero_cases import CASES, HALF
 
 pytestmark = pytest.mark.torchrun
@@ -29,6 +30,21 @@ def results(
 ) -> dict[str, Any]:
     """All runs, on four ranks."""
     return servers.run("tests.torchrun.zero_cases", 4, tmp_path_factory.mktemp("zero"))
+
+
+@pytest.fixture(scope="module")
+def tied(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Runs of tied embeddings, on eight ranks."""
+    return servers.run("tests.torchrun.tied_cases", 8, tmp_path_factory.mktemp("tied"))
+
+
+@pytest.mark.parametrize("case", TIED)
+def test_tied_embeddings_are_split_three_ways(case: str, tied: dict[str, Any]) -> None:
+    """Over tensor-parallel ranks, on two stages, and by ZeRO over replicas."""
+    result = tied[case]
+    assert result["loss"] < TOLERANCE
+    assert result["parameters"] < TOLERANCE
+    assert result["moved"] > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("case", [*CASES, *OFFLOADED])

@@ -43,6 +43,7 @@ def searched_dimensions(options: Options, table: Table) -> tuple[Dimension, ...]
         *options.space.left_out,
         *_other_cuts(options, table),
         *_without_recompute(options, table),
+        *_without_zero(options, table),
     )
     fields = [field for field in (*Layout.model_fields, DIVISION) if field in values]
     return tuple(
@@ -179,6 +180,16 @@ def _without_recompute(options: Options, table: Table) -> list[LeftOut]:
         return []
     reason = "both halves of a backward would run the forward again"
     return [LeftOut("recompute", f"under {', '.join(split)}", reason)]
+
+
+def _without_zero(options: Options, table: Table) -> list[LeftOut]:
+    """Return the layouts whose replicas shard nothing."""
+    splits = np.unique(table.split[table.pipeline > 1]).tolist()
+    if not any(map(options.splits_shared, splits)):
+        return []
+    reason = "stages may split a parameter that they share in different ways"
+    what = "1, 2 and 3 beside tensor parallelism on several stages"
+    return [LeftOut("zero_stage", what, reason)]
 
 
 def _texts(values: Iterable[bool | int]) -> tuple[str, ...]:

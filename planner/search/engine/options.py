@@ -282,7 +282,7 @@ class Options:
         ]
         splits = range(len(self.space.splits))
         if self.work.profile.shared_parameters:
-            shares = np.array([self._splits_shared(split) for split in splits])
+            shares = np.array([self.splits_shared(split) for split in splits])
             columns.append(shares[table.split])
         if any(offload.activations for offload in self.space.offloads):
             offers = np.array([self._has_none(split) for split in splits])
@@ -341,7 +341,7 @@ class Options:
     def _shardings(self, row: Row) -> tuple[tuple[ZeroStage, int | None, int], ...]:
         replicas = row.data * row.context
         is_whole = self.work.job.optimizer in WHOLE_PARAMETERS
-        splits_shared = row.pipeline > 1 and self._splits_shared(row.split)
+        splits_shared = row.pipeline > 1 and self.splits_shared(row.split)
         if replicas == 1 or is_whole or splits_shared:
             return ((0, None, 1),)
         most = 3
@@ -355,8 +355,8 @@ class Options:
             found = [each for each in found if each[1] in near]
         return tuple(found)
 
-    def _splits_shared(self, split: int) -> bool:
-        """Return whether a rank has a shard of a parameter that layers share.
+    def splits_shared(self, split: int) -> bool:
+        """Return whether layers may split a parameter that they share differently.
 
         Only tensor and expert parallelism split parameters.
         """
@@ -416,12 +416,18 @@ def shardings(
 
 
 def splits_shared(work: Workload, rows: Rows) -> bool:
-    """Return whether some rank has only a shard of a parameter that layers share."""
-    for shared in work.profile.shared_parameters:
+    """Return whether layers may share a parameter but split it in different ways.
+
+    Some rank has only a shard of it then. ZeRO needs the same shards on every stage.
+    """
+    profile = work.profile
+    for shared in profile.shared_parameters:
+        if profile.is_vocabulary(shared):
+            continue
         for name in shared.layers:
             place = work.order[name]
             row = next(iter(rows[place].values()))
-            whole = work.profile.layers[place].parameters
+            whole = profile.layers[place].parameters
             local = row.local_parameters
             if local is None:
                 local = -(-whole // row.tensor_parallel_degree)

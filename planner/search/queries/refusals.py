@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from planner.cost import Workload
+from planner.cost import Workload, rows_of
 from planner.errors import UnknownNameError, UnsupportedError
 from planner.runtimes import Supports
 from planner.schedule import canonical_name, find, names
@@ -19,7 +19,7 @@ from planner.search.engine.offloading import (
     check_offload_constraints,
     is_offloading_known,
 )
-from planner.search.engine.options import Options
+from planner.search.engine.options import Options, splits_shared
 from planner.search.engine.space import (
     CHUNK_COUNTS,
     MOST_VIRTUAL_STAGES,
@@ -211,6 +211,25 @@ def check_pieces(layout: Layout, profile: ModelProfile) -> None:
         value = getattr(layout, field)
         if value > 1:
             _refuse_pieces(profile, f"layout.{field}", str(value), "use 1")
+
+
+def check_shared(layout: Layout, work: Workload) -> None:
+    """Refuse ZeRO where stages may split a shared parameter in different ways.
+
+    The executor refuses it as well (`planner.executor.build`).
+
+    Raises:
+        UnsupportedError: names the ZeRO stage.
+    """
+    if not layout.zero_stage or layout.pipeline_parallel_degree == 1:
+        return
+    if splits_shared(work, rows_of(work, layout)):
+        raise UnsupportedError(
+            "stages share a parameter that every stage may split in another way, so "
+            "that ZeRO cannot add up its gradients.",
+            field="layout.zero_stage",
+            hint="use 0, or a tensor_parallel_degree of 1.",
+        )
 
 
 def _refuse_pieces(profile: ModelProfile, field: str, value: str, hint: str) -> None:
