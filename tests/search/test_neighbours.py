@@ -20,6 +20,8 @@ CASES = (
     Case("llama-3.2-1b", 8, H100, 4, 32768),
     Case("qwen3-0.6b", 6, "rtx4090-24gb", 12, 1024, "megatron-core"),
     Case("llama-3.2-3b", 4, "l4-24gb", 8, 2048, "planner", {"recompute": "full"}),
+    Case("llama-3.2-1b", 48, H100, 4, 16384, "megatron-core"),
+    Case("qwen3-0.6b", 48, "h200-sxm-141gb", 64, 2048),
 )
 
 
