@@ -478,17 +478,17 @@ class Search:
         if node.cuts:
             self.least_excluded = min(self.least_excluded, node.all_cuts)
         solver = RowSolver(item)
-        self._keep(solver.actions, solver.solve(self.limit, moves=moves))
+        self._keep(solver, solver.solve(self.limit, moves=moves))
 
-    def _keep(self, actions: int, found: Candidate | None) -> None:
-        """Count the work for a plan, and keep the plan if it is the best."""
+    def _keep(self, solver: RowSolver, found: Candidate | None) -> None:
+        """Count the work of a solver, and keep its plan if it is the best."""
         self.solved += 1
-        self.done += actions
+        self.done += solver.actions
         if found is not None and found.total < self.limit:
             self.best = found
 
-    def solver(self, row: Row, option: Option, cut: Sizes) -> RowSolver | None:
-        """Return the solver of a row with an option; None: no cut is faster.
+    def solve_from_any_cut(self, row: Row, option: Option, cut: Sizes) -> None:
+        """Solve a row with an option, with moves from its cuts whatever their steps.
 
         Args:
             row: of the table.
@@ -498,27 +498,16 @@ class Search:
         order = self.order(row)
         stages = order.ranks * order.virtual_stages
         if given_sizes(self.work, stages) is not None:
-            return None
+            return
         is_split = forbids_recompute(order.schedule)
         prices = self.pricing.prices(row, option, is_split=is_split)
         if lower_bound(prices, order, self.limit).nanoseconds >= self.limit:
-            return None
+            return
         cuts = RuleCuts(prices, order).sizes
         if len(cut) == stages:
             cuts = tuple(dict.fromkeys((cut, *cuts)))
-        return RowSolver(self._item(row, option, prices, cuts))
-
-    def solve_from_any_cut(self, solver: RowSolver, *, moves: bool) -> Candidate | None:
-        """Return the plan of a row's best cut, whatever its step.
-
-        Args:
-            solver: of the row.
-            moves: try to move layers between stages too.
-        """
-        before = solver.actions
-        found = solver.solve(self.limit, moves=moves, from_any_cut=True)
-        self._keep(solver.actions - before, found)
-        return found
+        solver = RowSolver(self._item(row, option, prices, cuts))
+        self._keep(solver, solver.solve(self.limit, from_any_cut=True))
 
     def _expand_order(self, node: Node, item: Item, *, moves: bool) -> bool:
         """Bound the orders of a layout, or look for its best order.

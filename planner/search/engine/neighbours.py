@@ -13,20 +13,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.engine.options import Option, Row
+from planner.search.engine.options import Row
 from planner.search.engine.result import Candidate
-from planner.search.engine.rule import Sizes
-from planner.search.engine.solve import NEARLY_PROMISING, RowSolver
+from planner.search.engine.solve import NEARLY_PROMISING
 from planner.search.engine.synthesize import is_synthesized
 from planner.search.engine.table import COLUMN_NAMES
 
 if TYPE_CHECKING:
     from planner.search.engine.engine import Node, Search
 
-MOST_EVALUATED = 32
-"""Rows whose cuts are evaluated, those of least bound."""
-MOST_MOVED = 8
-"""Rows whose layers are moved, those of the fastest evaluated cuts."""
+MOST_SOLVED = 32
+"""Rows that are solved, those of least bound."""
 DEPENDENT = ("data", "micro_batches", "split", "schedule")
 """Columns that may differ besides the one that does."""
 
@@ -38,12 +35,10 @@ def solve_neighbours(search: Search) -> None:
     cut = tuple(map(len, best.stage_map))
     if not is_synthesized(best.schedule.name):
         for _, option in search.pricing.undominated(best.row):
-            solver = search.solver(best.row, option, cut)
-            if solver is not None and option != best.option:
-                search.solve_from_any_cut(solver, moves=True)
-    solvers = _evaluated(search, _promising_rows(search, best), best.option, cut)
-    for solver in solvers[:MOST_MOVED]:
-        search.solve_from_any_cut(solver, moves=True)
+            if option != best.option:
+                search.solve_from_any_cut(best.row, option, cut)
+    for row in _promising_rows(search, best):
+        search.solve_from_any_cut(row, best.option, cut)
 
 
 def _promising_rows(search: Search, best: Candidate) -> list[Row]:
@@ -56,30 +51,7 @@ def _promising_rows(search: Search, best: Candidate) -> list[Row]:
             found.append(node)
     rows = [Row.of(search.table, node.index) for node in sorted(found)]
     have_option = [row for row in rows if best.option in search.options.of(row)]
-    return have_option[:MOST_EVALUATED]
-
-
-def _evaluated(
-    search: Search, rows: list[Row], option: Option, cut: Sizes
-) -> list[RowSolver]:
-    """Return the solvers of rows: of the fastest cut of every schedule, then others.
-
-    Moves improve the cuts of some schedules more than those of others.
-    """
-    found: list[tuple[int, int, RowSolver]] = []
-    for place, row in enumerate(rows):
-        solver = search.solver(row, option, cut)
-        plan = solver and search.solve_from_any_cut(solver, moves=False)
-        if solver and plan:
-            found.append((plan.total, place, solver))
-    firsts: list[RowSolver] = []
-    others: list[RowSolver] = []
-    schedules = set()
-    for _, _, solver in sorted(found):
-        name = solver.item.order.schedule
-        (others if name in schedules else firsts).append(solver)
-        schedules.add(name)
-    return firsts + others
+    return have_option[:MOST_SOLVED]
 
 
 def _rows_around(search: Search, row: Row) -> list[int]:
