@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, JsonValue, RootModel, field_validator, model_validator
 
 from planner.spec import (
+    CalibrationTable,
     Cluster,
     Document,
     Forecast,
@@ -204,6 +205,9 @@ class _LongRequest(Document):
     """Catalogue name (GET /v1/models); its profile is counted, not measured."""
     cluster: Cluster
     job: Job
+    calibration: CalibrationTable | None = None
+    """Constants of the cost model, as `planner calibrate` writes them; null: those of the
+    service's release."""
 
     @model_validator(mode="after")
     def _has_one_source(self) -> Self:
@@ -274,7 +278,7 @@ class PredictionCreate(RootModel[ShortPredictionCreate | LongPredictionCreate]):
         return self.root.long_form()
 
 
-LONG_FIELDS = frozenset({"profile", "profile_id", "cluster", "job"})
+LONG_FIELDS = frozenset({"profile", "profile_id", "cluster", "job", "calibration"})
 """Fields of the long form only."""
 SHORT_FIELDS = frozenset(ShortForm.model_fields) - {"model"}
 """Fields of the short form only."""

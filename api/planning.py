@@ -50,7 +50,12 @@ def _canonical_request(
     options = _options_within_limits(request.options, parts)
     resolved = parts.profiles.resolve(request)
     canonical = make_request(
-        resolved.profile, request.cluster, request.job, options, model=resolved.model
+        resolved.profile,
+        request.cluster,
+        request.job,
+        options,
+        model=resolved.model,
+        calibration=request.calibration,
     )
     return resolved, canonical
 

@@ -30,7 +30,15 @@ from typing import Any, Protocol
 from planner.api.documents import Answer
 from planner.api.errors import SolverError
 from planner.errors import PlannerError
-from planner.spec import Cluster, Job, ModelProfile, Plan, PlanRequest, PredictionLayout
+from planner.spec import (
+    CalibrationTable,
+    Cluster,
+    Job,
+    ModelProfile,
+    Plan,
+    PlanRequest,
+    PredictionLayout,
+)
 
 SECONDS_BETWEEN_REPORTS = 0.25
 """Better plans are reported at once, other progress at this interval."""
@@ -55,6 +63,7 @@ class PredictTask:
     job: Job
     layout: PredictionLayout
     model: str | None
+    calibration: CalibrationTable | None
 
 
 Task = PlanTask | PredictTask
@@ -128,7 +137,12 @@ class Search:
 
         if isinstance(task, PredictTask):
             return predict(
-                task.profile, task.cluster, task.job, task.layout, model=task.model
+                task.profile,
+                task.cluster,
+                task.job,
+                task.layout,
+                model=task.model,
+                calibration=task.calibration,
             )
         answer = plan(
             task.request, task.profile, callbacks=Callbacks(on_progress=report)

@@ -15,12 +15,15 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from planner.client import Client
+from planner.errors import PlannerError
+from planner.spec import Infeasible, Plan
+from planner.spec.plan import Stage
 
 OUTPUT = Path("demo-output")
 MODEL = "gpt2"
@@ -32,6 +35,8 @@ GLOBAL_BATCH_SIZE = 8
 MICRO_BATCH_SIZES = "1,2,4"
 STEPS = 20
 REFERENCE_STEPS = 3
+PLAN_SECONDS = 120.0
+"""Longest wait for a plan."""
 SURVIVED_STEPS = 10
 CHECKPOINT_EVERY = 4
 TOLERANCE = 0.02
@@ -63,8 +68,8 @@ def main() -> int:
                 read("profile.json"), read("links.json")["pipeline_slowdown"]
             ),
         )
-    with service() as address:
-        plan = request_plan(address)
+    with service() as client:
+        plan = request_plan(client)
     title(
         f"4. Train {STEPS} steps by that stage map under torchrun, on the sources of Python's standard library"
     )
@@ -145,92 +150,69 @@ def shared_parameters(profile: dict[str, Any]) -> int:
 
 
 @contextmanager
-def service() -> Iterator[str]:
-    """Run the service on a free port; yield its address."""
+def service() -> Iterator[Client]:
+    """Run the service on a free port; yield a client of it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [
-        *command_line("serve"),
-        "--port",
-        str(port),
-        "--database",
-        str(OUTPUT / "planner.db"),
-    ]
+    command = [*command_line("serve"), "--port", str(port)]
+    command += ["--database", str(OUTPUT / "planner.db")]
     show(command)
+    log_path = OUTPUT / "service.log"
     with (
-        (OUTPUT / "service.log").open("w") as log,
+        log_path.open("w") as log,
         subprocess.Popen(command, stdout=log, stderr=log) as process,
+        Client(f"http://127.0.0.1:{port}") as client,
     ):
         try:
-            address = f"http://127.0.0.1:{port}"
-            wait_until_ready(address, process)
-            yield address
+            client.wait_until_ready(timeout_seconds=30)
+            yield client
+        except PlannerError as error:
+            sys.exit(f"{error}\nsee {log_path}")
         finally:
             process.terminate()
 
 
-def wait_until_ready(address: str, process: subprocess.Popen[bytes]) -> None:
-    """Wait until the service reports that it is ready."""
-    for _ in range(300):
-        if process.poll() is not None:
-            sys.exit(f"the service stopped; see {OUTPUT / 'service.log'}")
-        try:
-            urllib.request.urlopen(f"{address}/readyz", timeout=5).close()
-            return
-        except OSError:  # refused, not ready (503), or too busy to answer
-            time.sleep(0.1)
-    sys.exit("the service is not ready after 30 seconds")
-
-
-def request_plan(address: str) -> dict[str, Any]:
-    """Ask for a plan: first with the whole model on every device, which does not fit, then within the job's constraints."""
-    body = {
-        "profile": read("profile.json"),
-        "cluster": read("cluster.json"),
-        "job": read("job.json"),
-    }
+def request_plan(client: Client) -> dict[str, Any]:
+    """Ask for a plan: first with the whole model on every device, which does not fit,
+    then within the job's constraints."""
+    names = ("profile", "cluster", "job")
+    body = {name: read(f"{name}.json") for name in names}
     single = {
         "pipeline_parallel_degree": 1,
         "tensor_parallel_degree": 1,
         "zero_stage": 0,
     }
-    alone = post(
-        f"{address}/v1/plans", body | {"job": body["job"] | {"constraints": single}}
-    )
-    say(f"without a split: {alone.get('status')}, {alone['reasons'][0]}")
+    undivided = body | {"job": body["job"] | {"constraints": single}}
+    alone = client.plan(undivided, timeout_seconds=PLAN_SECONDS)
+    if isinstance(alone, Plan):
+        sys.exit("the whole model fits on a device")
+    say(f"without a split: infeasible, {alone.reasons[0]}")
     begun = time.monotonic()
-    plan = post(f"{address}/v1/plans", body)
-    say(f"with a split: plan {plan['id'][:12]} after {time.monotonic() - begun:.2f} s")
+    plan = client.plan(body, timeout_seconds=PLAN_SECONDS)
+    if isinstance(plan, Infeasible):
+        sys.exit(f"no plan: {plan.reasons[0]}")
+    say(f"with a split: plan {plan.id[:12]} after {time.monotonic() - begun:.2f} s")
     begun = time.monotonic()
-    again = post(f"{address}/v1/plans", body)
-    say(
-        f"the same request again: plan {again['id'][:12]} after {time.monotonic() - begun:.2f} s, without solving"
-    )
-    write("plan.json", plan)
-    for sentence in plan["explanation"]:
+    again = client.submit(body)
+    seconds = time.monotonic() - begun
+    say(f"the same request again: known after {seconds:.2f} s: {again == plan}")
+    write("plan.json", plan.to_json())
+    for sentence in plan.explanation:
         say(sentence)
-    for stage in plan["stages"]:
-        names = [layer["name"] for layer in stage["layers"]]
-        recomputed = sum(layer["recompute"] != "none" for layer in stage["layers"])
-        say(f"stage {stage['index']} on ranks {stage['ranks']}: {names[0]} .. {names[-1]}, "
-            f"{len(names)} layers, {recomputed} recomputed")  # fmt: skip
-    return plan
+    for stage in plan.stages:
+        say(in_words(stage))
+    return plan.to_json()
 
 
-def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    """POST JSON and return the answer; an error ends the demo with its text."""
-    say(f"POST {url}")
-    headers = {"Content-Type": "application/json", "Prefer": "wait=60"}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    try:
-        with urllib.request.urlopen(request, timeout=120) as response:
-            if response.status == 202:
-                sys.exit(f"no plan in time; poll {response.headers['Location']}")
-            answer: dict[str, Any] = json.load(response)
-            return answer
-    except urllib.error.HTTPError as error:
-        sys.exit(f"{error.code}: {error.read().decode()}")
+def in_words(stage: Stage) -> str:
+    """Return the ranks and layers of a stage."""
+    names = [layer.name for layer in stage.layers]
+    recomputed = sum(layer.recompute != "none" for layer in stage.layers)
+    return (
+        f"stage {stage.index} on ranks {list(stage.ranks)}: {names[0]} .. {names[-1]}, "
+        f"{len(names)} layers, {recomputed} recomputed"
+    )
 
 
 def draw() -> None:

@@ -59,5 +59,10 @@ async def _predict(
 
 def _task(request: LongPredictionCreate, resolved: ResolvedProfile) -> PredictTask:
     return PredictTask(
-        resolved.profile, request.cluster, request.job, request.layout, resolved.model
+        resolved.profile,
+        request.cluster,
+        request.job,
+        request.layout,
+        resolved.model,
+        request.calibration,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from planner.cli.calibrate_device import measure_device
 from planner.cli.console import Progress, bold, check_output, note, publish, table
 from planner.cli.failures import DONE
 from planner.cli.options import POSITIVE_INT, option, output_option, refuse, verb
-from planner.client import SCHEMES, exchange
 from planner.errors import DocumentError
 from planner.profiler.resolve import profile_behind
 from planner.spec import Plan
@@ -134,27 +132,20 @@ def command(
 def _read(sources: Sequence[str]) -> RunFiles:
     """Runs of files, folders and services, in this order."""
     from planner.calibrate.run_files import RunFiles, read_run_files
+    from planner.client import SCHEMES, Client
 
     paths = [Path(each) for each in sources if not each.startswith(SCHEMES)]
     files = read_run_files(paths, _profile_of)
     runs = list(files.runs)
     for source in sources:
         if source.startswith(SCHEMES):
-            runs += _runs_of_service(source)
+            with Client(source) as client:
+                runs += client.runs()
     return RunFiles(tuple(runs), files.left_out)
 
 
 def _profile_of(plan: Plan) -> ModelProfile:
     return profile_behind(plan, None)
-
-
-def _runs_of_service(address: str) -> tuple[Run, ...]:
-    """The runs that a planner service has stored."""
-    from planner.calibrate.run_files import parse_runs
-
-    url = f"{address.rstrip('/')}/v1/runs"
-    response = exchange(url)
-    return parse_runs(json.loads(response.body), url)
 
 
 def _of_runtime(runs: Sequence[Run], runtime: str | None) -> tuple[Run, ...]:

@@ -21,6 +21,7 @@ from planner.cli.inputs import fix_option, read_fix, read_question, request_opti
 from planner.cli.interrupt import interruptible
 from planner.cli.options import SECONDS, WHOLE_NUMBER, option, output_option, verb
 from planner.cli.plan_text import infeasible_text, plan_text
+from planner.cli.server import plan_by_server, server_option
 from planner.errors import LayoutError, PlannerError, Problem
 from planner.profiler.resolve import Question
 from planner.spec import Infeasible, Options, Plan, parse
@@ -30,6 +31,7 @@ from planner.spec.units import percent, seconds
 from planner.spec.words import written
 
 if TYPE_CHECKING:
+    from planner.client import JobState
     from planner.search import Progress as SearchProgress
 
 DEFAULTS = Options()
@@ -45,6 +47,7 @@ EXPORT_OF_RUNTIME = {
 @request_options
 @fix_option
 @output_option("Write plan.json to FILE")
+@server_option
 @option("--full", is_flag=True, help="Print all tables")
 @option(
     "--time-limit",
@@ -92,6 +95,7 @@ EXPORT_OF_RUNTIME = {
 def command(
     fixed: tuple[str, ...],
     output: str | None,
+    server: str | None,
     full: bool,
     time_limit: float,
     top: int,
@@ -121,7 +125,7 @@ def command(
     )
     question = read_question(fixed=fixed, **request)
     table = load(calibration) if calibration else None
-    result = _search(question, options, table)
+    result = _search(question, options, table, server)
     if isinstance(result, Infeasible):
         if result.search is None:
             _check_constraints(question, fixed)
@@ -135,9 +139,18 @@ def command(
 
 
 def _search(
-    question: Question, options: Options, calibration: CalibrationTable | None
+    question: Question,
+    options: Options,
+    calibration: CalibrationTable | None,
+    server: str | None,
 ) -> Plan | Infeasible:
     with Progress("searching") as progress:
+        if server is not None:
+
+            def show(job: JobState) -> None:
+                _show_job(job, progress)
+
+            return plan_by_server(server, question, options, calibration, show)
         return interruptible(
             lambda should_stop: _solve(
                 question, options, calibration, progress, should_stop
@@ -164,22 +177,30 @@ def _solve(
     )
 
     def show(state: SearchProgress) -> None:
-        progress.update(state.layouts_done, state.layouts_considered, _state(state))
+        text = _state(state.incumbent_seconds, state.lower_bound_seconds, state.gap)
+        progress.update(state.layouts_done, state.layouts_considered, text)
 
     callbacks = Callbacks(on_progress=show, should_stop=should_stop)
     return plan(request, question.profile, callbacks=callbacks)
 
 
-def _state(state: SearchProgress) -> str:
+def _show_job(job: JobState, progress: Progress) -> None:
+    """Show the progress of a service's search."""
+    if job.progress is None:
+        progress.update(0, 1, f"layouts  {job.status}")
+        return
+    text = _state(job.incumbent, job.bound, job.gap)
+    progress.update(job.progress.layouts_done, job.progress.layouts_considered, text)
+
+
+def _state(best: float | None, bound: float | None, gap: float | None) -> str:
     """``layouts  best 22.7 s  bound 21.9 s  gap 3.5 %``."""
-    if state.incumbent_seconds is None:
+    if best is None:
         return "layouts  no plan yet"
-    best = f"layouts  best {seconds(state.incumbent_seconds)}"
-    if state.gap is None:
-        return best
-    return (
-        f"{best}  bound {seconds(state.lower_bound_seconds)}  gap {percent(state.gap)}"
-    )
+    found = f"layouts  best {seconds(best)}"
+    if bound is None or gap is None:
+        return found
+    return f"{found}  bound {seconds(bound)}  gap {percent(gap)}"
 
 
 def _check_constraints(question: Question, fixed: tuple[str, ...]) -> None:

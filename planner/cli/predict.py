@@ -11,6 +11,7 @@ from planner.cli.inputs import read_layout, read_question, request_options
 from planner.cli.interrupt import interruptible
 from planner.cli.options import option, output_option, verb
 from planner.cli.plan_text import prediction_text
+from planner.cli.server import predict_by_server, server_option
 from planner.profiler.resolve import Question
 from planner.spec import Forecast
 from planner.spec.calibration import load
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     help="Layout: tp=8 pp=4 dp=2 ..., or a document",
 )
 @output_option("Write the prediction as JSON to FILE")
+@server_option
 @option("--full", is_flag=True, help="Print all tables")
 @option(
     "--explain",
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 def command(
     layout_words: tuple[str, ...],
     output: str | None,
+    server: str | None,
     full: bool,
     explain: bool,
     calibration: str | None,
@@ -69,7 +72,10 @@ def command(
 
         return predict(*documents, layout, model=question.model, calibration=table)
 
-    forecast = interruptible(lambda _: predict())
+    if server is None:
+        forecast = interruptible(lambda _: predict())
+    else:
+        forecast = predict_by_server(server, question, layout, table)
     account = None
     if explain:
         from planner.search import account as account_for

@@ -29,7 +29,6 @@ from planner.cli.options import (
     verb,
 )
 from planner.cli.run_text import run_tables, run_text
-from planner.client import check_address, post_measurement
 from planner.errors import (
     DocumentError,
     FinishedError,
@@ -411,8 +410,7 @@ class Run:
             SpecError: naming the option.
         """
         options = self.options
-        for name in ("report", "service"):
-            check_address(options[name], option=_option_of(name))
+        _check_addresses({name: options[name] for name in ("report", "service")})
         if not options["elastic"]:
             needing = _given(options, _needs_elastic)
             refuse(needing, "has no effect without --elastic.", "pass --elastic too.")
@@ -662,9 +660,26 @@ def _write(measured: MeasuredRun, path: str) -> None:
 
 
 def _post(measured: MeasuredRun, address: str) -> None:
-    stored = post_measurement(address, measured)
+    from planner.client import Client
+
+    with Client(address) as client:
+        stored = client.add_measurement(measured)
     longer = percent(stored.error)
     note(f"stored as {stored.url}: the step took {longer} longer than predicted")
+
+
+def _check_addresses(addresses: dict[str, str | None]) -> None:
+    """Check the services that were named.
+
+    Raises:
+        DocumentError: naming the option whose value is no address.
+    """
+    if not any(addresses.values()):
+        return
+    from planner.client import check_address
+
+    for name, address in addresses.items():
+        check_address(address, option=_option_of(name))
 
 
 def _node_in_words(command: NodeCommand) -> str:

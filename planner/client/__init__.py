@@ -1,28 +1,53 @@
-"""A client of the planner's own HTTP service.
+"""A typed client of the planner's HTTP service, synchronous and asynchronous.
 
-The commands that ask a service for plans, or send measurements to one, use this client.
-Needs nothing but the standard library, `planner.spec` and `planner.errors`.
+>>> from planner.client import Client
+>>> from planner.spec import ShortForm
+>>> wanted = ShortForm(
+...     model="llama-3.1-8b", devices="8xh100-sxm5-80gb", batch=64, sequence=4096
+... )
+>>> with Client("http://localhost:8000") as client:  # doctest: +SKIP
+...     plan = client.plan(wanted, timeout_seconds=60)
+
+Documents of `planner.spec` go in and come out. Failures are exceptions of
+`planner.errors` with field, message and hint; see `planner.client.errors`.
 """
 
-from planner.client.http import (
-    KEY_VARIABLE,
-    SCHEMES,
-    WAIT_SECONDS,
-    Response,
-    check_address,
-    exchange,
+from planner.client.client import AsyncClient, Client
+from planner.client.documents import (
+    JobEvent,
+    JobState,
+    PlanList,
+    PlanSummary,
+    StoredMeasurement,
+    StoredProfile,
 )
-from planner.client.measurements import StoredMeasurement, post_measurement
-from planner.client.plans import request_plan
+from planner.client.errors import (
+    BusyError,
+    ClientError,
+    JobError,
+    RefusedError,
+    ResponseError,
+    UnreachableError,
+)
+from planner.client.flows import KEY_VARIABLE, SCHEMES, Retries, check_address
 
 __all__ = [
     "KEY_VARIABLE",
     "SCHEMES",
-    "WAIT_SECONDS",
-    "Response",
+    "AsyncClient",
+    "BusyError",
+    "Client",
+    "ClientError",
+    "JobError",
+    "JobEvent",
+    "JobState",
+    "PlanList",
+    "PlanSummary",
+    "RefusedError",
+    "ResponseError",
+    "Retries",
     "StoredMeasurement",
+    "StoredProfile",
+    "UnreachableError",
     "check_address",
-    "exchange",
-    "post_measurement",
-    "request_plan",
 ]

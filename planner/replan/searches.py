@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-from planner.client import request_plan
+from planner.client import Client
 from planner.profiler.resolve import profile_behind
 from planner.spec import Cluster, Infeasible, Options, Plan
 
@@ -51,25 +50,12 @@ def local_search(plan: Plan) -> Search:
 
 def service_search(plan: Plan, address: str) -> Search:
     """Return a search by a planner's service, for the plan's profile and job."""
-    subject = _subject(plan)
-    job = plan.request.job.model_dump(mode="json", exclude_none=True)
-    options = {"top": 0, "time_limit_seconds": SEARCH_SECONDS}
+    options = Options(top=0, time_limit_seconds=SEARCH_SECONDS)
 
     def search(cluster: Cluster) -> Plan | Infeasible:
-        request = {
-            **subject,
-            "cluster": cluster.model_dump(mode="json"),
-            "job": job,
-            "options": options,
-        }
-        return request_plan(address, request, timeout_seconds=SERVICE_SECONDS)
+        changed = {"cluster": cluster, "options": options}
+        request = plan.request.model_copy(update=changed)
+        with Client(address) as client:
+            return client.plan(request, timeout_seconds=SERVICE_SECONDS)
 
     return search
-
-
-def _subject(plan: Plan) -> dict[str, Any]:
-    """The catalogue name of the plan's model, or its whole profile."""
-    if plan.request.model:
-        return {"model": plan.request.model}
-    profile = profile_behind(plan, None)
-    return {"profile": profile.model_dump(mode="json", by_alias=True)}

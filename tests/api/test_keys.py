@@ -27,8 +27,8 @@ from planner.api.keys import (
 from planner.api.serve import check_reach, is_loopback, serve
 from planner.api.settings import Settings
 from planner.cli.main import main
-from planner.client import exchange
-from planner.errors import DocumentError, RunError
+from planner.client import Client, RefusedError
+from planner.errors import DocumentError
 from tests.api.documents import plan_body
 from tests.api.fakes import Instant
 from tests.api.live import Live, running
@@ -247,13 +247,16 @@ def test_commands_take_their_key_from_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What `planner run --report` and `--planner` send has the key of PLANNER_API_KEY; the refusal names it."""
-    url = f"{guarded.client.base_url}".rstrip("/") + "/v1/plans"
+    address = str(guarded.client.base_url)
     monkeypatch.delenv("PLANNER_API_KEY", raising=False)
-    with pytest.raises(RunError, match="PLANNER_API_KEY"):
-        exchange(url)
+    with (
+        Client(address) as stranger,
+        pytest.raises(RefusedError, match="PLANNER_API_KEY"),
+    ):
+        stranger.plans()
     monkeypatch.setenv("PLANNER_API_KEY", secrets["read"][0])
-    status, _, answer = exchange(url)
-    assert (status, set(answer)) == (200, {"plans", "next"})
+    with Client(address) as client:
+        assert client.plans().next is None
 
 
 @pytest.mark.parametrize(

@@ -435,8 +435,8 @@ def test_commands_plan_by_a_service_behind_a_proxy(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`planner run --planner` follows the job's Location through the prefix to the plan."""
-    monkeypatch.setattr("planner.client.plans.WAIT_SECONDS", 0.0)
+    """`planner run --planner` follows the job through the prefix to the plan."""
+    monkeypatch.setattr("planner.client.flows.LONGEST_WAIT_SECONDS", 0.0)
     gate, settings = (
         tmp_path / "gate",
         settings_of(root_path="/planner", allowed_hosts="inside.example"),

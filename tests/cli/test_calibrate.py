@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from email.message import Message
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from planner.api.settings import Settings
+from planner.api.solver import PlanTask, Task
 from planner.calibrate import fit as fits
-from planner.client import Response
-from planner.spec import Run
+from planner.client import Client
+from planner.spec import Plan, Run, ShortForm
 from planner.spec.calibration import CalibrationTable, dump, load, shipped
+from tests.api.live import running
 from tests.api.test_calibration import planned, report_of
 from tests.cli.support import Command
 
@@ -165,22 +168,39 @@ def test_an_own_run_without_its_plan(planner: Command, tmp_path: Path) -> None:
 
 
 def test_calibrate_asks_a_service(
-    planner: Command,
-    runs: Path,
-    quick_fit: list[Run],
-    monkeypatch: pytest.MonkeyPatch,
+    planner: Command, quick_fit: list[Run], tmp_path: Path
 ) -> None:
     """The runs that a service has stored are read like those of a file."""
-    asked: list[str] = []
+    plan = planned("gpt2-medium", data_parallel_degree=8)
+    settings = Settings(port=0, database=tmp_path / "planner.db", spare_solvers=0)
+    with running(settings, Known(plan)) as live:
+        address = str(live.client.base_url)
+        short = ShortForm(
+            model="gpt2-medium", devices="8xa100-sxm4-40gb", batch=64, sequence=1024
+        )
+        with Client(address) as client:
+            stored = client.plan(short, timeout_seconds=60)
+            assert isinstance(stored, Plan)
+            client.add_measurement(report_of(stored))
+        ended = planner("calibrate", "--runs", address, "--json")
+    assert ended.code == 0, ended.err
+    assert [run.source.id for run in quick_fit] == ["measurement-1"]
 
-    def exchange(url: str) -> Response:
-        asked.append(url)
-        return Response(200, Message(), runs.read_text())
 
-    monkeypatch.setattr("planner.cli.calibrate.exchange", exchange)
-    assert planner("calibrate", "--runs", "http://here:1/", "--json").code == 0
-    assert len(quick_fit) == 3
-    assert asked == ["http://here:1/v1/runs"]
+@dataclass(frozen=True)
+class Known:
+    """A search that knows its plan."""
+
+    plan: Plan
+
+    def prepare(self) -> None:
+        """Nothing is slow here."""
+
+    def __call__(self, task: Task, report: Callable[[Any], None]) -> Plan:
+        """The plan, for the request that was sent."""
+        assert isinstance(task, PlanTask)
+        changed = {"id": task.request.id, "request": task.request}
+        return self.plan.model_copy(update=changed)
 
 
 @pytest.mark.usefixtures("quick_fit")

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from planner.api.settings import Settings
-from planner.errors import DocumentError, RunError, UnsupportedError
+from planner.client import UnreachableError
+from planner.errors import DocumentError, RunError, SpecError, UnsupportedError
 from planner.replan.discovery import discover_with
 from planner.replan.membership import Membership
 from planner.replan.replanner import DeviceReplanner, NodeReplanner
@@ -86,10 +87,10 @@ def test_a_service_is_asked(plan: Plan, tmp_path: Path) -> None:
             update={"node_groups": tiny_cluster().node_groups * 2}
         )
         with pytest.raises(
-            RunError, match=r"inter_node: the device's data sheet has no such link"
+            SpecError, match=r"inter_node: the device's data sheet has no such link"
         ):
             search(far)
-    with pytest.raises(RunError, match="does not answer"):
+    with pytest.raises(UnreachableError, match="does not answer"):
         search(tiny_cluster())
 
 
