@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
 from planner.api import pages, problems
+from planner.api.bodies import LargeBodies
 from planner.api.dependencies import Services
 from planner.api.documents import ProblemDocument
 from planner.api.guard import Guard
@@ -63,6 +64,7 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.metrics = Metrics()
+    app.state.large_bodies = LargeBodies()
     problems.install(app, pages.problem_page)
     for routes in (
         profiles,

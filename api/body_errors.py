@@ -23,10 +23,11 @@ from planner.api.documents import (
     ProblemDocument,
     layout_of,
 )
-from planner.api.errors import ServiceError, status_of
+from planner.api.errors import Limits, ServiceError, status_of
+from planner.api.limits import MOST_PROBLEMS
 from planner.errors import DocumentError, PlannerError, Problem, UnknownNameError
 from planner.spec.constraint_words import SHORT_NAMES, full_name
-from planner.spec.document import Location, located_problems, problems_of
+from planner.spec.document import Location, located_problems, path_of, problems_of
 from planner.spec.job import CONSTRAINTS, DIVISION
 from planner.spec.layout import Layout, PredictionLayout
 from planner.spec.short_form import ShortForm, cluster_of, job_of
@@ -58,13 +59,18 @@ class LocatedError(ServiceError):
     Args:
         located: at least one.
         cause: gives code, title, status, limits and headers; None: an invalid document.
+        limits: that the body exceeds, besides those of the cause.
     """
 
     def __init__(
-        self, located: Sequence[Located], cause: PlannerError | None = None
+        self,
+        located: Sequence[Located],
+        cause: PlannerError | None = None,
+        *,
+        limits: Limits | None = None,
     ) -> None:
         cause = cause or DocumentError("")
-        super().__init__("")
+        super().__init__("", limits=limits)
         self.problems = tuple(problem for problem, _ in located)
         self.pointers = tuple(pointer for _, pointer in located)
         self.code = cause.code
@@ -79,31 +85,42 @@ class LocatedError(ServiceError):
         return "\n".join(map(str, self.problems))
 
 
-def body_problems(kind: type[BaseModel], data: Any) -> list[Located]:
-    """Everything that is wrong with a body that its endpoint has refused.
+def validated(kind: type[BaseModel], data: Any) -> BaseModel:
+    """Validate a request body as the document that it is meant as.
 
     Args:
         kind: type of the endpoint's body.
         data: the body, read from JSON.
+
+    Raises:
+        LocatedError: everything that is wrong with it.
     """
-    if data is None:
-        return [
-            (Problem("", "the request has no body.", "send a JSON document."), None)
-        ]
     has_forms = issubclass(kind, PlanCreate | PredictionCreate)
     mixed = _mixed_fields(data) if has_forms and isinstance(data, dict) else []
     if mixed:
-        return mixed
+        raise LocatedError(mixed)
     choose = getattr(kind, "kind_of", None)
     if choose is not None:
         kind = choose(data)
-    if issubclass(kind, ShortForm) and isinstance(data, dict):
-        found = _short_form_located(kind, data)
-    else:
-        found = _invalid_fields(kind, data)
-    if not found:
-        raise AssertionError(f"{kind.__name__} accepts a body that was refused")
-    return found
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        located = _located_problems(error, kind, data)
+        if issubclass(kind, ShortForm) and isinstance(data, dict):
+            located += _value_problems_besides(located, data)
+        raise LocatedError(located, limits=_limits_of(error)) from None
+
+
+def _limits_of(error: ValidationError) -> dict[str, float]:
+    """The lengths that lists, mappings and texts of a body exceed, by field."""
+    limits: dict[str, float] = {}
+    for details in error.errors(include_url=False, include_input=False):
+        if details["type"] in ("too_long", "string_too_long"):
+            field = path_of(details["loc"])
+            limits[f"{field}.max_length"] = details["ctx"]["max_length"]
+        if len(limits) == MOST_PROBLEMS:
+            break
+    return limits
 
 
 def short_form_problems(
@@ -117,11 +134,19 @@ def _short_form_located(
     kind: type[ShortForm], data: Mapping[str, Any]
 ) -> list[Located]:
     found = _invalid_fields(kind, data)
+    return found + _value_problems_besides(found, data)
+
+
+def _value_problems_besides(
+    found: Sequence[Located], data: Mapping[str, Any]
+) -> list[Located]:
+    """What is wrong with values of a short form, other than the problems found."""
     invalid = {pointer for _, pointer in found}
+    besides: list[Located] = []
     for error in _value_errors(data):
         located = _located(error, data)
-        found += [each for each in located if each[1] not in invalid]
-    return found
+        besides += [each for each in located if each[1] not in invalid]
+    return besides
 
 
 def long_form(body: PlanCreate) -> LongPlanCreate:
@@ -199,11 +224,17 @@ def _invalid_fields(kind: type[BaseModel], data: Any) -> list[Located]:
     try:
         kind.model_validate(data)
     except ValidationError as error:
-        return [
-            (problem, json_pointer(location))
-            for location, problem in located_problems(error, kind, data)
-        ]
+        return _located_problems(error, kind, data)
     return []
+
+
+def _located_problems(
+    error: ValidationError, kind: type[BaseModel], data: Any
+) -> list[Located]:
+    return [
+        (problem, json_pointer(location))
+        for location, problem in located_problems(error, kind, data)
+    ]
 
 
 def _mixed_fields(data: Mapping[str, Any]) -> list[Located]:

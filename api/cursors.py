@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 
 from planner.errors import DocumentError
+
+CONTENT = re.compile(rb"before ([1-9][0-9]{0,17})")
 
 
 def cursor_of(number: int) -> str:
@@ -14,7 +17,7 @@ def cursor_of(number: int) -> str:
 
 
 def number_of(cursor: str | None) -> int | None:
-    """The number in a cursor; None for the first page.
+    """The number in a cursor, within 64 bits; None for the first page.
 
     Raises:
         DocumentError: the text is not a cursor.
@@ -22,12 +25,14 @@ def number_of(cursor: str | None) -> int | None:
     if cursor is None:
         return None
     try:
-        return int(
-            base64.urlsafe_b64decode(cursor).decode("ascii").removeprefix("before ")
-        )
+        content = base64.urlsafe_b64decode(cursor)
     except (ValueError, binascii.Error):
+        content = b""
+    found = CONTENT.fullmatch(content)
+    if found is None:
         raise DocumentError(
             f"{cursor!r} is not a cursor.",
             field="cursor",
             hint="send the `next` of the previous page, or no cursor.",
-        ) from None
+        )
+    return int(found[1])

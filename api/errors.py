@@ -6,6 +6,7 @@ PlannerError
 ├── ForeignSiteError          403  a page of another site sent the request
 ├── NotFoundError             404  no such resource
 ├── MethodError               405  the resource does not support the method
+├── RequestTimeoutError       408  the request body arrived too slowly
 ├── JobCancelledError         409  a client cancelled the job that this request waits for
 ├── PreconditionError         412  the resource does not match If-Match
 ├── BodyTooLargeError         413  the request body exceeds the limit
@@ -91,6 +92,14 @@ class MethodError(ServiceError):
     status = 405
     code = "method-not-allowed"
     title = "The resource does not support this method"
+
+
+class RequestTimeoutError(ServiceError):
+    """The request body arrived too slowly."""
+
+    status = 408
+    code = "request-timeout"
+    title = "The request body arrived too slowly"
 
 
 class JobCancelledError(ServiceError):

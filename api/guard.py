@@ -99,7 +99,7 @@ class Guard:
         scope["client_name"] = f"key {key.name}"
         if method not in SAFE:
             logger.info(
-                "request %s: %s %s by key %s",
+                "request %s: %s %r by key %s",
                 scope["request_id"],
                 method,
                 path,

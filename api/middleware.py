@@ -8,11 +8,18 @@ import re
 import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from planner.api.errors import BodyTooLargeError, InternalError, MediaTypeError
-from planner.api.links import root_of
+from planner.api.errors import (
+    BodyTooLargeError,
+    InternalError,
+    MediaTypeError,
+    RequestTimeoutError,
+    ServiceError,
+)
+from planner.api.limits import BODY_BYTES_PER_SECOND, BODY_SECONDS, body_bytes
+from planner.api.links import path_within, root_of
 from planner.api.problems import CarriedError, problem_response
 
 logger = logging.getLogger("planner.api")
@@ -61,9 +68,11 @@ class RequestContext:
 
         try:
             await self._app(scope, receive, send_with_id)
+        except ClientDisconnect:
+            logger.debug("request %s: the client has gone", request_id)
         except Exception:
             logger.exception(
-                "request %s: %s %s failed", request_id, scope["method"], scope["path"]
+                "request %s: %s %r failed", request_id, scope["method"], scope["path"]
             )
             if started:  # too late for another response: the connection is closed
                 raise
@@ -75,50 +84,93 @@ class RequestContext:
 
 
 class BodyLimit:
-    """Answer 413 to bodies above the limit, by their declared or their received length.
+    """Answer 413 to bodies above the limit of their path, and 408 to slow ones.
 
-    Compressed bodies get 415, because their size is not known before decompression.
+    The declared length counts, and the received one. Compressed bodies get 415, because
+    their size is not known before decompression.
     """
 
     def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
         self._app = app
-        self._limit = max_body_bytes
+        self._most_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request (ASGI)."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        if headers.get("content-encoding", "identity").lower() != "identity":
-            await problem_response(
-                Request(scope), _compressed(headers["content-encoding"])
-            )(scope, receive, send)
+        limit = min(self._most_bytes, body_bytes(path_within(scope)))
+        refusal = _refusal_by_headers(Headers(scope=scope), limit)
+        if refusal is not None:
+            await problem_response(Request(scope), refusal)(scope, receive, send)
             return
-        declared = headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > self._limit:
-            await problem_response(Request(scope), self._refusal())(
-                scope, receive, send
-            )
-            return
-        received = 0
+        body = _Body(receive, limit)
+        await self._app(scope, body.receive, send)
 
-        async def receive_limited() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > self._limit:
-                raise CarriedError(self._refusal())
-            return message
 
-        await self._app(scope, receive_limited, send)
+class _Body:
+    """A body that is being received."""
 
-    def _refusal(self) -> BodyTooLargeError:
-        return BodyTooLargeError(
-            f"the body is larger than {self._limit} bytes.",
-            hint="send a smaller profile (fewer measurements), or raise max_body_bytes of the service.",
-            limits={"max_body_bytes": self._limit},
-        )
+    def __init__(self, receive: Receive, limit: int) -> None:
+        self._receive = receive
+        self._limit = limit
+        self._received = 0
+        self._is_complete = False
+        self._start: float | None = None
+
+    async def receive(self) -> Message:
+        """Return the next part of the body, or the disconnect (ASGI).
+
+        Raises:
+            CarriedError: the body is too large, or too slow.
+        """
+        if self._is_complete:
+            return await self._receive()
+        loop = asyncio.get_running_loop()
+        if self._start is None:
+            self._start = loop.time()
+        seconds = BODY_SECONDS + self._received / BODY_BYTES_PER_SECOND
+        try:
+            async with asyncio.timeout_at(self._start + seconds):
+                message = await self._receive()
+        except TimeoutError:
+            raise CarriedError(_too_slow(self._received)) from None
+        self._received += len(message.get("body", b""))
+        self._is_complete = not message.get("more_body", False)
+        if self._received > self._limit:
+            raise CarriedError(_too_large(self._limit))
+        return message
+
+
+def _refusal_by_headers(headers: Headers, limit: int) -> ServiceError | None:
+    coding = headers.get("content-encoding", "identity")
+    if coding.lower() != "identity":
+        return _compressed(coding)
+    declared = headers.get("content-length", "")
+    if declared.isdecimal() and int(declared[:20]) > limit:
+        return _too_large(limit)
+    return None
+
+
+def _too_large(limit: int) -> BodyTooLargeError:
+    return BodyTooLargeError(
+        f"the body is larger than {limit} bytes.",
+        hint="send a smaller document; store a large profile by POST /v1/profiles.",
+        limits={"max_body_bytes": limit},
+        headers={"Connection": "close"},
+    )
+
+
+def _too_slow(received: int) -> RequestTimeoutError:
+    return RequestTimeoutError(
+        f"only {received} bytes of the body arrived in time.",
+        hint="send the body without pauses.",
+        limits={
+            "body_seconds": BODY_SECONDS,
+            "body_bytes_per_second": BODY_BYTES_PER_SECOND,
+        },
+        headers={"Connection": "close"},
+    )
 
 
 class Head:

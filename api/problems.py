@@ -12,28 +12,26 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from planner.api.body_errors import Located, LocatedError, body_problems
+from planner.api.body_errors import LocatedError
 from planner.api.documents import ErrorItem, ProblemDocument
 from planner.api.errors import (
     InternalError,
-    MediaTypeError,
     MethodError,
     NotFoundError,
     NotReadyError,
     ServiceError,
     status_of,
 )
+from planner.api.limits import MOST_PROBLEMS
 from planner.api.links import path_within
 from planner.errors import DocumentError, PlannerError, Problem
 from planner.spec.document import path_of
@@ -41,8 +39,6 @@ from planner.spec.document import path_of
 logger = logging.getLogger("planner.api")
 
 MEDIA_TYPE = "application/problem+json"
-MOST_ERRORS = 50
-"""Mistakes that one document lists."""
 LONGEST_TEXT = 2000
 """Characters of a field, message or hint; longer texts are cut."""
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
@@ -77,7 +73,7 @@ def document_of(
     if isinstance(error, LocatedError):
         pointers = error.pointers
     located = list(zip(problems, pointers, strict=True))
-    items = tuple(_item(*each) for each in located[:MOST_ERRORS])
+    items = tuple(_item(*each) for each in located[:MOST_PROBLEMS])
     lines = [str(Problem(item.field, item.message, item.hint)) for item in items]
     if len(problems) > len(items):
         lines.append(f"{len(problems) - len(items)} more mistakes.")
@@ -151,8 +147,10 @@ def _on_planner_error(request: Request, error: Exception) -> Response:
 
 
 def _on_invalid_request(request: Request, error: Exception) -> Response:
+    """Answer invalid parameters; `planner.api.bodies` refuses invalid bodies."""
     assert isinstance(error, RequestValidationError)
-    return problem_response(request, _error_of_request(request, error))
+    problems = tuple(map(_parameter_problem, error.errors()))
+    return problem_response(request, DocumentError("", problems=problems))
 
 
 def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -206,29 +204,6 @@ def _on_store_error(request: Request, error: Exception) -> Response:
     return problem_response(request, refusal)
 
 
-def _error_of_request(request: Request, error: RequestValidationError) -> PlannerError:
-    details = error.errors()
-    broken = next((each for each in details if each["type"] == "json_invalid"), None)
-    if broken is not None:
-        return DocumentError(
-            f"the body is not valid JSON: {broken['ctx']['error']} (character {broken['loc'][-1]}).",
-            hint="send one JSON document.",
-        )
-    if isinstance(error.body, bytes):
-        return MediaTypeError(
-            f"the body was sent as {request.headers.get('content-type', 'no type')!r}.",
-            field="Content-Type",
-            hint="send the header Content-Type: application/json.",
-            headers={"Accept": "application/json"},
-        )
-    located: list[Located] = [
-        (_parameter_problem(each), None) for each in details if each["loc"][0] != "body"
-    ]
-    if any(each["loc"][0] == "body" for each in details):
-        located += body_problems(_body_kind(request), error.body)
-    return LocatedError(located)
-
-
 def _parameter_problem(details: Any) -> Problem:
     context = details.get("ctx", {})
     if details["type"] == "extra_forbidden":
@@ -246,15 +221,4 @@ def _parameter_problem(details: Any) -> Problem:
         path_of(details["loc"][1:]),
         f"{details['msg']}, got {details.get('input')!r}.",
         hint,
-    )
-
-
-def _body_kind(request: Request) -> type[BaseModel]:
-    """The type of the endpoint's body: the parameter that is a pydantic model."""
-    hints = typing.get_type_hints(request.scope["endpoint"])
-    hints.pop("return", None)
-    return next(
-        hint
-        for hint in hints.values()
-        if isinstance(hint, type) and issubclass(hint, BaseModel)
     )

@@ -15,6 +15,7 @@ from planner.errors import UnknownNameError
 from planner.profiler.catalogue import names
 from planner.profiler.resolve import catalogue_profile
 from planner.spec import Cluster, Job, ModelProfile, digest
+from planner.spec.devices import find_device
 from planner.spec.job import Precision
 from planner.spec.profile import DataType
 from planner.spec.words import suggestion
@@ -121,9 +122,10 @@ class Profiles:
         Raises:
             LimitError: the request has too many devices or layers.
             NotFoundError: there is no profile with this id.
-            SpecError: there is no such model, or it does not support the sequence length.
+            SpecError: there is no such model or device, or the model does not support
+                the sequence length.
         """
-        self._check_devices(request.cluster)
+        self._check_cluster(request.cluster)
         if request.profile is not None:
             return self.of_client(request.profile, field="profile.layers")
         if request.profile_id is not None:
@@ -134,7 +136,9 @@ class Profiles:
         job = request.job
         return self._count(request.model, job.sequence_length, job.precision)
 
-    def _check_devices(self, cluster: Cluster) -> None:
+    def _check_cluster(self, cluster: Cluster) -> None:
+        for index, group in enumerate(cluster.node_groups):
+            find_device(group.device, field=f"cluster.node_groups[{index}].device")
         if cluster.devices > self._settings.max_devices:
             raise LimitError(
                 f"the cluster has {cluster.devices} devices.",

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Body, Path, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
+from planner.api.bodies import DocumentRoute
 from planner.api.body_errors import document_as_sent, errors_as_sent, long_form
 from planner.api.caching import (
     FOREVER,
@@ -54,7 +55,7 @@ from planner.spec import Infeasible, MeasuredRun, Plan
 
 logger = logging.getLogger("planner.api")
 
-router = APIRouter(prefix="/v1/plans", tags=["plans"])
+router = APIRouter(prefix="/v1/plans", tags=["plans"], route_class=DocumentRoute)
 
 JSON = "application/json"
 ACCEPTED: dict[int | str, dict[str, Any]] = {

@@ -7,6 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Body
 from fastapi.concurrency import run_in_threadpool
 
+from planner.api.bodies import DocumentRoute
 from planner.api.body_errors import errors_as_sent, long_prediction
 from planner.api.dependencies import ClientDependency, ServicesDependency
 from planner.api.documents import LongPredictionCreate, PredictionCreate
@@ -16,7 +17,9 @@ from planner.api.profiles import ResolvedProfile
 from planner.api.solver import PredictTask
 from planner.spec import Forecast
 
-router = APIRouter(prefix="/v1/predictions", tags=["predictions"])
+router = APIRouter(
+    prefix="/v1/predictions", tags=["predictions"], route_class=DocumentRoute
+)
 
 
 @router.post("")

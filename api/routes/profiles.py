@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
+from planner.api.bodies import DocumentRoute
 from planner.api.caching import FOREVER, NOT_MODIFIED, cacheable
 from planner.api.dependencies import RootDependency, ServicesDependency
 from planner.api.documents import CatalogueProfile, ProfileCreate, ProfileSummary
 from planner.api.profiles import ResolvedProfile
 from planner.spec import ModelProfile
 
-router = APIRouter(prefix="/v1/profiles", tags=["profiles"])
+router = APIRouter(prefix="/v1/profiles", tags=["profiles"], route_class=DocumentRoute)
 
 
 @router.post(

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from planner.spec.bounds import MOST_CHARACTERS
 from planner.spec.device_curves import DeviceCurves
 from planner.spec.document import MOST_MEMORY_BYTES, Document
 
@@ -55,8 +56,8 @@ class ScaleUp(Document):
 class DeviceSpec(Document):
     """One accelerator (or CPU rank), by its data sheet or as measured; dense FLOPs."""
 
-    id: str = Field(min_length=1)
-    name: str = ""
+    id: str = Field(min_length=1, max_length=MOST_CHARACTERS)
+    name: str = Field(default="", max_length=MOST_CHARACTERS)
     memory_bytes: int = Field(gt=0, le=MOST_MEMORY_BYTES)
     """All memory, including `reserved_bytes`; of a GPU, what
     ``torch.cuda.get_device_properties(0).total_memory`` reports."""
@@ -84,7 +85,7 @@ class DeviceSpec(Document):
     """This device's share of its node's network, in one direction."""
     price_per_hour: float | None = Field(default=None, ge=0)
     """Price of one device, in the user's currency; the catalogue has none."""
-    sources: dict[str, str] = Field(default_factory=dict)
+    sources: dict[str, str] = Field(default_factory=dict, max_length=256)
     """Source of every figure, by field."""
     curves: DeviceCurves | None = Field(default=None, exclude_if=_is_none)
     """Measured seconds of kernels by shape, which price counted operations; None: they
@@ -134,7 +135,7 @@ class Link(Document):
     and src/transport/nvls.cc)."""
     relative_residual: float | None = Field(default=None, ge=0)
     """Of one fit over all operations; see `LinkFit`."""
-    fits: tuple[LinkFit, ...] = ()
+    fits: tuple[LinkFit, ...] = Field(default=(), max_length=256)
     """A fit per operation: more accurate, since algorithms differ by operation."""
     overlap_slowdown: float | None = Field(default=None, ge=1)
     """Seconds of compute concurrent with a collective / seconds alone; None: not
@@ -142,7 +143,7 @@ class Link(Document):
     pipeline_slowdown: float | None = Field(default=None, ge=1)
     """Seconds of a pipeline whose ranks share the cores of one machine / seconds with a
     core per rank; None: not measured, since every rank has a device of its own."""
-    measurements: tuple[LinkMeasurement, ...] = ()
+    measurements: tuple[LinkMeasurement, ...] = Field(default=(), max_length=10_000)
     """The measurements behind latency and bandwidth, for reference."""
 
 
@@ -158,7 +159,7 @@ class Links(Document):
 class NodeGroup(Document):
     """Identical nodes."""
 
-    name: str = Field(default="nodes", min_length=1)
+    name: str = Field(default="nodes", min_length=1, max_length=MOST_CHARACTERS)
     device: str | DeviceSpec
     """Catalogue id (`planner devices`) or an inline device. In a file, also the path of
     a device document, relative to the cluster document."""
@@ -196,8 +197,8 @@ class Cluster(Document):
     """The devices that a job may use."""
 
     schema_version: Literal[1] = 1
-    name: str = "cluster"
-    node_groups: tuple[NodeGroup, ...] = Field(min_length=1)
+    name: str = Field(default="cluster", max_length=MOST_CHARACTERS)
+    node_groups: tuple[NodeGroup, ...] = Field(min_length=1, max_length=256)
 
     @property
     def devices(self) -> int:

@@ -15,9 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
+from pydantic_core import CoreSchema
 
 from planner.errors import DocumentError, Problem
+from planner.spec.bounds import with_bounds
 from planner.spec.syntax import TextError, format_of, parse_text
 
 Location = tuple[int | str, ...]
@@ -35,7 +37,10 @@ MOST_MEMORY_BYTES = 1 << 60
 
 
 class Document(BaseModel):
-    """Base class of every document: immutable, without unknown fields."""
+    """Base class of every document: immutable, without unknown fields.
+
+    Numbers, lists and mappings are bounded: see `planner.spec.bounds`.
+    """
 
     model_config = ConfigDict(
         extra="forbid",
@@ -44,6 +49,13 @@ class Document(BaseModel):
         validate_default=True,
         use_attribute_docstrings=True,
     )
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Build the validator of the document, with bounds on every field."""
+        return with_bounds(handler(source))
 
     def canonical_json(self) -> str:
         """Return the canonical JSON text of this document."""

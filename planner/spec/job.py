@@ -89,6 +89,8 @@ CONSTRAINABLE = (
 """Layout fields that a job can constrain."""
 MOST_SAMPLES = 1 << 53
 """Largest global batch: larger integers are not exact in every JSON reader."""
+MOST_VALUES = 100_000
+"""Longest list of a constraint."""
 DIVISION = "layers_per_stage"
 """The constraint on stage maps: how many layers every stage has."""
 CONSTRAINTS = (*CONSTRAINABLE, DIVISION)
@@ -99,7 +101,12 @@ DIVISION_WORDS: tuple[DivisionWord, ...] = get_args(DivisionWord)
 _DIVISION_SCHEMA: dict[str, JsonValue] = {
     "anyOf": [
         {"enum": list(DIVISION_WORDS)},
-        {"type": "array", "items": {"type": "integer", "minimum": 1}, "minItems": 1},
+        {
+            "type": "array",
+            "items": {"type": "integer", "minimum": 1},
+            "minItems": 1,
+            "maxItems": MOST_VALUES,
+        },
     ]
 }
 
@@ -119,7 +126,9 @@ class Range(Document):
         return self
 
 
-Constraint = Scalar | Range | tuple[Scalar, ...]
+Constraint = (
+    Scalar | Range | Annotated[tuple[Scalar, ...], Field(max_length=MOST_VALUES)]
+)
 """A value (fixed), a range (bounded) or a list (one of). For `DIVISION`: a rule, or the
 layers of every stage."""
 
@@ -149,6 +158,7 @@ class Job(Document):
     a name in `planner.runtimes`."""
     constraints: dict[str, Constraint] = Field(
         default_factory=dict,
+        max_length=64,
         json_schema_extra={"properties": {DIVISION: _DIVISION_SCHEMA}},
     )
     """Layout fields that are fixed, bounded or listed, and how layers form stages."""

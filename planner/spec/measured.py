@@ -54,7 +54,7 @@ class Decision(Document):
     """``lost``: ranks were lost; ``moved``: the run continues with another plan, or
     restarts with the same one; ``stayed``: another plan was evaluated and rejected."""
     text: str
-    figures: dict[str, float] = Field(default_factory=dict)
+    figures: dict[str, float] = Field(default_factory=dict, max_length=1000)
     """Quantities in SI units, with the unit in the name."""
 
 

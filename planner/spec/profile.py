@@ -549,7 +549,7 @@ class LayerProfile(Document):
     frozen_parameters: int = Field(default=0, ge=0, exclude_if=not_)
     """The part that is not trained (``requires_grad=False``): no gradients, no
     optimizer states."""
-    measurements: tuple[Measurement, ...] = Field(min_length=1)
+    measurements: tuple[Measurement, ...] = Field(min_length=1, max_length=100_000)
     polynomials: tuple[LayerPolynomials, ...] = Field(default=(), exclude_if=not_)
     """Counts at sizes without a measurement, one entry per split and range of sequence
     lengths; empty: only the sizes of `measurements` are known."""
@@ -669,7 +669,7 @@ class ModelProfile(Document):
     transformer: Transformer | None = Field(default=None, exclude_if=_is_none)
     """Sizes of a decoder-only transformer, from which the counts of every layer follow
     for any runtime, micro-batch size and degree; None: only the rows are known."""
-    layers: tuple[LayerProfile, ...] = Field(min_length=1)
+    layers: tuple[LayerProfile, ...] = Field(min_length=1, max_length=100_000)
     edges: tuple[SkipEdge, ...] = ()
     shared_parameters: tuple[SharedParameters, ...] = ()
     other_devices: tuple[DeviceRows, ...] = Field(default=(), exclude_if=not_)

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import Field, JsonValue
 
 from planner.errors import DocumentError
+from planner.spec.bounds import MOST_CHARACTERS
 from planner.spec.cluster import Cluster, DeviceSpec, NodeGroup
 from planner.spec.cluster_file import DOCUMENT_SUFFIXES
 from planner.spec.constraint_words import with_full_names
@@ -27,9 +28,9 @@ _COUNT_AND_DEVICE = re.compile(r"(\d+) *[x*] *(\S+)")
 class ShortForm(Document):
     """Model, devices and batch: what a planning request needs at least."""
 
-    model: str = Field(min_length=1)
+    model: str = Field(min_length=1, max_length=MOST_CHARACTERS)
     """Catalogue name (GET /v1/models, `planner models`)."""
-    devices: str
+    devices: str = Field(max_length=10_000)
     """``COUNTxDEVICE``, several separated by commas:
     ``16xh100-sxm5-80gb,32xa100-sxm4-80gb``."""
     batch: int = Field(ge=1, le=MOST_SAMPLES)
@@ -42,7 +43,7 @@ class ShortForm(Document):
     optimizer: OptimizerName = "adamw"
     runtime: str = "planner"
     """Framework that will run the plan."""
-    fix: dict[str, JsonValue] = Field(default_factory=dict)
+    fix: dict[str, JsonValue] = Field(default_factory=dict, max_length=64)
     """Layout fields fixed, bounded or listed; tp, pp, dp, cp, ep and mbs for short."""
 
     def cluster(self) -> Cluster:
