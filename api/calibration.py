@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
+from pydantic import ValidationError
+
 from planner.calibrate.own_runs import own_run
 from planner.errors import PlannerError
 from planner.spec import MeasuredRun, ModelProfile, Plan, Run
@@ -22,10 +24,20 @@ def stored_runs(
         profile_of: finds a profile by its id.
     """
     for number, plan_text, run_text in measured:
-        plan = Plan.model_validate_json(plan_text)
-        run = MeasuredRun.model_validate_json(run_text)
+        run = stored_run(run_text)
+        if run is None:
+            continue
         try:
+            plan = Plan.model_validate_json(plan_text)
             profile = plan.request.profile or profile_of(plan.request.profile_id)
             yield own_run(plan, run, profile, name=f"measurement-{number}")
-        except PlannerError:
+        except (PlannerError, ValidationError):
             continue  # not predictable from sizes, or its profile was deleted
+
+
+def stored_run(document: str) -> MeasuredRun | None:
+    """A stored run; None if it was stored by a version that accepted other values."""
+    try:
+        return MeasuredRun.model_validate_json(document)
+    except ValidationError:
+        return None

@@ -385,10 +385,13 @@ class MeasurementView(Document):
     id: int
     plan_id: str
     created_at: str
-    median_step_seconds: float
+    median_step_seconds: float | None
+    """Median step time without warm-up; None: the run was stored by a version that
+    accepted other values."""
     predicted_step_seconds: float
-    error: float
-    """measured / predicted - 1."""
+    """Step time in the plan."""
+    error: float | None
+    """median_step_seconds / predicted_step_seconds - 1; None if the median is None."""
     url: str
 
 

@@ -33,6 +33,8 @@ class ServiceError(PlannerError):
     """Base of the errors of the service."""
 
     status = 500
+    retry_seconds: int | None = None
+    """`Retry-After` of errors that state none."""
 
     def __init__(
         self,
@@ -46,11 +48,8 @@ class ServiceError(PlannerError):
     ) -> None:
         super().__init__(message, field=field, hint=hint)
         self.limits = limits
-        retry = (
-            {}
-            if retry_after_seconds is None
-            else {"Retry-After": str(retry_after_seconds)}
-        )
+        seconds = retry_after_seconds or self.retry_seconds
+        retry = {} if seconds is None else {"Retry-After": str(seconds)}
         self.headers = {**retry, **(headers or {})}
 
 
@@ -186,6 +185,7 @@ class NotReadyError(ServiceError):
     """The service does not accept work."""
 
     status = 503
+    retry_seconds = 5
     code = "not-ready"
     title = "The service is not ready"
 

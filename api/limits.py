@@ -34,6 +34,10 @@ MEASUREMENT_BODY_BYTES = 8 * MEBIBYTE
 
 HEADER_SECONDS = 10.0
 """From the first byte of a connection, or of a request, to the end of its headers."""
+WRITE_SECONDS = 60.0
+"""Time for a client to read the part of an answer that has been sent."""
+MOST_CONNECTIONS = 512
+"""Open connections; above, the one that has waited longest for its client is closed."""
 BODY_SECONDS = 20.0
 """From the headers to the end of the body, in addition to its bytes at
 `BODY_BYTES_PER_SECOND`."""

@@ -9,12 +9,17 @@ import uvicorn
 from fastapi import FastAPI
 
 from planner.api.app import create_app
+from planner.api.connections import BoundedProtocol, SparseLog
 from planner.api.hosts import is_loopback
 from planner.api.keys import keys_of
 from planner.api.settings import Settings
 from planner.api.store import Store
 from planner.errors import DocumentError
 
+SPARSE_LOGGERS = ("uvicorn.error", "planner.api", "asyncio")
+"""Loggers of messages that clients can cause."""
+BACKLOG = 128
+"""Connections that are accepted before any is handled: descriptors must last for them."""
 SHUTDOWN_SECONDS = 10
 """Running requests have this long to finish."""
 
@@ -46,6 +51,9 @@ def server_of(settings: Settings, app: FastAPI | None = None) -> PlannerServer:
         port=settings.port,
         root_path=settings.root_path,
         log_config=None,
+        http=BoundedProtocol,
+        ws="none",
+        backlog=BACKLOG,
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
     )
     return PlannerServer(config, app)
@@ -65,6 +73,8 @@ def serve(settings: Settings) -> None:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    for name in SPARSE_LOGGERS:
+        logging.getLogger(name).addFilter(SparseLog())
     server_of(settings).run()
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from planner.api.calibration import stored_run
 from planner.api.pages.html import Element, Node, link, moment, table, tag
 from planner.api.store import MeasurementRow
-from planner.spec import MeasuredRun, Plan
+from planner.spec import Plan
 from planner.spec.units import gibibytes, percent, scaled, seconds
 
 
@@ -42,9 +43,13 @@ def _predicted(plan: Plan) -> Iterator[Node]:
 
 
 def _run(plan: Plan, row: MeasurementRow) -> Iterator[Node]:
-    run = MeasuredRun.model_validate_json(row.document)
+    run = stored_run(row.document)
+    place = link(f"/v1/plans/{plan.id}/measurements/{row.id}", f"run {row.id}")
+    if run is None:
+        yield from (place, "not valid", "", "", "", "", "", moment(row.created_at))
+        return
     peak = max((rank.peak_bytes for rank in run.ranks), default=None)
-    yield link(f"/v1/plans/{plan.id}/measurements/{row.id}", f"run {row.id}")
+    yield place
     yield seconds(run.median_step_seconds)
     yield percent(run.median_step_seconds / plan.prediction.step_seconds - 1)
     yield scaled(run.tokens_per_second, "/s")

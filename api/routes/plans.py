@@ -20,6 +20,7 @@ from planner.api.caching import (
     check_if_match,
     tag_of,
 )
+from planner.api.calibration import stored_run
 from planner.api.cursors import cursor_of, number_of
 from planner.api.dependencies import (
     ClientDependency,
@@ -50,7 +51,7 @@ from planner.api.planning import find_or_submit
 from planner.api.problems import response_of
 from planner.api.store import LARGEST_INTEGER, JobRow, MeasurementRow, PlanRow
 from planner.api.timeline import predicted_timeline
-from planner.errors import MismatchError
+from planner.errors import DocumentError, MismatchError
 from planner.spec import Infeasible, MeasuredRun, Plan
 
 logger = logging.getLogger("planner.api")
@@ -231,6 +232,12 @@ def create_measurement(
             field="plan_id",
             hint=f"send it to /v1/plans/{body.plan_id}/measurements.",
         )
+    if not body.ranks and not body.unfinished:
+        raise DocumentError(
+            "the run is complete, and has no rank.",
+            field="ranks",
+            hint="send memory and communication of every rank, as `planner run` does.",
+        )
     view = _measurement_view(
         parts.store.add_measurement(plan.id, body.model_dump_json()), result.row, root
     )
@@ -330,13 +337,14 @@ def _summary(row: PlanRow, root: str) -> PlanSummary:
 
 def _measurement_view(row: MeasurementRow, plan: PlanRow, root: str) -> MeasurementView:
     assert plan.step_seconds is not None
-    measured = MeasuredRun.model_validate_json(row.document).median_step_seconds
+    run = stored_run(row.document)
+    measured = None if run is None else run.median_step_seconds
     return MeasurementView(
         id=row.id,
         plan_id=row.plan_id,
         created_at=row.created_at,
         median_step_seconds=measured,
         predicted_step_seconds=plan.step_seconds,
-        error=measured / plan.step_seconds - 1,
+        error=None if measured is None else measured / plan.step_seconds - 1,
         url=f"{root}/v1/plans/{row.plan_id}/measurements/{row.id}",
     )

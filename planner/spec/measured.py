@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from operator import not_
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from planner.spec.document import Document
 
+LONGEST_SECONDS = 1e9
+"""Longest time that a run can report: 30 years."""
+SHORTEST_STEP_SECONDS = 1e-9
+"""Shortest step that a run can report: one cycle of a processor."""
+Seconds = Annotated[float, Field(ge=0, le=LONGEST_SECONDS)]
+Clock = Annotated[float, Field(ge=-LONGEST_SECONDS, le=LONGEST_SECONDS)]
+"""Seconds since the start of a step; below 0 on a rank whose clock runs ahead."""
 SENDS = "sends"
 """Name of the wait until other ranks have received everything that a rank sent."""
 
@@ -19,8 +26,8 @@ class MeasuredAction(Document):
     rank: int = Field(ge=0)
     action: str
     """Action of the schedule, e.g. ``2F0``; or ``reduce``, ``optimizer``."""
-    start_seconds: float
-    end_seconds: float
+    start_seconds: Clock
+    end_seconds: Clock
 
 
 class MeasuredRank(Document):
@@ -40,7 +47,7 @@ class MeasuredRank(Document):
     host_bytes: int = Field(default=0, ge=0)
     """Offloaded to host memory: the peak of activations in flight, and optimizer
     states."""
-    exposed_communication_seconds: float | None = Field(default=None, ge=0)
+    exposed_communication_seconds: Seconds | None = None
     """Time of the recorded step spent waiting for tensors that another rank had already
     computed, and for reduced gradients."""
 
@@ -73,7 +80,7 @@ class Segment(Document):
     devices: int = Field(ge=1)
     first_step: int = Field(ge=0)
     losses: tuple[float, ...]
-    step_seconds: tuple[float, ...]
+    step_seconds: tuple[Seconds, ...]
     """Measured on rank 0."""
     validation_losses: tuple[ValidationLoss, ...] = Field(default=(), exclude_if=not_)
 
@@ -96,12 +103,12 @@ class MeasuredRun(Document):
     validation_losses: tuple[ValidationLoss, ...] = Field(default=(), exclude_if=not_)
     """Losses of held-out samples, if the run has any; those of earlier launches are in
     `segments`."""
-    step_seconds: tuple[float, ...]
+    step_seconds: tuple[Seconds, ...]
     """Time of every step, including warm-up."""
-    median_step_seconds: float
+    median_step_seconds: float = Field(ge=SHORTEST_STEP_SECONDS, le=LONGEST_SECONDS)
     """Median step time without warm-up."""
-    tokens_per_second: float
-    mfu: float | None = None
+    tokens_per_second: float = Field(ge=0)
+    mfu: float | None = Field(default=None, ge=0)
     """Model FLOPs / (median_step_seconds x devices x peak), as in the plan; None: the
     device's peak is unknown."""
     ranks: tuple[MeasuredRank, ...]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pydantic import Field
 
 from planner.api.calibration import stored_runs
 from planner.api.settings import Settings
@@ -177,3 +178,50 @@ def test_the_store_pairs_runs_with_their_plans(
     store.close()
     assert [run.median_step_seconds for _, run in pairs] == [0.5, 0.6]
     assert {plan.id for plan, _ in pairs} == {plan_id}
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"ranks": []}, "ranks"),
+        ({"median_step_seconds": -1.0}, "median_step_seconds"),
+        ({"median_step_seconds": 0.0}, "median_step_seconds"),
+        ({"median_step_seconds": 5e-324}, "median_step_seconds"),
+        ({"median_step_seconds": 1e308}, "median_step_seconds"),
+        ({"step_seconds": [-0.1]}, "step_seconds[0]"),
+        ({"step_seconds": [1e308]}, "step_seconds[0]"),
+        ({"tokens_per_second": -1.0}, "tokens_per_second"),
+    ],
+)
+def test_runs_that_cannot_be_are_refused(
+    settings: Settings, journal: Path, change: dict[str, object], field: str
+) -> None:
+    """No rank, or seconds that no step can take, are 422 by their field."""
+    with running(settings, Instant(journal)) as live:
+        plan_id = live.plan(plan_body()).json()["id"]
+        run = measured_run(plan_id, **change)
+        answer = live.post(f"/v1/plans/{plan_id}/measurements", run)
+        assert answer.status_code == 422
+        assert answer.json()["errors"][0]["field"] == field
+
+
+class NarrowerRun(MeasuredRun):
+    """A run document of a later version, which accepts no run of today."""
+
+    losses: tuple[float, ...] = Field(min_length=1000)
+
+
+def test_a_stored_run_that_is_refused_today_breaks_no_list(
+    settings: Settings, journal: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of versions with wider bounds are listed without figures."""
+    with running(settings, Instant(journal)) as live:
+        plan_id = live.plan(plan_body()).json()["id"]
+        path = f"/v1/plans/{plan_id}/measurements"
+        assert live.post(path, measured_run(plan_id)).status_code == 201
+        monkeypatch.setattr("planner.api.calibration.MeasuredRun", NarrowerRun)
+        (listed,) = live.get(path).json()["measurements"]
+        assert (listed["median_step_seconds"], listed["error"]) == (None, None)
+        assert live.get("/v1/runs").json() == []
+        assert "not valid" in live.get(f"/plans/{plan_id}").text
+        assert live.get(listed["url"]).status_code == 200

@@ -219,7 +219,11 @@ def test_an_admin_deletes_a_plan_with_its_runs(
         "losses": [1.0],
         "step_seconds": [1.0],
     }
-    run |= {"median_step_seconds": 1.0, "tokens_per_second": 1.0, "ranks": []}
+    run |= {
+        "median_step_seconds": 1.0,
+        "tokens_per_second": 1.0,
+        "ranks": [{"rank": 0, "pipeline": 0, "parameters": 1, "peak_bytes": 1}],
+    }
     url = f"/v1/plans/{plan_id}"
     assert (
         guarded.client.post(

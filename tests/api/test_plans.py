@@ -13,6 +13,8 @@ from tests.api.documents import four_equal_layers, job, plan_body
 from tests.api.fakes import Gated, Instant, Unfit
 from tests.api.live import running, until
 
+RANK = {"rank": 0, "pipeline": 0, "parameters": 1, "peak_bytes": 1}
+
 
 def measured_run(plan_id: str, **changes: Any) -> dict[str, Any]:
     """What `planner run` writes."""
@@ -29,7 +31,7 @@ def measured_run(plan_id: str, **changes: Any) -> dict[str, Any]:
             "step_seconds": [0.7, 0.6],
             "median_step_seconds": 0.6,
             "tokens_per_second": 10,
-            "ranks": [],
+            "ranks": [RANK],
         }
         | changes
     )
