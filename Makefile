@@ -15,7 +15,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --upgrade 'pip>=25.3'
 	$(VENV)/bin/python -m pip install --quiet -c constraints.txt --build-constraint constraints.txt \
-	  -e '.[torch,calibrate,low-bit]' --group dev
+	  -e '.[torch,calibrate,low-bit,postgresql]' --group dev
 	touch $@
 
 demo: venv

@@ -16,11 +16,13 @@ from planner.api.dependencies import Services
 from planner.api.documents import ProblemDocument
 from planner.api.guard import Guard
 from planner.api.hosts import names_of
-from planner.api.jobs import Jobs
+from planner.api.jobs import Jobs, Queue
 from planner.api.keys import keys_of
 from planner.api.metrics import Metrics
 from planner.api.middleware import BodyLimit, Head, RequestContext
+from planner.api.news import News
 from planner.api.profiles import Profiles
+from planner.api.queues import LocalQueue, SharedQueue
 from planner.api.retention import sweep_regularly
 from planner.api.routes import (
     catalogue,
@@ -32,6 +34,7 @@ from planner.api.routes import (
     predictions,
     profiles,
 )
+from planner.api.runner import Runner
 from planner.api.settings import Settings
 from planner.api.solver import Search, Work
 from planner.api.solvers import Solvers
@@ -99,7 +102,7 @@ def _lifespan(
         )
         try:
             await parts.jobs.start()
-            parts.solvers.warm_up()
+            parts.solvers.warm_up(plans=not settings.database_url)
             yield
         finally:
             sweeper.cancel()
@@ -110,10 +113,17 @@ def _lifespan(
 
 
 def _assemble(settings: Settings, work: Work, metrics: Metrics) -> Services:
-    store = Store(settings.database)
+    store = Store(settings.store_place)
     profiles = Profiles(store, settings)
     solvers = Solvers(work, settings, metrics)
-    jobs = Jobs(store, profiles, solvers, settings, metrics)
+    news = News()
+    queue: Queue
+    if settings.database_url:
+        queue = SharedQueue(news, settings.database_url)
+    else:
+        runner = Runner(store, profiles, solvers, settings, metrics)
+        queue = LocalQueue(store, runner, news, settings)
+    jobs = Jobs(store, queue, news, solvers, metrics)
     return Services(settings, store, profiles, solvers, jobs, metrics)
 
 

@@ -103,7 +103,7 @@ async def named_job(
     Raises:
         NotFoundError: there is no such resource.
     """
-    return parts.jobs.get(job_id)
+    return await parts.jobs.get(job_id)
 
 
 def wait_of(

@@ -1,15 +1,23 @@
-"""From a request to its plan: a stored result, or a job that searches for it."""
+"""From a request to its plan or prediction."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
 
 from planner.api.dependencies import Services, StoredResult
-from planner.api.documents import LongPlanCreate
-from planner.api.errors import LimitError
+from planner.api.documents import LongPlanCreate, LongPredictionCreate
+from planner.api.errors import LimitError, NotReadyError
 from planner.api.profiles import ResolvedProfile
+from planner.api.solver import PredictTask
 from planner.api.store import JobRow
-from planner.spec import Options, PlanRequest
+from planner.spec import Forecast, Options, PlanRequest
+
+Result = TypeVar("Result")
 
 
 async def find_or_submit(
@@ -40,6 +48,57 @@ async def find_or_submit(
     # job cancels this request's job too.
     parts.metrics.plan_requests.add()
     return job
+
+
+async def predict(
+    parts: Services, request: LongPredictionCreate, client: str
+) -> Forecast:
+    """Time and memory of one layout. Cancelling the call ends the prediction.
+
+    Raises:
+        SpecError: the request is wrong.
+        LimitError: the request exceeds a limit of this service.
+        QueueFullError: too many predictions are waiting.
+        TooManyJobsError: this client has too many predictions.
+    """
+    found = await run_in_threadpool(parts.profiles.resolve, request)
+    task = PredictTask(
+        found.profile,
+        request.cluster,
+        request.job,
+        request.layout,
+        found.model,
+        request.calibration,
+    )
+    answer = await parts.solvers.predict(lambda: task, client)
+    assert isinstance(answer, Forecast)
+    return answer
+
+
+async def while_connected(
+    request: Request, work: Coroutine[Any, Any, Result]
+) -> Result:
+    """Do work for a client, and cancel it when the client closes its connection.
+
+    Raises:
+        NotReadyError: the work was cancelled; nobody receives this answer.
+    """
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        gone.cancel()
+        finished = task.done()
+        task.cancel()
+    if not finished:
+        raise NotReadyError("the client has closed its connection.")
+    return task.result()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _canonical_request(

@@ -11,7 +11,6 @@ any other exception                  500 with the request's id; the traceback is
 from __future__ import annotations
 
 import logging
-import sqlite3
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from planner.api.body_errors import LocatedError
+from planner.api.database import StoreError
 from planner.api.documents import ErrorItem, ProblemDocument
 from planner.api.errors import (
     InternalError,
@@ -131,7 +131,7 @@ def install(app: FastAPI, page: ProblemPage) -> None:
     app.add_exception_handler(PlannerError, _on_planner_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_request)
     app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(sqlite3.OperationalError, _on_store_error)
+    app.add_exception_handler(StoreError, _on_store_error)
 
 
 def _wants_page(request: Request) -> bool:
@@ -195,9 +195,11 @@ def _allowed(request: Request) -> str:
 
 def _on_store_error(request: Request, error: Exception) -> Response:
     """Answer 503 when the database cannot be written; nothing of the request is stored."""
-    logger.error("request %s: the database: %s", request.scope.get("request_id"), error)
+    assert isinstance(error, StoreError)
+    request_id = request.scope.get("request_id")
+    logger.error("request %s: the database: %s", request_id, error.orig)
     refusal = NotReadyError(
-        f"the database cannot be used: {error}.",
+        f"the database cannot be used: {error.orig}.",
         hint="try again later; the operator must check the disk.",
         retry_after_seconds=10,
     )

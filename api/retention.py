@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sqlite3
 from dataclasses import asdict
 
+from planner.api.database import StoreError
 from planner.api.metrics import Metrics
 from planner.api.settings import Settings
 from planner.api.store import Store, days_ago
@@ -21,7 +21,7 @@ async def sweep_regularly(store: Store, settings: Settings, metrics: Metrics) ->
     while settings.keep_plans_days or settings.keep_jobs_days:
         try:
             await asyncio.to_thread(sweep, store, settings, metrics)
-        except sqlite3.Error:
+        except StoreError:
             # For example a full disk: /readyz reports it, and the next sweep tries again.
             logger.exception("the sweep failed")
         await asyncio.sleep(SECONDS_BETWEEN_SWEEPS)

@@ -69,7 +69,7 @@ def serve(settings: Settings) -> None:
     """
     check_reach(settings)
     # Opened here first, because uvicorn would log a failure as a traceback.
-    Store(settings.database).close()
+    Store(settings.store_place).close()
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

@@ -51,6 +51,11 @@ class Settings(BaseModel):
     ``*.example.org`` for subdomains. Empty: none on loopback without keys, else any."""
     database: Path = Path("planner.db")
     """SQLite file of plans, profiles and jobs; created if missing."""
+    database_url: str = Field(default="", pattern=r"^(postgresql://.+)?$")
+    """``postgresql://USER:PASSWORD@HOST/NAME`` instead of the file: several services
+    share it, and `planner worker` runs the jobs."""
+    worker_timeout_seconds: float = Field(default=30.0, gt=0)
+    """Seconds without a sign of life after which other workers take a worker's jobs."""
     keep_plans_days: float = Field(default=0.0, ge=0)
     """Age in days at which plans without measured runs, and unused profiles, are deleted;
     0: never."""
@@ -73,13 +78,18 @@ class Settings(BaseModel):
     spare_solvers: int = Field(default=1, ge=0)
     """Number of idle solver processes, which have done their slow imports."""
     queue_length: int = Field(default=32, ge=0)
-    """Number of jobs that may wait for a process; further requests get 429."""
+    """Number of jobs that may wait for a process or worker; further requests get 429."""
     max_jobs_per_client: int = Field(default=16, ge=0)
     """Jobs that one key, or one address without keys, may have; 0: any number."""
     default_wait_seconds: float = Field(default=5.0, ge=0)
     """Seconds that POST /v1/plans waits for the plan without ``Prefer: wait=N``."""
     max_wait_seconds: float = Field(default=60.0, ge=0)
     """Longest wait that a client may request, in seconds."""
+
+    @property
+    def store_place(self) -> Path | str:
+        """Path of the SQLite file, or URL of PostgreSQL."""
+        return self.database_url or self.database
 
 
 def load_settings(

@@ -1,13 +1,13 @@
-"""Runs one search in a process of its own, because only a process can always be stopped.
+"""Runs searches in processes of their own, because only a process can always be stopped.
 
 CP-SAT may exceed its time limit, and its callbacks must not raise. Killing the process
 always works, and a crash ends one job instead of the service. A process is spawned (not
-forked, because the service has threads), imports the search, answers one task, and exits.
+forked, because the service has threads), imports the search, and answers tasks.
 
-    parent                        child (`_serve_one`)
-      Process.start()      ->       import the search
-      send(task)           ->       work(task, report)
-      messages()           <-       Ready, Reported ... Reported, then Answered | Refused | Crashed
+    parent                        child (`_serve`)
+      SolverProcess()      ->       import the search, Ready
+      run(task)            ->       work(task, report)
+                           <-       Reported ... Reported, then Answered | Refused | Crashed
       kill()                        (or end of file: the process died)
 """
 
@@ -22,7 +22,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
@@ -109,7 +109,8 @@ class Crashed:
     traceback: str
 
 
-Message = Ready | Reported | Answered | Refused | Crashed
+Outcome = Answered | Refused | Crashed
+Message = Ready | Reported | Outcome
 
 
 class Work(Protocol):
@@ -171,14 +172,17 @@ class SolverProcess:
         self._connection, child_end = context.Pipe()
         arguments = (child_end, work, memory_bytes)
         self._process = context.Process(
-            target=_serve_one, args=arguments, daemon=True, name="planner-solver"
+            target=_serve, args=arguments, daemon=True, name="planner-solver"
         )
         self._process.start()
         child_end.close()
+        self._ready = False
+        self.tasks = 0
+        """Number of tasks that it got."""
 
     @property
     def alive(self) -> bool:
-        """Whether the process can receive its task."""
+        """Whether the process can receive a task."""
         return self._process.is_alive()
 
     @property
@@ -186,34 +190,44 @@ class SolverProcess:
         """Exit code; None while the process runs, negative for a signal."""
         return self._process.exitcode
 
-    def send(self, task: Task) -> None:
-        """Send the task. If the process has died, `messages` ends at once."""
-        try:
-            self._connection.send(task)
-        except OSError:
-            self.kill()
+    def run(
+        self, task: Task, seconds: float, on_progress: Callable[[Reported], None]
+    ) -> Outcome | None:
+        """Run a task; None if the process died.
 
-    def messages(self, seconds: float) -> Iterator[Message]:
-        """The messages of the process until it exits.
+        Args:
+            task: to do.
+            seconds: time limit, without the start of the process.
+            on_progress: is called in this thread.
 
         Raises:
-            TimeoutError: the process does not become ready, or still runs `seconds` after
-                it was ready.
+            TimeoutError: the process does not become ready, or needs more than `seconds`.
         """
-        deadline = time.monotonic() + START_SECONDS
-        while True:
-            if not wait(
-                [self._connection], timeout=max(0.0, deadline - time.monotonic())
-            ):
-                raise TimeoutError
-            try:
-                message: Message = self._connection.recv()
-            except (EOFError, OSError):
-                self._process.join()
-                return
-            if isinstance(message, Ready):
-                deadline = time.monotonic() + seconds
-            yield message
+        self.tasks += 1
+        try:
+            self._connection.send(task)
+            if not self._ready:
+                outcome = self._receive(START_SECONDS)
+                self._ready = isinstance(outcome, Ready)
+            deadline = time.monotonic() + seconds
+            while self._ready:
+                outcome = self._receive(deadline - time.monotonic())
+                if not isinstance(outcome, Reported):
+                    break
+                on_progress(outcome)
+        except TimeoutError:
+            raise
+        except (EOFError, OSError):
+            self._process.join()
+            return None
+        assert not isinstance(outcome, Ready | Reported)
+        return outcome
+
+    def _receive(self, seconds: float) -> Message:
+        if not self._connection.poll(max(0.0, seconds)):
+            raise TimeoutError
+        message: Message = self._connection.recv()
+        return message
 
     def kill(self) -> None:
         """Kill the process."""
@@ -227,7 +241,7 @@ class SolverProcess:
         self._connection.close()
 
 
-def _serve_one(connection: Connection, work: Work, memory_bytes: int) -> None:
+def _serve(connection: Connection, work: Work, memory_bytes: int) -> None:
     """The main function of the child process."""
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     # Ctrl-C reaches all processes of a terminal; only the service handles it.
@@ -236,14 +250,15 @@ def _serve_one(connection: Connection, work: Work, memory_bytes: int) -> None:
     try:
         work.prepare()
         connection.send(Ready())
-        connection.send(_answer(work, connection.recv(), connection))
+        while True:
+            connection.send(_answer(work, connection.recv(), connection))
     except (EOFError, BrokenPipeError):
         return  # the service ended, or does not need the answer any more
     except Exception:
         connection.send(Crashed(traceback.format_exc()))
 
 
-def _answer(work: Work, task: Task, connection: Connection) -> Answered | Refused:
+def _answer(work: Work, task: Task, connection: Connection) -> Outcome:
     try:
         return Answered(work(task, _Reporter(connection)))
     except PlannerError as error:

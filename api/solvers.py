@@ -1,4 +1,8 @@
-"""The queue of solver processes: at most `concurrency` run and `queue_length` wait."""
+"""Runs tasks in solver processes: plans in one lane, predictions in another.
+
+Predictions are short: they have processes of their own, which stay for the next one,
+and never wait behind plans. A plan gets a fresh process.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from planner.api.documents import Answer
 from planner.api.errors import (
@@ -22,6 +27,7 @@ from planner.api.settings import Settings
 from planner.api.solver import (
     Answered,
     Crashed,
+    Outcome,
     Refused,
     Reported,
     SolverProcess,
@@ -33,187 +39,155 @@ from planner.errors import PlannerError
 logger = logging.getLogger("planner.api")
 
 ProgressHandler = Callable[[Reported], None]
+TASKS_PER_PROCESS = 1000
+"""A process of predictions is replaced after this many, which bounds its memory."""
 
 
-class Ticket:
-    """Handle of an admitted task, which cancels the task from any thread."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A task's place in the queue of a lane."""
 
-    def __init__(self, client: str = "") -> None:
-        self.client = client
-        self._lock = threading.Lock()
-        self._process: SolverProcess | None = None
-        self.cancelled = False
-        self.running = False
-        """Whether the task has started."""
-
-    def cancel(self) -> None:
-        """Stop the task; does nothing if the task has ended."""
-        with self._lock:
-            self.cancelled = True
-            if self._process is not None:
-                self._process.kill()
-
-    def attach(self, process: SolverProcess) -> None:
-        """Note the process that runs the task."""
-        with self._lock:
-            self._process = process
-            if self.cancelled:
-                process.kill()
-
-    def detach(self) -> None:
-        """Forget the process of the task."""
-        with self._lock:
-            self._process = None
+    turn: int = 0
+    """Tasks start in the order of their turns."""
+    client: str = ""
+    company: int | None = None
+    """Most tasks that may run at a time with this one, itself included; None: any number."""
 
 
-class Solvers:
-    """Runs tasks in processes. All async methods, and `admit`, belong to one event loop."""
+class Lane:
+    """A queue of tasks, of which `slots` run at a time. Belongs to one event loop."""
 
-    def __init__(self, work: Work, settings: Settings, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        work: Work,
+        settings: Settings,
+        metrics: Metrics,
+        *,
+        tasks_per_process: int,
+    ) -> None:
         self._work, self._settings, self._metrics = work, settings, metrics
-        self._slots = asyncio.Semaphore(settings.concurrency)
-        self._threads = ThreadPoolExecutor(
-            settings.concurrency, thread_name_prefix="solver"
-        )
-        self._admitted: set[Ticket] = set()
+        self._slots = settings.concurrency
+        self._tasks_per_process = tasks_per_process
+        self._threads = ThreadPoolExecutor(self._slots, thread_name_prefix="solver")
+        self._waiting: dict[asyncio.Future[None], Place] = {}
+        self._running: dict[asyncio.Future[None], Place] = {}
         self._lock = threading.Lock()
-        self._spares: list[SolverProcess] = []
+        self._idle: list[SolverProcess] = []
+        self._busy: set[SolverProcess] = set()
+        self._last_turn = 0
         self._stopping = False
-        self.running = 0
 
     @property
     def waiting(self) -> int:
-        """Number of admitted tasks that have not started."""
-        return len(self._admitted) - self.running
+        """Number of tasks that have not started."""
+        return len(self._waiting)
 
     @property
-    def has_capacity(self) -> bool:
-        """Whether another task may be admitted."""
-        return (
-            len(self._admitted)
-            < self._settings.concurrency + self._settings.queue_length
-        )
+    def running(self) -> int:
+        """Number of tasks that have started."""
+        return len(self._running)
 
-    def admit(self, client: str, *, beyond_limit: bool = False) -> Ticket:
-        """Add a task to the queue; the caller must then `run` the task.
+    def number_of(self, client: str) -> int:
+        """Number of waiting and running tasks of a client."""
+        places = (*self._waiting.values(), *self._running.values())
+        return sum(place.client == client for place in places)
 
-        Args:
-            client: whose share the task counts for; empty: nobody's.
-            beyond_limit: admit the task even if the queue is full.
-
-        Raises:
-            QueueFullError: the queue is full.
-            TooManyJobsError: the client has too many tasks.
-            NotReadyError: the service is stopping.
-        """
-        if self._stopping:
-            raise NotReadyError(
-                "the service is stopping.",
-                hint="try again in a moment.",
-                retry_after_seconds=1,
-            )
-        if not beyond_limit and not self.has_capacity:
-            raise self._full()
-        if client:
-            self._check_share(client)
-        ticket = Ticket(client)
-        self._admitted.add(ticket)
-        return ticket
-
-    def cancel(self, ticket: Ticket) -> None:
-        """Stop a task. A task that has not started leaves the queue at once."""
-        ticket.cancel()
-        if not ticket.running:
-            self._admitted.discard(ticket)
+    def next_turn(self, client: str) -> int:
+        """The turn after the client's last one, but none that has passed."""
+        places = self._waiting.values()
+        present = min((place.turn for place in places), default=self._last_turn)
+        own = (place.turn + 1 for place in places if place.client == client)
+        return max(present, max(own, default=0))
 
     async def run(
         self,
-        ticket: Ticket,
+        place: Place,
         make_task: Callable[[], Task | None],
         *,
         seconds: float,
-        on_progress: ProgressHandler,
+        on_progress: ProgressHandler = lambda report: None,
     ) -> Answer | None:
-        """Run an admitted task as soon as a process is free.
+        """Run a task when its turn comes. Cancelling the call kills the task's process.
 
         Args:
-            ticket: of the task.
-            make_task: is called in a thread when the task starts; None cancels the task.
+            place: of the task in the queue.
+            make_task: is called in a thread when the task starts; None: no task.
             seconds: time limit, without the time in the queue.
             on_progress: is called in the same thread.
 
         Returns:
-            The answer; None if the task was cancelled.
+            The answer; None if there was no task.
 
         Raises:
             PlannerError: the planner refused the task.
             SolverError: the process crashed, died or timed out.
+            NotReadyError: the service is stopping.
         """
+        if self._stopping:
+            raise _stopping()
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[None] = loop.create_future()
+        self._waiting[turn] = place
+        self._start_next()
         try:
-            async with self._slots:
-                if ticket.cancelled:
-                    return None
-                ticket.running = True
-                self.running += 1
-                try:
-                    loop = asyncio.get_running_loop()
-                    return await loop.run_in_executor(
-                        self._threads, self._do, ticket, make_task, seconds, on_progress
-                    )
-                finally:
-                    self.running -= 1
+            await turn
+            attempt = _Attempt()
+            done = loop.run_in_executor(
+                self._threads, self._do, attempt, make_task, seconds, on_progress
+            )
+            try:
+                return await asyncio.shield(done)
+            except asyncio.CancelledError:
+                attempt.cancel()
+                await asyncio.gather(done, return_exceptions=True)
+                raise
         finally:
-            self._admitted.discard(ticket)
+            self._waiting.pop(turn, None)
+            self._running.pop(turn, None)
+            self._start_next()
 
     def warm_up(self) -> None:
         """Start the idle processes that the settings ask for."""
         with self._lock:
-            while (
-                len(self._spares) < self._settings.spare_solvers and not self._stopping
-            ):
-                self._spares.append(
-                    SolverProcess(self._work, self._settings.max_solver_bytes)
-                )
+            wanted = 0 if self._stopping else self._settings.spare_solvers
+            while len(self._idle) < wanted:
+                self._idle.append(self._new_process())
 
     async def stop(self) -> None:
-        """Kill every process and wait for its thread; cancel waiting tasks."""
+        """Kill every process and wait for its thread; refuse waiting tasks."""
         with self._lock:
             self._stopping = True
-            spares, self._spares = self._spares, []
-        for spare in spares:
-            spare.close()
-        for ticket in tuple(self._admitted):
-            ticket.cancel()
+            idle, self._idle = self._idle, []
+            for process in self._busy:
+                process.kill()
+        for process in idle:
+            process.close()
+        for turn in tuple(self._waiting):
+            if not turn.done():
+                turn.set_exception(_stopping())
         await asyncio.to_thread(self._threads.shutdown)
 
-    def _check_share(self, client: str) -> None:
-        most = self._settings.max_jobs_per_client
-        own = sum(ticket.client == client for ticket in self._admitted)
-        if most and own >= most:
-            raise TooManyJobsError(
-                f"{client} has {own} queued or running jobs.",
-                hint="wait until one has finished, or cancel one: DELETE /v1/jobs/{id}.",
-                limits={"max_jobs_per_client": most},
-                retry_after_seconds=self._mean_seconds(),
-            )
+    def _start_next(self) -> None:
+        """Start waiting tasks in the order of their turns, as long as slots are free.
 
-    def _mean_seconds(self) -> int:
-        return max(1, math.ceil(self._metrics.solve_seconds.mean))
-
-    def _full(self) -> QueueFullError:
-        return QueueFullError(
-            f"{self.running} jobs are running and {self.waiting} are waiting.",
-            hint="try again later, or raise queue_length or concurrency of the service.",
-            limits={
-                "queue_length": self._settings.queue_length,
-                "concurrency": self._settings.concurrency,
-            },
-            retry_after_seconds=self._mean_seconds(),
-        )
+        A task that waits for less company holds back those after it, so that it does
+        not wait for ever.
+        """
+        ordered = sorted(self._waiting.items(), key=lambda item: item[1].turn)
+        for turn, place in ordered:
+            if turn.done():
+                continue
+            companies = [other.company for other in self._running.values()]
+            limits = [c for c in (place.company, *companies) if c is not None]
+            if self.running >= min([self._slots, *limits]):
+                return
+            self._last_turn = place.turn
+            self._running[turn] = self._waiting.pop(turn)
+            turn.set_result(None)
 
     def _do(
         self,
-        ticket: Ticket,
+        attempt: _Attempt,
         make_task: Callable[[], Task | None],
         seconds: float,
         on_progress: ProgressHandler,
@@ -222,50 +196,164 @@ class Solvers:
         if task is None:
             return None
         started = time.monotonic()
-        process = self._process()
+        process = self._take_process()
+        outcome: Outcome | None = None
         try:
-            ticket.attach(process)
-            process.send(task)
-            return self._follow(process, seconds, ticket, on_progress)
-        finally:
-            ticket.detach()
-            process.close()
-            self._metrics.solve_seconds.observe(time.monotonic() - started)
-            self.warm_up()
-
-    def _process(self) -> SolverProcess:
-        with self._lock:
-            spare = self._spares.pop() if self._spares else None
-        if spare is not None and spare.alive:
-            return spare
-        if spare is not None:
-            spare.close()
-        return SolverProcess(self._work, self._settings.max_solver_bytes)
-
-    def _follow(
-        self,
-        process: SolverProcess,
-        seconds: float,
-        ticket: Ticket,
-        on_progress: ProgressHandler,
-    ) -> Answer | None:
-        try:
-            for message in process.messages(seconds):
-                match message:
-                    case Reported():
-                        on_progress(message)
-                    case Answered(answer):
-                        return answer
-                    case Refused(error):
-                        raise error
-                    case Crashed(trace):
-                        logger.error("solver crashed:\n%s", trace)
-                        raise _crashed()
+            attempt.attach(process)
+            outcome = process.run(task, seconds, on_progress)
+            return self._answer_of(outcome, process)
         except TimeoutError:
             raise _timed_out(seconds) from None
-        if ticket.cancelled:
-            return None
+        finally:
+            self._metrics.solve_seconds.observe(time.monotonic() - started)
+            attempt.attach(None)
+            self._give_back(process, healthy=_is_healthy(outcome))
+
+    def _answer_of(self, outcome: Outcome | None, process: SolverProcess) -> Answer:
+        match outcome:
+            case Answered(answer):
+                return answer
+            case Refused(error):
+                raise error
+            case Crashed(trace):
+                logger.error("solver crashed:\n%s", trace)
+                raise _crashed()
+        if self._stopping:
+            raise _stopping()
         raise _died(process.exit_code)
+
+    def _new_process(self) -> SolverProcess:
+        return SolverProcess(self._work, self._settings.max_solver_bytes)
+
+    def _take_process(self) -> SolverProcess:
+        with self._lock:
+            if self._stopping:
+                raise _stopping()
+            process = self._idle.pop() if self._idle else None
+            if process is not None and not process.alive:
+                process.close()
+                process = None
+            process = process or self._new_process()
+            self._busy.add(process)
+            return process
+
+    def _give_back(self, process: SolverProcess, *, healthy: bool) -> None:
+        with self._lock:
+            self._busy.remove(process)
+            fresh = process.tasks < self._tasks_per_process
+            wanted = len(self._idle) < self._slots and not self._stopping
+            if healthy and fresh and wanted:
+                self._idle.append(process)
+                return
+        process.close()
+        self.warm_up()
+
+
+class Solvers:
+    """The two lanes. All async methods belong to one event loop."""
+
+    def __init__(self, work: Work, settings: Settings, metrics: Metrics) -> None:
+        self._settings, self._metrics = settings, metrics
+        self.plans = Lane(work, settings, metrics, tasks_per_process=1)
+        self.predictions = Lane(
+            work, settings, metrics, tasks_per_process=TASKS_PER_PROCESS
+        )
+
+    async def predict(self, make_task: Callable[[], Task], client: str) -> Answer:
+        """Run a prediction when the client's turn comes. Cancelling the call ends it.
+
+        Raises:
+            QueueFullError: too many predictions are waiting.
+            TooManyJobsError: the client has too many predictions.
+            NotReadyError: the service is stopping.
+            PlannerError: the planner refused the prediction, or its process failed.
+        """
+        lane = self.predictions
+        free = self._settings.concurrency - lane.running
+        self.check_capacity(lane.waiting, lane.running, free)
+        self.check_share(client, lane.number_of(client))
+        answer = await lane.run(
+            Place(lane.next_turn(client), client),
+            make_task,
+            seconds=self._settings.max_solver_seconds,
+        )
+        assert answer is not None
+        return answer
+
+    def check_capacity(self, waiting: int, running: int, free: int) -> None:
+        """Raise `QueueFullError` if no more tasks may wait, besides `free` ones."""
+        settings = self._settings
+        if waiting < settings.queue_length + free:
+            return
+        raise QueueFullError(
+            f"{running} jobs are running and {waiting} are waiting.",
+            hint="try again later, or raise queue_length or concurrency of the service.",
+            limits={
+                "queue_length": settings.queue_length,
+                "concurrency": settings.concurrency,
+            },
+            retry_after_seconds=self._mean_seconds(),
+        )
+
+    def check_share(self, client: str, own: int) -> None:
+        """Raise `TooManyJobsError` if the client has as many tasks as it may have."""
+        most = self._settings.max_jobs_per_client
+        if most and client and own >= most:
+            raise TooManyJobsError(
+                f"{client} has {own} queued or running jobs.",
+                hint="wait until one has finished, or cancel one: DELETE /v1/jobs/{id}.",
+                limits={"max_jobs_per_client": most},
+                retry_after_seconds=self._mean_seconds(),
+            )
+
+    def warm_up(self, *, plans: bool) -> None:
+        """Start the idle processes that the settings ask for; `plans`: for plans too."""
+        if plans:
+            self.plans.warm_up()
+        self.predictions.warm_up()
+
+    async def stop(self) -> None:
+        """Kill every process, and refuse waiting tasks."""
+        await asyncio.gather(self.plans.stop(), self.predictions.stop())
+
+    def _mean_seconds(self) -> int:
+        return max(1, math.ceil(self._metrics.solve_seconds.mean))
+
+
+class _Attempt:
+    """Lets the event loop kill the process that a thread waits for."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: SolverProcess | None = None
+        self._cancelled = False
+
+    def attach(self, process: SolverProcess | None) -> None:
+        with self._lock:
+            self._process = process
+            if process is not None and self._cancelled:
+                process.kill()
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._cancelled = True
+            if self._process is not None:
+                self._process.kill()
+
+
+def _is_healthy(outcome: Outcome | None) -> bool:
+    """Whether the process of this outcome may get another task."""
+    if isinstance(outcome, Refused):
+        return not isinstance(outcome.error, SolverError)
+    return isinstance(outcome, Answered)
+
+
+def _stopping() -> NotReadyError:
+    return NotReadyError(
+        "the service is stopping.",
+        hint="try again in a moment.",
+        retry_after_seconds=1,
+    )
 
 
 def _crashed() -> PlannerError:

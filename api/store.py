@@ -1,57 +1,42 @@
-"""Profiles, plans, jobs, events and measured runs in one SQLite file.
-
-The file is in WAL mode; ``VACUUM INTO`` makes a backup. A service locks the file while it
-runs. A job that is `running` when the service starts therefore belongs to a dead process
-and is queued again.
+"""Profiles, plans, jobs, events and measured runs in a database.
 
 The status of a job changes by compare-and-set: the first of solver, client and shutdown
-to finish a job decides its status.
+to finish a job decides its status. Every attempt has a random id, so that a process that
+has lost its job to another one cannot change it any more.
 """
 
 from __future__ import annotations
 
-import fcntl
-import sqlite3
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Executable,
+    Row,
+    Select,
+    delete,
+    func,
+    literal,
+    select,
+    text,
+    update,
+)
+from sqlalchemy.dialects import postgresql, sqlite
+
+from planner.api.database import Database
 from planner.api.documents import FINISHED, JobStatus
-from planner.errors import DocumentError, RunError
+from planner.api.tables import ACTIVE, events, jobs, measurements, plans, profiles
 
-SCHEMA_VERSION = 1
 LARGEST_INTEGER = 2**63 - 1
-"""Largest integer of SQLite."""
-SCHEMA = """
-CREATE TABLE schema_version (version INTEGER NOT NULL);
-CREATE TABLE profiles (
-    id TEXT PRIMARY KEY, document TEXT NOT NULL, created_at TEXT NOT NULL
-);
-CREATE TABLE plans (
-    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, profile_id TEXT NOT NULL,
-    status TEXT NOT NULL, model TEXT NOT NULL, devices INTEGER NOT NULL, step_seconds REAL,
-    final INTEGER NOT NULL, document TEXT NOT NULL, created_at TEXT NOT NULL
-);
-CREATE TABLE jobs (
-    id TEXT PRIMARY KEY, plan_id TEXT NOT NULL, profile_id TEXT NOT NULL, request TEXT NOT NULL,
-    status TEXT NOT NULL, attempts INTEGER NOT NULL DEFAULT 0, progress TEXT, problem TEXT,
-    created_at TEXT NOT NULL, started_at TEXT, finished_at TEXT
-);
-CREATE UNIQUE INDEX one_active_job_per_plan ON jobs (plan_id) WHERE status IN ('queued', 'running');
-CREATE TABLE events (
-    job_id TEXT NOT NULL REFERENCES jobs (id), number INTEGER NOT NULL, name TEXT NOT NULL, data TEXT NOT NULL,
-    PRIMARY KEY (job_id, number)
-) WITHOUT ROWID;
-CREATE TABLE measurements (
-    id INTEGER PRIMARY KEY AUTOINCREMENT, plan_id TEXT NOT NULL REFERENCES plans (id), document TEXT NOT NULL,
-    created_at TEXT NOT NULL
-);
-CREATE INDEX measurements_of_plan ON measurements (plan_id);
-"""
+"""Largest integer of both databases."""
+CHANNEL = "planner_jobs"
+"""PostgreSQL notifies this channel of events: job id, space, name of the event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +66,23 @@ class JobRow:
     request: str
     status: JobStatus
     attempts: int
+    """How often the job has started."""
     progress: str | None
     problem: str | None
     created_at: str
     started_at: str | None
     finished_at: str | None
+    client: str
+    """Who requested the job first."""
+    turn: int
+    """Queued jobs start in the order of their turns: one of each client per turn."""
+    attempt: str | None
+    """Random id of the attempt that runs."""
+    deaths: int
+    """How many processes died while they ran this job alone."""
+    company: int | None
+    """Most jobs that one process may run at a time with this one, itself included,
+    because a process died that ran twice as many; None: any number."""
 
     @property
     def finished(self) -> bool:
@@ -113,6 +110,15 @@ class MeasurementRow:
 
 
 @dataclass(frozen=True, slots=True)
+class JobCounts:
+    """Numbers of unfinished jobs."""
+
+    queued: int
+    running: int
+    of_client: int
+
+
+@dataclass(frozen=True, slots=True)
 class Swept:
     """Numbers of deleted rows."""
 
@@ -121,147 +127,211 @@ class Swept:
     jobs: int
 
 
-PLAN_COLUMNS = tuple(field.name for field in fields(PlanRow) if field.name != "number")
-
-
-Row = TypeVar("Row", PlanRow, JobRow, EventRow, MeasurementRow)
+PLAN_FIELDS = tuple(field.name for field in fields(PlanRow))
+JOB_FIELDS = tuple(field.name for field in fields(JobRow))
+SELECT_PLANS = select(*(plans.c[name] for name in PLAN_FIELDS))
+SELECT_JOBS = select(*(jobs.c[name] for name in JOB_FIELDS))
+SELECT_MEASUREMENTS = select(
+    measurements.c.id,
+    measurements.c.plan_id,
+    measurements.c.document,
+    measurements.c.created_at,
+)
+ACTIVE_JOB = jobs.c.status.in_(ACTIVE)
 
 
 class Store:
-    """The database. Thread-safe: one connection, one lock, one transaction per method."""
+    """The database of the service. Thread-safe: one transaction per method.
 
-    def __init__(self, path: Path) -> None:
-        self._lock = threading.RLock()
-        self._owner = _own(path)
-        try:
-            self._connection = sqlite3.connect(
-                path, isolation_level=None, check_same_thread=False, timeout=10
-            )
-        except sqlite3.Error as error:
-            self._owner.close()
-            raise _unusable(path, error) from None
-        try:
-            self._prepare(path)
-        except sqlite3.Error as error:
-            self.close()
-            raise _unusable(path, error) from None
+    Every method raises `planner.api.database.StoreError` while the database fails.
+
+    Args:
+        place: path of a SQLite file, or ``postgresql://`` URL.
+
+    Raises:
+        DocumentError: it is not a usable database, or a newer planner wrote it.
+        RunError: another service uses the SQLite file.
+    """
+
+    def __init__(self, place: Path | str) -> None:
+        self._database = Database(place)
+        self.on_event: Callable[[str, str], None] = lambda job_id, name: None
+        """Called after each event of a job in a SQLite file; PostgreSQL notifies."""
 
     def close(self) -> None:
-        """Close and unlock the file."""
-        with self._lock:
-            self._connection.close()
-            self._owner.close()
+        """Close and unlock the database."""
+        self._database.close()
 
     def check_writable(self) -> None:
-        """Raise `sqlite3.Error` if the database cannot be written."""
-        with self._transaction():
-            self._run("UPDATE schema_version SET version = version")
+        """Raise `StoreError` if the database cannot be written."""
+        with self._database.write() as connection:
+            connection.execute(
+                text("UPDATE alembic_version SET version_num = version_num")
+            )
 
     # Profiles
 
     def add_profile(self, profile_id: str, document: str) -> bool:
         """Store a profile; False if it is stored already."""
-        sql = "INSERT INTO profiles VALUES (?, ?, ?) ON CONFLICT DO NOTHING"
-        with self._transaction():
-            return self._run(sql, profile_id, document, now()).rowcount > 0
+        with self._database.write() as connection:
+            row = {"id": profile_id, "document": document, "created_at": now()}
+            inserted = connection.execute(
+                _insert(connection, profiles).values(row).on_conflict_do_nothing()
+            )
+            return inserted.rowcount > 0
 
     def touch_profile(self, profile_id: str) -> bool:
         """Whether the profile is stored; renews its age, so that no sweep deletes it now."""
-        with self._transaction():
-            return (
-                self._run(
-                    "UPDATE profiles SET created_at = ? WHERE id = ?", now(), profile_id
-                ).rowcount
-                > 0
-            )
+        with self._database.write() as connection:
+            touch = update(profiles).where(profiles.c.id == profile_id)
+            return _changes(connection, touch.values(created_at=now())) > 0
 
     def profile(self, profile_id: str) -> str | None:
         """JSON of a profile."""
-        return self._text("SELECT document FROM profiles WHERE id = ?", profile_id)
+        found = self._first(
+            select(profiles.c.document).where(profiles.c.id == _id(profile_id))
+        )
+        return found[0] if found else None
 
     # Plans
 
     def plan(self, plan_id: str) -> tuple[PlanRow, str] | None:
         """A result and its JSON."""
-        rows = self._rows(PlanRow, "FROM plans WHERE id = ?", plan_id)
-        if not rows:
-            return None
-        document = self._text("SELECT document FROM plans WHERE id = ?", plan_id)
-        assert document is not None
-        return rows[0], document
+        query = SELECT_PLANS.add_columns(plans.c.document)
+        found = self._first(query.where(plans.c.id == _id(plan_id)))
+        return (PlanRow(*found[:-1]), found[-1]) if found else None
 
     def plans(self, *, before: int | None, limit: int) -> list[PlanRow]:
         """Results, newest first, older than number `before`."""
-        newest = LARGEST_INTEGER if before is None else before
-        return self._rows(
-            PlanRow,
-            "FROM plans WHERE number < ? ORDER BY number DESC LIMIT ?",
-            newest,
-            limit,
-        )
+        query = SELECT_PLANS.order_by(plans.c.number.desc()).limit(limit)
+        if before is not None:
+            query = query.where(plans.c.number < before)
+        return [PlanRow(*row) for row in self._all(query)]
 
     # Jobs
 
     def add_job(
-        self, job_id: str, *, plan_id: str, profile_id: str, request: str
-    ) -> None:
-        """Queue a job. The caller has checked that the plan has no active job."""
-        sql = "INSERT INTO jobs (id, plan_id, profile_id, request, status, created_at) VALUES (?, ?, ?, ?, 'queued', ?)"
-        with self._transaction():
-            self._run(sql, job_id, plan_id, profile_id, request, now())
-            self._add_event(job_id, "queued", "{}")
+        self,
+        job_id: str,
+        *,
+        plan_id: str,
+        profile_id: str,
+        request: str,
+        client: str = "",
+        admit: Callable[[JobCounts], None] = lambda counts: None,
+        enqueue: Callable[[Connection, JobRow], None] = lambda connection, job: None,
+    ) -> JobRow:
+        """Queue a job, or return the active job of the plan.
+
+        Args:
+            job_id: of the new job.
+            plan_id: of its result.
+            profile_id: of its profile.
+            request: JSON.
+            client: who requests it.
+            admit: raises an error if there are too many jobs.
+            enqueue: adds the job to a queue in the same database and transaction.
+        """
+        while True:
+            with self._change() as change:
+                active = change.job(jobs.c.plan_id == plan_id, ACTIVE_JOB)
+                if active is not None:
+                    return active
+                admit(_counts(change.connection, client))
+                row = {
+                    "id": job_id,
+                    "plan_id": plan_id,
+                    "profile_id": profile_id,
+                    "request": request,
+                    "status": "queued",
+                    "created_at": now(),
+                    "client": client,
+                    "turn": _next_turn(change.connection, client),
+                }
+                insert = _insert(change.connection, jobs).values(row)
+                # Another replica may queue the same plan at this moment; then join it.
+                if _changes(change.connection, insert.on_conflict_do_nothing()):
+                    change.add_event(job_id, "queued", "{}")
+                    added = change.job(jobs.c.id == job_id)
+                    assert added is not None
+                    enqueue(change.connection, added)
+                    return added
 
     def job(self, job_id: str) -> JobRow | None:
         """A job."""
-        rows = self._rows(JobRow, "FROM jobs WHERE id = ?", job_id)
-        return rows[0] if rows else None
+        found = self._first(SELECT_JOBS.where(jobs.c.id == _id(job_id)))
+        return JobRow(*found) if found else None
 
     def active_job(self, plan_id: str) -> JobRow | None:
         """The queued or running job of a plan."""
-        rows = self._rows(
-            JobRow,
-            "FROM jobs WHERE plan_id = ? AND status IN ('queued', 'running')",
-            plan_id,
+        query = SELECT_JOBS.where(jobs.c.plan_id == plan_id, ACTIVE_JOB)
+        found = self._first(query)
+        return JobRow(*found) if found else None
+
+    def unfinished_jobs(self) -> list[JobRow]:
+        """Queued and running jobs, in the order in which they start."""
+        query = SELECT_JOBS.where(ACTIVE_JOB)
+        query = query.order_by(jobs.c.turn, jobs.c.created_at, jobs.c.id)
+        return [JobRow(*row) for row in self._all(query)]
+
+    def job_counts(self, client: str = "") -> JobCounts:
+        """Numbers of unfinished jobs, and of those of a client."""
+        with self._database.read() as connection:
+            return _counts(connection, client)
+
+    def start_job(self, job_id: str, attempt: str) -> JobRow | None:
+        """queued -> running; None if the job is not queued.
+
+        May be repeated with the same attempt, because a lost connection leaves open
+        whether the database has started it.
+        """
+        this_job = jobs.c.id == job_id
+        start = update(jobs).where(this_job, jobs.c.status == "queued")
+        start = start.values(
+            status="running",
+            attempt=attempt,
+            attempts=jobs.c.attempts + 1,
+            started_at=now(),
         )
-        return rows[0] if rows else None
+        with self._change() as change:
+            if _changes(change.connection, start):
+                change.add_event(job_id, "started", "{}")
+            runs = (jobs.c.status == "running") & (jobs.c.attempt == attempt)
+            return change.job(this_job, runs)
 
-    def start_job(self, job_id: str) -> bool:
-        """queued -> running; False if the job is not queued."""
-        sql = "UPDATE jobs SET status = 'running', attempts = attempts + 1, started_at = ? "
-        with self._transaction():
-            started = (
-                self._run(
-                    sql + "WHERE id = ? AND status = 'queued'", now(), job_id
-                ).rowcount
-                > 0
-            )
-            if started:
-                self._add_event(job_id, "started", "{}")
-            return started
-
-    def progress(self, job_id: str, event: str, progress: str) -> None:
-        """Store the progress of a running job."""
-        sql = "UPDATE jobs SET progress = ? WHERE id = ? AND status = 'running'"
-        with self._transaction():
-            if self._run(sql, progress, job_id).rowcount:
-                self._add_event(job_id, event, progress)
+    def progress(self, job: JobRow, event: str, progress: str) -> bool:
+        """Store the progress of a job; False if this attempt does not run any more."""
+        note = update(jobs).where(_this_attempt(job)).values(progress=progress)
+        with self._change() as change:
+            if not _changes(change.connection, note):
+                return False
+            change.add_event(job.id, event, progress)
+            return True
 
     def finish_with_result(self, job: JobRow, plan: PlanRow, document: str) -> bool:
-        """running -> succeeded or infeasible, with the result; False if the job has ended."""
-        with self._transaction():
-            if not self._finish(job.id, plan.status, None):
+        """running -> succeeded or infeasible, with the result.
+
+        False if this attempt does not run any more.
+        """
+        row = {name: getattr(plan, name) for name in PLAN_FIELDS if name != "number"}
+        row["document"] = document
+        with self._change() as change:
+            if not change.finish(plan.status, None, _this_attempt(job)):
                 return False
-            values = [getattr(plan, name) for name in PLAN_COLUMNS]
-            updates = ", ".join(
-                f"{name} = excluded.{name}" for name in (*PLAN_COLUMNS, "document")
-            )
-            self._run(
-                f"INSERT INTO plans ({', '.join(PLAN_COLUMNS)}, document) VALUES ({'?, ' * len(values)}?)"
-                f" ON CONFLICT (id) DO UPDATE SET {updates} WHERE NOT plans.final",
-                *values,
-                document,
+            insert = _insert(change.connection, plans).values(row)
+            change.connection.execute(
+                insert.on_conflict_do_update(
+                    index_elements=["id"],
+                    set_={name: insert.excluded[name] for name in row},
+                    where=~plans.c.final,
+                )
             )
             return True
+
+    def fail(self, job: JobRow, problem: str) -> bool:
+        """Fail a job; False if its status or attempt is another one by now."""
+        with self._change() as change:
+            return bool(change.finish("failed", problem, _this_attempt(job)))
 
     def finish(
         self,
@@ -270,83 +340,91 @@ class Store:
         problem: str | None = None,
     ) -> bool:
         """queued or running -> failed or cancelled; False if the job has ended."""
-        with self._transaction():
-            return self._finish(job_id, status, problem)
+        unfinished = (jobs.c.id == job_id) & ACTIVE_JOB
+        with self._change() as change:
+            return bool(change.finish(status, problem, unfinished))
 
-    def requeue(self, job_id: str, *, uncounted: bool = False) -> None:
-        """running -> queued, because the service stopped.
+    def requeue(self, job: JobRow) -> None:
+        """running -> queued, because its process stops."""
+        with self._change() as change:
+            change.requeue(_this_attempt(job))
+
+    def take_back(self, job_ids: Sequence[str] | None = None) -> list[JobRow]:
+        """running -> queued, because the process that ran these jobs has died.
+
+        A job that ran alone counts the death. Otherwise one of several may be the
+        reason: at most half of them run together from now on, until one is alone.
 
         Args:
-            job_id: of the job.
-            uncounted: do not count the attempt, because the stop was orderly.
-        """
-        sql = (
-            "UPDATE jobs SET status = 'queued', started_at = NULL, progress = NULL, attempts = attempts - ? "
-            "WHERE id = ? AND status = 'running'"
-        )
-        with self._transaction():
-            if self._run(sql, int(uncounted), job_id).rowcount:
-                self._add_event(job_id, "queued", "{}")
+            job_ids: of all jobs of the process; None: all jobs.
 
-    def unfinished_jobs(self) -> list[JobRow]:
-        """Queued and running jobs, oldest first."""
-        return self._rows(
-            JobRow,
-            "FROM jobs WHERE status IN ('queued', 'running') ORDER BY created_at, rowid",
-        )
+        Returns:
+            The jobs that were running.
+        """
+        running = jobs.c.status == "running"
+        if job_ids is not None:
+            running &= jobs.c.id.in_(job_ids)
+        with self._change() as change:
+            query = SELECT_JOBS.where(running).with_for_update()
+            found = [JobRow(*row) for row in change.connection.execute(query)]
+            half = max(1, len(found) // 2)
+            alone = len(found) == 1
+            for job in found:
+                change.requeue(
+                    jobs.c.id == job.id,
+                    company=min(half, job.company or half),
+                    deaths=job.deaths + alone,
+                )
+        return found
 
     def events(self, job_id: str, *, after: int) -> list[EventRow]:
         """Events of a job after number `after`."""
-        return self._rows(
-            EventRow,
-            "FROM events WHERE job_id = ? AND number > ? ORDER BY number",
-            job_id,
-            after,
-        )
+        query = select(events.c.number, events.c.name, events.c.data)
+        query = query.where(events.c.job_id == job_id, events.c.number > after)
+        return [EventRow(*row) for row in self._all(query.order_by(events.c.number))]
 
     # Measured runs
 
     def add_measurement(self, plan_id: str, document: str) -> MeasurementRow:
         """Store a measured run."""
-        created_at = now()
-        with self._transaction():
-            sql = "INSERT INTO measurements (plan_id, document, created_at) VALUES (?, ?, ?)"
-            number = self._run(sql, plan_id, document, created_at).lastrowid
-        assert number is not None
-        return MeasurementRow(number, plan_id, document, created_at)
+        row = {"plan_id": plan_id, "document": document, "created_at": now()}
+        with self._database.write() as connection:
+            insert = _insert(connection, measurements).values(row)
+            number = connection.scalar(insert.returning(measurements.c.id))
+        return MeasurementRow(number, **row)
 
     def measurement(self, plan_id: str, number: int) -> MeasurementRow | None:
         """A measured run of a plan."""
-        rows = self._rows(
-            MeasurementRow,
-            "FROM measurements WHERE plan_id = ? AND id = ?",
-            plan_id,
-            number,
+        found = self._first(
+            SELECT_MEASUREMENTS.where(
+                measurements.c.plan_id == plan_id, measurements.c.id == number
+            )
         )
-        return rows[0] if rows else None
+        return MeasurementRow(*found) if found else None
 
     def measurements(self, plan_id: str) -> list[MeasurementRow]:
         """Measured runs of a plan, newest first."""
-        return self._rows(
-            MeasurementRow,
-            "FROM measurements WHERE plan_id = ? ORDER BY id DESC",
-            plan_id,
-        )
+        query = SELECT_MEASUREMENTS.where(measurements.c.plan_id == plan_id)
+        rows = self._all(query.order_by(measurements.c.id.desc()))
+        return [MeasurementRow(*row) for row in rows]
 
     def measured_plans(self) -> Iterator[tuple[int, str, str]]:
         """Number, plan document and run document of every measured run, oldest first."""
-        columns = "SELECT measurements.id, plans.document, measurements.document FROM measurements"
-        yield from self._run(
-            f"{columns} JOIN plans ON plans.id = measurements.plan_id ORDER BY measurements.id"
-        )
+        query = select(measurements.c.id, plans.c.document, measurements.c.document)
+        query = query.join_from(measurements, plans).order_by(measurements.c.id)
+        for row in self._all(query):
+            number, plan, run = row
+            yield number, plan, run
 
     # Deletion
 
     def delete_plan(self, plan_id: str) -> bool:
         """Delete a plan with its measured runs and finished jobs; False if there is none."""
-        with self._transaction():
-            self._run("DELETE FROM measurements WHERE plan_id = ?", plan_id)
-            return self._delete_plans("id = ?", plan_id) > 0
+        with self._database.write() as connection:
+            connection.execute(
+                delete(measurements).where(measurements.c.plan_id == plan_id)
+            )
+            return _delete_plans(connection, plans.c.id == plan_id) > 0
 
     def sweep(self, *, plans_before: str | None, jobs_before: str | None) -> Swept:
         """Delete old rows.
@@ -356,100 +434,95 @@ class Store:
                 without plans and active jobs, are deleted; None: never.
             jobs_before: time before which finished jobs are deleted; None: never.
         """
-        plans = profiles = jobs = 0
-        with self._transaction():
+        deleted = Swept(0, 0, 0)
+        with self._database.write() as connection:
             if plans_before is not None:
-                unmeasured = "id NOT IN (SELECT plan_id FROM measurements)"
-                plans = self._delete_plans(
-                    f"created_at < ? AND {unmeasured}", plans_before
+                unmeasured = plans.c.id.not_in(select(measurements.c.plan_id))
+                old_plans = (plans.c.created_at < plans_before) & unmeasured
+                of_plans = _delete_plans(connection, old_plans)
+                old_profiles = delete(profiles).where(
+                    profiles.c.created_at < plans_before,
+                    profiles.c.id.not_in(select(plans.c.profile_id)),
+                    profiles.c.id.not_in(select(jobs.c.profile_id).where(ACTIVE_JOB)),
                 )
-                active = (
-                    "SELECT profile_id FROM jobs WHERE status IN ('queued', 'running')"
-                )
-                needed = f"SELECT profile_id FROM plans UNION {active}"
-                sql = f"DELETE FROM profiles WHERE created_at < ? AND id NOT IN ({needed})"
-                profiles = self._run(sql, plans_before).rowcount
+                deleted = Swept(of_plans, _changes(connection, old_profiles), 0)
             if jobs_before is not None:
-                jobs = self._delete_jobs("finished_at < ?", jobs_before)
-        return Swept(plans, profiles, jobs)
+                old_jobs = _delete_jobs(connection, jobs.c.finished_at < jobs_before)
+                deleted = Swept(deleted.plans, deleted.profiles, old_jobs)
+        return deleted
 
     # Private
 
-    def _delete_plans(self, condition: str, value: str) -> int:
-        """Delete plans with their finished jobs; an active job stores its plan again."""
-        self._delete_jobs(
-            f"finished_at IS NOT NULL AND plan_id IN (SELECT id FROM plans WHERE {condition})",
-            value,
-        )
-        return self._run(f"DELETE FROM plans WHERE {condition}", value).rowcount
+    def _first(self, query: Select[*tuple[Any, ...]]) -> Row[*tuple[Any, ...]] | None:
+        with self._database.read() as connection:
+            return connection.execute(query).first()
 
-    def _delete_jobs(self, condition: str, value: str) -> int:
-        """Delete jobs with their events."""
-        self._run(
-            f"DELETE FROM events WHERE job_id IN (SELECT id FROM jobs WHERE {condition})",
-            value,
-        )
-        return self._run(f"DELETE FROM jobs WHERE {condition}", value).rowcount
-
-    def _prepare(self, path: Path) -> None:
-        self._run("PRAGMA journal_mode = WAL")
-        self._run("PRAGMA synchronous = NORMAL")
-        self._run("PRAGMA foreign_keys = ON")
-        if not self._text(
-            "SELECT name FROM sqlite_master WHERE name = 'schema_version'"
-        ):
-            self._connection.executescript(
-                f"BEGIN; {SCHEMA} INSERT INTO schema_version VALUES ({SCHEMA_VERSION}); COMMIT;"
-            )
-        version = self._run("SELECT version FROM schema_version").fetchone()[0]
-        if version != SCHEMA_VERSION:
-            self.close()
-            raise DocumentError(
-                f"has schema version {version}, but this planner needs {SCHEMA_VERSION}.",
-                field=str(path),
-                hint="use the planner that wrote the file, or give another path.",
-            )
-
-    def _finish(self, job_id: str, status: str, problem: str | None) -> bool:
-        sql = "UPDATE jobs SET status = ?, problem = ?, finished_at = ? WHERE id = ? AND status IN ('queued', 'running')"
-        if not self._run(sql, status, problem, now(), job_id).rowcount:
-            return False
-        self._add_event(job_id, "done", f'{{"status":"{status}"}}')
-        return True
-
-    def _add_event(self, job_id: str, name: str, data: str) -> None:
-        sql = "INSERT INTO events SELECT ?, 1 + coalesce(max(number), 0), ?, ? FROM events WHERE job_id = ?"
-        self._run(sql, job_id, name, data, job_id)
-
-    def _rows(self, kind: type[Row], sql: str, *values: Any) -> list[Row]:
-        columns = ", ".join(field.name for field in fields(kind))
-        with self._lock:
-            return [
-                kind(*row)
-                for row in self._run(f"SELECT {columns} {sql}", *values).fetchall()
-            ]
-
-    def _text(self, sql: str, *values: Any) -> str | None:
-        with self._lock:
-            row: Sequence[str] | None = self._run(sql, *values).fetchone()
-        return row[0] if row else None
-
-    def _run(self, sql: str, *values: Any) -> sqlite3.Cursor:
-        with self._lock:
-            return self._connection.execute(sql, values)
+    def _all(self, query: Select[*tuple[Any, ...]]) -> Sequence[Row[*tuple[Any, ...]]]:
+        with self._database.read() as connection:
+            return connection.execute(query).all()
 
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        with self._lock:
-            self._run("BEGIN IMMEDIATE")
-            try:
-                yield
-                self._run("COMMIT")
-            except BaseException:
-                # On a full disk SQLite has rolled back already.
-                if self._connection.in_transaction:
-                    self._run("ROLLBACK")
-                raise
+    def _change(self) -> Iterator[_Change]:
+        """A transaction that changes jobs, and wakes who waits for their events."""
+        with self._database.write() as connection:
+            change = _Change(connection)
+            yield change
+            if self._database.shared:
+                change.notify()
+        if not self._database.shared:
+            for job_id, name in change.events:
+                self.on_event(job_id, name)
+
+
+class _Change:
+    """Changes of jobs in one transaction."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.events: list[tuple[str, str]] = []
+
+    def job(self, *conditions: ColumnElement[bool]) -> JobRow | None:
+        """The job that meets the conditions."""
+        found = self.connection.execute(SELECT_JOBS.where(*conditions)).first()
+        return JobRow(*found) if found else None
+
+    def finish(
+        self, status: str, problem: str | None, condition: ColumnElement[bool]
+    ) -> int:
+        """Finish the job that meets the condition; the number of changed rows."""
+        finish = update(jobs).where(condition).returning(jobs.c.id)
+        finish = finish.values(status=status, problem=problem, finished_at=now())
+        ids = self.connection.scalars(finish).all()
+        for job_id in ids:
+            self.add_event(job_id, "done", f'{{"status":"{status}"}}')
+        return len(ids)
+
+    def requeue(self, condition: ColumnElement[bool], **values: Any) -> None:
+        """Queue the job that meets the condition again."""
+        again = update(jobs).where(condition).returning(jobs.c.id)
+        again = again.values(
+            status="queued", attempt=None, started_at=None, progress=None, **values
+        )
+        for job_id in self.connection.scalars(again).all():
+            self.add_event(job_id, "queued", "{}")
+
+    def add_event(self, job_id: str, name: str, data: str) -> None:
+        """Number an event; its job's row is locked, so that no other gets the number."""
+        number = select(
+            literal(job_id),
+            1 + func.coalesce(func.max(events.c.number), 0),
+            literal(name),
+            literal(data),
+        ).where(events.c.job_id == job_id)
+        columns = ["job_id", "number", "name", "data"]
+        insert = _insert(self.connection, events)
+        self.connection.execute(insert.from_select(columns, number))
+        self.events.append((job_id, name))
+
+    def notify(self) -> None:
+        """Let PostgreSQL notify all processes at the end of the transaction."""
+        for job_id, name in self.events:
+            self.connection.execute(select(func.pg_notify(CHANNEL, f"{job_id} {name}")))
 
 
 def now() -> str:
@@ -463,32 +536,70 @@ def days_ago(days: float) -> str:
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def _unusable(path: Path, error: sqlite3.Error) -> DocumentError:
-    return DocumentError(
-        f"is not a usable database: {error}.",
-        field=str(path),
-        hint="give another path, or restore the file.",
+def _id(value: str) -> str:
+    """An id from a client; PostgreSQL refuses the character that no id has."""
+    return value.replace("\0", " ")
+
+
+def _insert(connection: Connection, table: Any) -> Any:
+    """An INSERT that may say ON CONFLICT, which is not part of standard SQL."""
+    dialect = sqlite if connection.dialect.name == "sqlite" else postgresql
+    return dialect.insert(table)
+
+
+def _changes(connection: Connection, statement: Executable) -> int:
+    """Number of rows that a statement changes."""
+    return connection.execute(statement).rowcount
+
+
+def _this_attempt(job: JobRow) -> ColumnElement[bool]:
+    """The job has the same status, and nobody has started it again."""
+    return (
+        (jobs.c.id == job.id)
+        & (jobs.c.status == job.status)
+        & (jobs.c.attempt.is_not_distinct_from(job.attempt))
     )
 
 
-def _own(path: Path) -> Any:
-    """Lock ``<path>.lock``; the system unlocks it when the process ends."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = path.with_name(path.name + ".lock").open("w")
-    except OSError as error:
-        raise DocumentError(
-            f"cannot be written: {error.strerror}.",
-            field=str(path),
-            hint="give a path in a writable directory.",
-        ) from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock.close()
-        raise RunError(
-            "another service uses this database.",
-            field=str(path),
-            hint="stop it, or give another path.",
-        ) from None
-    return lock
+def _counts(connection: Connection, client: str) -> JobCounts:
+    def number(condition: ColumnElement[bool]) -> Any:
+        return func.count().filter(condition)
+
+    query = select(
+        number(jobs.c.status == "queued"),
+        number(jobs.c.status == "running"),
+        number(jobs.c.client == client),
+    ).where(ACTIVE_JOB)
+    return JobCounts(*connection.execute(query).one())
+
+
+def _next_turn(connection: Connection, client: str) -> int:
+    """The turn after the client's last one, but none that has passed.
+
+    Clients take turns: with ten jobs of one client in the queue, the first job of
+    another client is the second to start.
+    """
+    queued, running = jobs.c.status == "queued", jobs.c.status == "running"
+    query = select(
+        func.min(jobs.c.turn).filter(queued),
+        func.max(jobs.c.turn).filter(running),
+        func.max(jobs.c.turn).filter(jobs.c.client == client),
+    ).where(ACTIVE_JOB)
+    first_queued, last_running, last_own = connection.execute(query).one()
+    present = last_running if first_queued is None else first_queued
+    after_own = 0 if last_own is None else last_own + 1
+    return max(present or 0, after_own)
+
+
+def _delete_plans(connection: Connection, condition: ColumnElement[bool]) -> int:
+    """Delete plans with their finished jobs; an active job stores its plan again."""
+    of_plans = jobs.c.plan_id.in_(select(plans.c.id).where(condition))
+    _delete_jobs(connection, of_plans & jobs.c.finished_at.is_not(None))
+    return _changes(connection, delete(plans).where(condition))
+
+
+def _delete_jobs(connection: Connection, condition: ColumnElement[bool]) -> int:
+    """Delete jobs with their events."""
+    ids = select(jobs.c.id).where(condition)
+    connection.execute(delete(events).where(events.c.job_id.in_(ids)))
+    return _changes(connection, delete(jobs).where(condition))

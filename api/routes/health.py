@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import sqlite3
 
 from fastapi import APIRouter, Response
 
+from planner.api.database import StoreError
 from planner.api.dependencies import Services, ServicesDependency
 from planner.api.documents import Health, Readiness
 from planner.api.errors import NotReadyError
@@ -24,18 +24,11 @@ async def get_health() -> Health:
 
 @router.get("/readyz")
 def get_readiness(parts: ServicesDependency) -> Readiness:
-    """Return 200 if the database, the search and the queue are available, else 503."""
+    """Return 200 if the database and the search are available, else 503."""
     _check_store(parts)
     _check_search()
-    waiting = parts.solvers.waiting
-    if not parts.solvers.has_capacity:
-        raise NotReadyError(
-            f"{waiting} jobs are waiting.",
-            hint="try again later, or use another replica.",
-            limits={"queue_length": parts.settings.queue_length},
-            retry_after_seconds=1,
-        )
-    return Readiness(queue_length=waiting, running=parts.solvers.running)
+    counts = parts.jobs.counts()
+    return Readiness(queue_length=counts.queued, running=counts.running)
 
 
 @router.get(
@@ -45,21 +38,26 @@ def get_readiness(parts: ServicesDependency) -> Readiness:
 )
 def get_metrics(parts: ServicesDependency) -> Response:
     """Return the metrics in Prometheus' text format."""
-    text = parts.metrics.text(
-        queue_length=parts.solvers.waiting, running=parts.solvers.running
-    )
+    counts = parts.jobs.counts()
+    text = parts.metrics.text(queue_length=counts.queued, running=counts.running)
     return Response(text, media_type=MEDIA_TYPE)
 
 
 def _check_store(parts: Services) -> None:
     try:
         parts.store.check_writable()
-    except sqlite3.Error as error:
+    except StoreError as error:
         raise NotReadyError(
-            f"the database cannot be written: {error}.",
-            hint="check its disk.",
+            f"the database cannot be written: {error.orig}.",
+            hint="check its disk, or its server.",
             retry_after_seconds=10,
         ) from None
+    if parts.jobs.unstored:
+        raise NotReadyError(
+            f"the database does not accept the results of {parts.jobs.unstored} jobs.",
+            hint="check its disk, or its server; the service keeps trying.",
+            retry_after_seconds=10,
+        )
 
 
 def _check_search() -> None:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from planner.api.documents import Answer
-from planner.api.solver import PlanTask, Task
+from planner.api.solver import PlanTask, PredictTask, Search, Task
 from planner.errors import MismatchError
 from planner.spec import Infeasible, Layout, ModelProfile, Plan, PlanRequest, Prediction
 from planner.spec.plan import (
@@ -264,3 +264,26 @@ class Hungry(Instant):
     def __call__(self, task: Task, report: Callable[[Any], None]) -> Answer:
         """No answer: more than any limit that tests set."""
         return bytearray(1 << 42)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Predicting(Gated):
+    """Predicts at once, but plans only when `gate` exists."""
+
+    def __call__(self, task: Task, report: Callable[[Any], None]) -> Answer:
+        """The prediction of the search, or the plan on one rank."""
+        if isinstance(task, PredictTask):
+            return Search()(task, report)
+        return super().__call__(task, report)
+
+
+@dataclass(frozen=True)
+class Stuck(Instant):
+    """Never answers."""
+
+    def __call__(self, task: Task, report: Callable[[Any], None]) -> Answer:
+        """Nothing."""
+        with self.journal.open("a") as journal:
+            journal.write(f"{os.getpid()}\n")
+        while True:
+            time.sleep(1)

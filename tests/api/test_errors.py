@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from planner.api.documents import ProblemDocument
 from planner.api.settings import Settings
@@ -312,7 +313,7 @@ def test_an_unwritable_database_is_not_ready(
     """Health stays up; readiness says what is wrong."""
 
     def fail(store: object) -> None:
-        raise sqlite3.OperationalError("disk full")
+        raise OperationalError("", (), sqlite3.OperationalError("disk full"))
 
     with running(settings, Instant(journal)) as live:
         assert live.get("/readyz").json() == {

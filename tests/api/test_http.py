@@ -8,6 +8,8 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from sqlalchemy import event
+from sqlalchemy.exc import OperationalError
 
 from planner.api.documents import ProblemDocument
 from planner.api.hosts import is_own, names_of
@@ -275,7 +277,7 @@ def test_a_full_disk_is_reported_and_survived(
     """503 while nothing can be written, and the reason; afterwards the same request is solved."""
     with running(settings, Instant(journal)) as live:
         store: Store = live.server._app.state.services.store
-        store._run("PRAGMA max_page_count = 1")
+        limit_pages(store, 1)
         answer = live.plan(plan_body())
         assert (answer.status_code, code_of(answer), answer.headers["retry-after"]) == (
             503,
@@ -284,19 +286,54 @@ def test_a_full_disk_is_reported_and_survived(
         )
         assert "full" in answer.json()["detail"]
         assert live.get("/healthz").status_code == 200
-        store._run("PRAGMA max_page_count = 1000000")
+        limit_pages(store, 1_000_000)
         assert live.plan(plan_body()).status_code == 200
+
+
+def limit_pages(store: Store, pages: int) -> None:
+    """Make the disk full, or large again, for all connections from now on."""
+
+    def limit(connection: sqlite3.Connection, _: object) -> None:
+        connection.execute(f"PRAGMA max_page_count = {pages}")
+
+    engine = store._database._engine
+    event.listen(engine, "connect", limit)
+    engine.dispose()
+
+
+def test_a_full_disk_delays_results_until_there_is_space(
+    settings: Settings, journal: Path, tmp_path: Path
+) -> None:
+    """The job ends without a restart or another request; until then the service is not ready."""
+    with running(settings, Gated(journal, tmp_path / "gate")) as live:
+        store: Store = live.server._app.state.services.store
+        job = live.plan(plan_body(), wait=0).headers["location"]
+        until(lambda: live.get(job).json()["incumbent"] == 1.0)
+        limit_pages(store, 1)
+        (tmp_path / "gate").touch()
+        answer = until(lambda: not_ready(live))
+        assert "results of 1 jobs" in answer["detail"]
+        assert live.get(job).json()["status"] == "running"
+        limit_pages(store, 1_000_000)
+        until(lambda: live.get(job).json()["status"] == "succeeded")
+        assert not_ready(live) is None
+
+
+def not_ready(live: Live) -> dict[str, str] | None:
+    """Why the service is not ready."""
+    answer = live.get("/readyz")
+    return None if answer.status_code == 200 else answer.json()
 
 
 def full(*arguments: object) -> bool:
     """As a method of the store on a full disk."""
-    raise sqlite3.OperationalError("database or disk is full")
+    raise OperationalError("", (), sqlite3.OperationalError("disk is full"))
 
 
 def test_a_job_whose_end_could_not_be_stored_is_done_again(
     settings: Settings, journal: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is no trap for those who ask for the same plan: the next one who does has it solved."""
+    """It is no trap for those who ask for the same plan: the service stores it as soon as it can."""
     with running(settings, Instant(journal)) as live:
         with monkeypatch.context() as broken:
             broken.setattr(Store, "finish_with_result", full)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from planner.api.metrics import Metrics
 from planner.api.retention import sweep_regularly
@@ -61,7 +62,7 @@ def test_a_failed_sweep_is_tried_again(
 
     def fail(store: object, **limits: object) -> None:
         calls.append(limits)
-        raise sqlite3.OperationalError("disk full")
+        raise OperationalError("", (), sqlite3.OperationalError("disk full"))
 
     monkeypatch.setattr("planner.api.retention.SECONDS_BETWEEN_SWEEPS", 0.001)
     monkeypatch.setattr("planner.api.store.Store.sweep", fail)

@@ -10,8 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy.exc import IntegrityError
 
-from planner.api.store import JobRow, PlanRow, Store, Swept, days_ago
+from planner.api.database import NEWEST_VERSION
+from planner.api.store import JobCounts, JobRow, PlanRow, Store, Swept, days_ago
+from planner.api.tables import metadata
 from planner.errors import DocumentError, RunError
 
 
@@ -25,8 +30,12 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 def job_in(store: Store, plan_id: str = "p", job_id: str = "j") -> JobRow:
     """A queued job."""
-    store.add_job(job_id, plan_id=plan_id, profile_id="q", request="{}")
-    job = store.job(job_id)
+    return store.add_job(job_id, plan_id=plan_id, profile_id="q", request="{}")
+
+
+def started(store: Store, job_id: str = "j") -> JobRow:
+    """A queued job, started."""
+    job = store.start_job(job_id, f"attempt at {job_id}")
     assert job is not None
     return job
 
@@ -51,9 +60,9 @@ def plan_row(
 
 def test_a_job_goes_from_queued_to_succeeded(store: Store) -> None:
     """Each step is stored with its event, and the result with the last."""
-    job = job_in(store)
-    assert store.start_job("j")
-    store.progress("j", "incumbent", '{"incumbent_seconds": 1.0}')
+    job_in(store)
+    job = started(store)
+    assert store.progress(job, "incumbent", '{"incumbent_seconds": 1.0}')
     assert store.finish_with_result(job, plan_row(), '{"the": "plan"}')
     ended = store.job("j")
     assert ended is not None
@@ -73,14 +82,15 @@ def test_a_job_goes_from_queued_to_succeeded(store: Store) -> None:
 
 def test_whoever_ends_a_job_first_wins(store: Store) -> None:
     """A cancelled job takes no result, no progress, no failure and no second start."""
-    job = job_in(store)
-    store.start_job("j")
+    job_in(store)
+    job = started(store)
     assert store.finish("j", "cancelled")
     assert not store.finish_with_result(job, plan_row(), "{}")
     assert not store.finish("j", "failed", "{}")
-    assert not store.start_job("j")
-    store.progress("j", "progress", "{}")
-    store.requeue("j")
+    assert not store.fail(job, "{}")
+    assert not store.start_job("j", "another attempt")
+    assert not store.progress(job, "progress", "{}")
+    store.requeue(job)
     ended = store.job("j")
     assert ended is not None
     assert (ended.status, ended.progress) == ("cancelled", None)
@@ -93,10 +103,9 @@ def test_whoever_ends_a_job_first_wins(store: Store) -> None:
 
 
 def test_a_plan_has_one_active_job(store: Store) -> None:
-    """The database itself refuses a second one, until the first has ended."""
-    job_in(store)
-    with pytest.raises(sqlite3.IntegrityError):
-        job_in(store, job_id="k")
+    """A second request joins the first job, until that has ended."""
+    first = job_in(store)
+    assert job_in(store, job_id="k") == first
     store.finish("j", "cancelled")
     assert job_in(store, job_id="k").status == "queued"
 
@@ -110,8 +119,8 @@ def test_a_final_result_stays(store: Store) -> None:
             (plan_row(), "1"),
         ]
     ):
-        job = job_in(store, job_id=str(index))
-        store.start_job(job.id)
+        job_in(store, job_id=str(index))
+        job = started(store, str(index))
         store.finish_with_result(job, row, str(index))
         found = store.plan("p")
         assert found is not None
@@ -122,14 +131,14 @@ def test_unfinished_jobs_come_oldest_first(store: Store) -> None:
     """Queued and running jobs are taken up in the order in which they were asked for."""
     for index in range(4):
         job_in(store, plan_id=f"p{index}", job_id=f"j{index}")
-    store.start_job("j2")
+    started(store, "j2")
     store.finish("j1", "failed", "{}")
     assert [job.id for job in store.unfinished_jobs()] == ["j0", "j2", "j3"]
 
 
 def test_a_failed_change_leaves_nothing(store: Store) -> None:
     """A transaction that fails is undone, and the store goes on."""
-    with pytest.raises(sqlite3.IntegrityError):
+    with pytest.raises(IntegrityError):
         store.add_measurement("no such plan", "{}")
     assert store.add_profile("q", "{}")
     assert not store.add_profile("q", "{}")
@@ -157,7 +166,7 @@ def test_a_database_of_a_newer_planner_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "planner.db"
     Store(path).close()
     connection = sqlite3.connect(path)
-    connection.execute("UPDATE schema_version SET version = 99")
+    connection.execute("UPDATE alembic_version SET version_num = 99")
     connection.commit()
     connection.close()
     for _ in range(2):
@@ -194,8 +203,8 @@ def test_an_old_plan_goes_with_its_ended_jobs(store: Store) -> None:
         ("measured", "2026-01-01"),
         ("young", "2026-03-01"),
     ):
-        job = job_in(store, name, f"job of {name}")
-        store.start_job(job.id)
+        job_in(store, name, f"job of {name}")
+        job = started(store, f"job of {name}")
         row = replace(
             plan_row(name),
             profile_id=f"profile of {name}",
@@ -239,11 +248,78 @@ def test_a_profile_of_an_active_job_stays(store: Store) -> None:
 
 def test_a_running_store_is_backed_up(store: Store, tmp_path: Path) -> None:
     """As the guide says: VACUUM INTO, by another connection, while the service writes; the copy opens as a database."""
-    job = job_in(store)
-    store.start_job("j")
+    job_in(store)
+    job = started(store)
     store.finish_with_result(job, plan_row(), "{}")
     copy = tmp_path / "backup.db"
     with closing(sqlite3.connect(tmp_path / "planner.db")) as other:
         other.execute(f"VACUUM INTO '{copy}'")
     with closing(Store(copy)) as restored:
         assert restored.plan("p") == store.plan("p")
+
+
+SCHEMA_BEFORE_ALEMBIC = """
+CREATE TABLE schema_version (version INTEGER NOT NULL);
+CREATE TABLE profiles (
+    id TEXT PRIMARY KEY, document TEXT NOT NULL, created_at TEXT NOT NULL
+);
+CREATE TABLE plans (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, profile_id TEXT NOT NULL,
+    status TEXT NOT NULL, model TEXT NOT NULL, devices INTEGER NOT NULL, step_seconds REAL,
+    final INTEGER NOT NULL, document TEXT NOT NULL, created_at TEXT NOT NULL
+);
+CREATE TABLE jobs (
+    id TEXT PRIMARY KEY, plan_id TEXT NOT NULL, profile_id TEXT NOT NULL, request TEXT NOT NULL,
+    status TEXT NOT NULL, attempts INTEGER NOT NULL DEFAULT 0, progress TEXT, problem TEXT,
+    created_at TEXT NOT NULL, started_at TEXT, finished_at TEXT
+);
+CREATE UNIQUE INDEX one_active_job_per_plan ON jobs (plan_id) WHERE status IN ('queued', 'running');
+CREATE TABLE events (
+    job_id TEXT NOT NULL REFERENCES jobs (id), number INTEGER NOT NULL, name TEXT NOT NULL, data TEXT NOT NULL,
+    PRIMARY KEY (job_id, number)
+) WITHOUT ROWID;
+CREATE TABLE measurements (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, plan_id TEXT NOT NULL REFERENCES plans (id), document TEXT NOT NULL,
+    created_at TEXT NOT NULL
+);
+CREATE INDEX measurements_of_plan ON measurements (plan_id);
+INSERT INTO schema_version VALUES (1);
+INSERT INTO profiles VALUES ('q', '{"a": 1}', '2026-01-01T00:00:00.000Z');
+INSERT INTO plans VALUES (7, 'p', 'q', 'succeeded', 'gpt2', 8, 1.5, 1, '{"the": "plan"}', '2026-01-01T00:00:00.000Z');
+INSERT INTO jobs VALUES ('j', 'r', 'q', '{}', 'running', 2, NULL, NULL, '2026-01-01T00:00:00.000Z', 'now', NULL);
+INSERT INTO events VALUES ('j', 1, 'queued', '{}');
+INSERT INTO measurements VALUES (3, 'p', '{"run": 1}', '2026-01-01T00:00:00.000Z');
+"""
+"""What the planner before 0.3 left: every kind of row once."""
+
+
+def test_a_file_from_before_alembic_is_migrated(tmp_path: Path) -> None:
+    """All rows stay, an unfinished job is taken up, and new rows are numbered after the old ones."""
+    path = tmp_path / "planner.db"
+    with closing(sqlite3.connect(path)) as old:
+        old.executescript(SCHEMA_BEFORE_ALEMBIC)
+    for _ in range(2):  # the second time there is nothing left to migrate
+        with closing(Store(path)) as store:
+            found = store.plan("p")
+            assert found is not None
+            row, document = found
+            assert (row.number, row.final, row.step_seconds) == (7, True, 1.5)
+            assert document == '{"the": "plan"}'
+            assert store.profile("q") == '{"a": 1}'
+            assert [run.id for run in store.measurements("p")] == [3]
+            assert store.job_counts() == JobCounts(0, 1, 1)
+    with closing(Store(path)) as store:
+        assert [job.attempts for job in store.take_back()] == [2]
+        assert [event.number for event in store.events("j", after=0)] == [1, 2]
+        assert store.add_measurement("p", "{}").id == 4
+
+
+def test_migrations_make_the_tables_that_queries_use(tmp_path: Path) -> None:
+    """`api/tables.py` and the files in `api/migrations` say the same."""
+    with (
+        closing(Store(tmp_path / "planner.db")) as store,
+        store._database.read() as connection,
+    ):
+        context = MigrationContext.configure(connection)
+        assert compare_metadata(context, metadata) == []
+        assert context.get_current_revision() == NEWEST_VERSION
