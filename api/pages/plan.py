@@ -2,58 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Request
-from fastapi.responses import HTMLResponse
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import HTMLResponse, RedirectResponse, Response
+from markupsafe import Markup
 
+from planner.api.calibration import stored_run
 from planner.api.dependencies import (
+    ClientDependency,
     ResultDependency,
     Services,
     ServicesDependency,
-    StoredResult,
 )
-from planner.api.pages.form_fields import answers_of
-from planner.api.pages.html import (
-    Element,
-    Node,
-    bullets,
-    link,
-    moment,
-    page,
-    pairs,
-    section,
-    tag,
+from planner.api.documents import LongPlanCreate
+from planner.api.pages.fields import answers_of, own_job
+from planner.api.pages.stage_map import stage_map
+from planner.api.pages.start import SEE_OTHER, page_of, sent_fields
+from planner.api.pages.templates import gigabytes, page, render
+from planner.api.planning import find_or_submit
+from planner.errors import PlannerError
+from planner.export import TARGETS
+from planner.spec import (
+    Infeasible,
+    Job,
+    Layout,
+    ModelProfile,
+    Plan,
+    PlanRequest,
+    parse,
 )
-from planner.api.pages.plan_files import files
-from planner.api.pages.plan_prediction import memory, time
-from planner.api.pages.plan_runs import runs
-from planner.api.pages.plan_search import (
-    alternatives,
-    counts,
-    fitting,
-    misses,
-    pareto,
-    proof,
-    relaxations,
-    sensitivity,
-    space,
-)
-from planner.api.pages.plan_stages import stage_map
-from planner.api.pages.timeline import timeline_picture
-from planner.api.store import PlanRow
-from planner.spec import Infeasible, Plan, PlanRequest
-from planner.spec.layout_words import layout_line
-from planner.spec.prediction_words import (
-    calibration_text,
-    memory_risk,
-    step_interval,
-)
-from planner.spec.units import gibibytes, percent, scaled, seconds
-from planner.spec.words import counted, written
+from planner.spec.job import RUNTIMES
+from planner.spec.plan import Prediction, RankMemory
+from planner.spec.prediction_words import limit_bytes, memory_risk, step_interval
+from planner.spec.search_words import searched_sentence, space_rows
+from planner.spec.units import percent, seconds, significant
+from planner.spec.words import counted
 
 router = APIRouter()
+
+MEMORY_PARTS = (
+    *("parameters", "gradients", "optimizer"),
+    *("activations", "temporary", "reserved"),
+)
+EXPORT_OF_RUNTIME = {"megatron-core": "megatron-lm", "nemo": "megatron-bridge"}
+"""Export target of a runtime whose target has another name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A number with its caption, and a second number in small print."""
+
+    caption: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a bar."""
+
+    label: str
+    look: str
+    """Class of its fill."""
+    length: float
+    """In the unit of the whole bar."""
+    text: str
+    """The length with its unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBar:
+    """Predicted peak memory of one pipeline rank."""
+
+    rank: int
+    parts: tuple[Part, ...]
+    whole: int
+    """Length of the full width, in bytes."""
+    capacity: int
+    text: str
+
+    @property
+    def label(self) -> str:
+        """The text alternative."""
+        return f"Memory of pipeline rank {self.rank}: {self.text}"
 
 
 @router.get("/plans/{plan_id}")
@@ -62,134 +99,260 @@ def show_plan(
 ) -> HTMLResponse:
     """A plan, or the reasons why no layout fits in memory."""
     row = result.row
-    on = f"{row.model} on {counted(row.devices, 'device')}"
     if row.status == "infeasible":
-        return page(request, f"{on}: no layout fits", *_infeasible(result))
-    return page(request, on, *_plan(result.plan(), row, parts))
+        found = Infeasible.model_validate_json(result.document)
+        return page(request, "infeasible.html", row=row, found=found)
+    plan = result.plan()
+    answers = answers_of(plan.request)
+    return page(
+        request,
+        "plan.html",
+        **plan_context(plan, row.model),
+        created_at=row.created_at,
+        targets=_targets(plan),
+        runs=_runs(parts, plan),
+        change=urlencode(answers) if answers is not None else None,
+        copied=_export_path(plan),
+        what_if=_what_if(plan),
+        picture=None,
+    )
 
 
-def _plan(plan: Plan, row: PlanRow, parts: Services) -> Iterator[Node]:
-    yield pairs(_facts(plan, row))
-    if plan.explanation:
-        yield section("Why this plan", bullets(plan.explanation))
-    yield section("Step time", time(plan.prediction), timeline_picture(plan, row))
-    yield section("Memory", *memory(plan.prediction.memory))
-    yield section("Pipeline stages", stage_map(plan))
-    measured = parts.store.measurements(plan.id)
-    yield section("Prediction and measured runs", runs(plan, measured))
-    yield section("Alternatives", alternatives(plan))
-    if plan.search.space:
-        yield section("Search space", *space(plan.search))
-    for title, found in (
-        ("Sensitivity", sensitivity(plan)),
-        ("Pareto front", pareto(plan)),
-        ("Relaxed limits", relaxations(plan.relaxations)),
-    ):
-        if found is not None:
-            yield section(title, found)
-    yield section("Files", *files(plan))
-    yield section("Request", *_request(plan.request))
+@router.get("/plans/{plan_id}/stage-map.svg")
+def show_stage_map(result: ResultDependency) -> Response:
+    """The stage map as a picture of its own."""
+    plan = result.plan()
+    text = render("stage_map.svg", map=stage_map(plan))
+    name = f"{plan.id[:12]}-stage-map.svg"
+    headers = {
+        "Content-Disposition": f'attachment; filename="{name}"',
+        "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
+    }
+    return Response(text.strip(), media_type="image/svg+xml", headers=headers)
 
 
-def _facts(plan: Plan, row: PlanRow) -> Iterator[tuple[Node, Node]]:
-    prediction = plan.prediction
+@router.post("/plans/{plan_id}/runtime", response_class=RedirectResponse)
+async def plan_for_runtime(
+    request: Request,
+    result: ResultDependency,
+    parts: ServicesDependency,
+    client: ClientDependency,
+) -> RedirectResponse:
+    """Request the same plan for another runtime, and show the plan or its job."""
+    asked = (await run_in_threadpool(result.plan)).request
+    runtime = dict(await sent_fields(request)).get("runtime", "")
+    fields = own_job(asked).model_dump(mode="json", exclude_none=True)
+    job = parse(Job, fields | {"runtime": runtime})
+    changed = LongPlanCreate(
+        model=asked.model,
+        profile_id=None if asked.model else asked.profile_id,
+        cluster=asked.cluster,
+        job=job,
+        options=asked.options,
+        calibration=asked.calibration,
+    )
+    found = await find_or_submit(parts, changed, client)
+    return RedirectResponse(page_of(found), SEE_OTHER)
+
+
+def standalone_page(plan: Plan, profile: ModelProfile) -> str:
+    """The page of a plan as one self-contained file, for `planner plan --html`."""
+    from planner.api.timeline import predicted_timeline
+    from planner.schedule.timeline import svg
+
+    return render(
+        "plan.html",
+        standalone=True,
+        **plan_context(plan, profile.model),
+        created_at=None,
+        targets=[],
+        runs=[],
+        change=None,
+        copied=None,
+        what_if=None,
+        picture=Markup(svg([predicted_timeline(plan, profile)])),
+    )
+
+
+def plan_context(plan: Plan, model: str) -> dict[str, Any]:
+    """What the pages of one plan and of two plans show of a plan."""
+    return {
+        "plan": plan,
+        "title": _title(plan, model),
+        "model": model,
+        "map": stage_map(plan),
+        "figures": figures(plan),
+        "times": time_parts(plan.prediction),
+        "memory": memory_bars(plan.prediction.memory),
+        "searched": searched_sentence(plan.search),
+        "space": space_rows(plan.search),
+        "runtimes": RUNTIMES,
+        "unit": "tokens" if plan.request.job.sequence_length else "samples",
+        "constraints": _constraints(plan.request),
+    }
+
+
+def figures(plan: Plan) -> tuple[Figure, ...]:
+    """Step time, throughput, MFU and memory."""
+    prediction, devices = plan.prediction, len(plan.placement)
     unit = "tokens" if plan.request.job.sequence_length else "samples"
-    micro_batches = counted(plan.micro_batches, "micro-batch")
-    mfu = "unknown: the peak of the device is not known"
-    if prediction.mfu is not None:
-        mfu = percent(prediction.mfu)
-    yield "Layout", f"{layout_line(plan.layout)}; {micro_batches}"
-    yield "Runtime", plan.request.job.runtime
-    interval = step_interval(prediction)
-    step = tag("strong", seconds(prediction.step_seconds))
-    yield "Step time", tag("span", step, f" ({interval})") if interval else step
-    yield "Throughput", scaled(prediction.tokens_per_second, f"{unit}/s")
-    yield "MFU", mfu
-    yield "Mean bubble", percent(prediction.bubble_fraction)
-    if prediction.peak_bytes_80 is not None:
-        low, high = prediction.peak_bytes_80
-        sizes = f"80 %: {gibibytes(low)} to {gibibytes(high)}"
-        yield "Peak memory", f"{sizes}, {memory_risk(prediction)}"
-    if prediction.calibration is not None:
-        yield "Calibration", calibration_text(prediction)
-    if plan.cost_per_token is not None:
-        yield "Price", f"{plan.cost_per_token * 1e6:.4g} per million {unit}"
-    yield "Search", proof(plan.search)
-    if plan.unsupported:
-        yield "Support", plan.unsupported
-    yield "Devices", f"{len(plan.placement)} of {row.devices}"
-    yield "Plan", tag("code", plan.id)
-    yield "Created", moment(row.created_at)
+    rate = prediction.tokens_per_second
+    fullest = max(prediction.memory, key=lambda each: each.peak_bytes)
+    limit = limit_bytes(fullest, plan.request.job)
+    risk = memory_risk(prediction)
+    place = f"pipeline rank {fullest.pipeline_rank}"
+    mfu = prediction.mfu
+    return (
+        Figure(
+            "Step time", seconds(prediction.step_seconds), step_interval(prediction)
+        ),
+        Figure(
+            "Throughput",
+            f"{_rounded(rate / devices)} {unit}/s/GPU",
+            f"{_rounded(rate)} {unit}/s",
+        ),
+        Figure("MFU", "unknown" if mfu is None else percent(mfu)),
+        Figure(
+            "Memory",
+            f"{fullest.peak_bytes / 1e9:.1f} of {gigabytes(limit)}",
+            f"{place}, {risk}" if risk else place,
+        ),
+    )
 
 
-def _infeasible(result: StoredResult) -> Iterator[Node]:
-    found = Infeasible.model_validate_json(result.document)
-    for sentence in fitting(found.relaxations):
-        yield tag("p", tag("strong", sentence))
-    yield section("Reasons", bullets(found.reasons))
-    if found.nearest:
-        yield section("Closest layouts", misses(found.nearest))
-    relaxed = relaxations(found.relaxations)
-    if relaxed is not None:
-        yield section("Changes with which a layout fits", relaxed)
-    if found.search is not None:
-        yield tag("p", counts(found.search))
-    if not result.row.final:
-        yield tag(
-            "p",
-            "The time limit ended the search before all layouts were considered. "
-            "There may be a plan: try again with a higher time limit.",
+def _rounded(value: float) -> str:
+    """Three significant digits: ``53,500``."""
+    text = significant(value)
+    return f"{float(f'{value:.3g}'):,.0f}" if len(text) > 4 else text
+
+
+def time_parts(prediction: Prediction) -> tuple[Part, ...]:
+    """The parts of the step time, without those that take none."""
+    spent = prediction.breakdown.model_dump()
+    return tuple(
+        Part(
+            name.removesuffix("_seconds").replace("_", " "),
+            f"time-{name.removesuffix('_seconds')}",
+            value,
+            seconds(value),
         )
-    name = result.row.id
-    yield pairs(
-        [("Result", tag("code", name)), ("Created", moment(result.row.created_at))]
-    )
-    yield tag(
-        "p",
-        link("/plan", "New plan"),
-        " · ",
-        link(f"/v1/plans/{name}", "as JSON"),
+        for name, value in spent.items()
+        if value
     )
 
 
-def _request(request: PlanRequest) -> Iterator[Element]:
-    job = request.job
-    groups = [
-        f"{group.name}: {group.nodes} x {group.devices_per_node} "
-        f"{group.device if isinstance(group.device, str) else group.device.id}"
-        for group in request.cluster.node_groups
-    ]
-    settings = [
-        (name.replace("_", " "), written(value))
-        for name, value in _scalars(job.model_dump(mode="json"))
-    ]
-    constraints = [
-        f"{name}: {_constraint(value)}"
-        for name, value in job.model_dump(exclude_none=True)["constraints"].items()
-    ]
-    yield pairs(
-        [
-            ("model", request.model or f"profile {request.profile_id[:12]}"),
-            (request.cluster.name, bullets(groups)),
-            *settings,
-            ("constraints", bullets(constraints) if constraints else "none"),
-            ("time limit", seconds(request.options.time_limit_seconds)),
-            ("planner", request.planner_version),
-        ]
+def memory_bars(ranks: Sequence[RankMemory]) -> tuple[MemoryBar, ...]:
+    """A bar for every pipeline rank, on one scale."""
+    whole = max(max(rank.peak_bytes, rank.capacity_bytes, 1) for rank in ranks)
+    return tuple(
+        MemoryBar(
+            rank.pipeline_rank,
+            tuple(_memory_part(rank, name) for name in MEMORY_PARTS),
+            whole,
+            rank.capacity_bytes,
+            f"{rank.peak_bytes / 1e9:.1f} of {rank.capacity_bytes / 1e9:.1f} GB",
+        )
+        for rank in ranks
     )
-    answers = answers_of(request)
-    if answers is not None:
-        yield tag("p", link(f"/plan?{urlencode(answers)}", "Change this request"))
 
 
-def _scalars(job: dict[str, object]) -> Iterator[tuple[str, bool | int | str]]:
-    """The fields of a job that are not documents themselves."""
-    for name, value in job.items():
-        if isinstance(value, bool | int | float | str) and name != "schema_version":
-            yield name, value if not isinstance(value, float) else f"{value:g}"
+def _memory_part(rank: RankMemory, name: str) -> Part:
+    size = getattr(rank, f"{name}_bytes")
+    return Part(name, f"memory-{name}", size, gigabytes(size))
 
 
-def _constraint(value: object) -> str:
-    if isinstance(value, dict):
-        return f"{value.get('min', '')}..{value.get('max', '')}"
-    return ", ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+def _title(plan: Plan, model: str) -> str:
+    """``gpt2 on 8 devices``, ``gpt2 on 3 of 16 devices``."""
+    used, available = len(plan.placement), plan.request.cluster.devices
+    count = "" if used == available else f"{used} of "
+    return f"{model} on {count}{counted(available, 'device')}"
+
+
+def _constraints(request: PlanRequest) -> list[str]:
+    fixed = request.job.model_dump(mode="json", exclude_none=True)["constraints"]
+    return [f"{name}: {json.dumps(value)}" for name, value in fixed.items()]
+
+
+def _export_path(plan: Plan) -> str:
+    """What Copy copies: the plan for its runtime, or else the plan itself."""
+    runtime = plan.request.job.runtime
+    target = EXPORT_OF_RUNTIME.get(runtime, runtime)
+    if target not in TARGETS or _target(target, plan)["refusal"]:
+        return f"/v1/plans/{plan.id}"
+    return f"/v1/plans/{plan.id}/exports/{target}"
+
+
+def _targets(plan: Plan) -> list[dict[str, Any]]:
+    return [_target(name, plan) for name in TARGETS]
+
+
+def _target(name: str, plan: Plan) -> dict[str, Any]:
+    """An export with its differences, or the reason why the target cannot run the plan."""
+    target = TARGETS[name]
+    shown = {"name": name, "title": f"{target.title} ({target.version})"}
+    try:
+        export = target.write(plan)
+    except PlannerError as error:
+        return shown | {"refusal": str(error), "warnings": ()}
+    return shown | {"refusal": "", "warnings": export.warnings}
+
+
+def _runs(parts: Services, plan: Plan) -> list[dict[str, Any]]:
+    """Measured runs of a plan, newest first."""
+    found = []
+    for row in parts.store.measurements(plan.id):
+        run = stored_run(row.document)
+        ranks = run.ranks if run else ()
+        peak = max((rank.peak_bytes for rank in ranks), default=None)
+        found.append({"row": row, "run": run, "peak_bytes": peak})
+    return found
+
+
+def _what_if(plan: Plan) -> dict[str, Any]:
+    """The request for predictions, and the values that the sliders offer."""
+    asked = plan.request
+    request = {
+        "cluster": asked.cluster.model_dump(mode="json"),
+        "job": asked.job.model_dump(mode="json", exclude_none=True),
+        "layout": plan.layout.model_dump(mode="json", exclude_none=True),
+    }
+    named = {"model": asked.model} if asked.model else {"profile_id": asked.profile_id}
+    if asked.calibration is not None:
+        request["calibration"] = asked.calibration.model_dump(mode="json")
+    layers = sum(len(stage.layers) for stage in plan.stages)
+    devices = asked.cluster.devices
+    node = max(group.devices_per_node for group in asked.cluster.node_groups)
+    layout = plan.layout
+    return {
+        "request": json.dumps(request | named),
+        "devices": devices,
+        "step_seconds": plan.prediction.step_seconds,
+        "sliders": (
+            _slider("tensor_parallel_degree", "Tensor", layout, _powers(node)),
+            _slider(
+                "pipeline_parallel_degree",
+                "Pipeline",
+                layout,
+                _powers(min(layers, devices)),
+            ),
+            _slider("micro_batch_size", "Micro-batch size", layout, _powers(16)),
+            _slider("zero_stage", "ZeRO stage", layout, [0, 1, 2, 3]),
+        ),
+    }
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << exponent for exponent in range(most.bit_length())]
+
+
+def _slider(name: str, label: str, layout: Layout, values: list[int]) -> dict[str, Any]:
+    """Values of a layout field in order, the plan's own among them."""
+    chosen = getattr(layout, name)
+    offered = sorted({*values, chosen})
+    return {
+        "name": name,
+        "label": label,
+        "values": offered,
+        "index": offered.index(chosen),
+        "chosen": chosen,
+    }

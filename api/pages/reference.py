@@ -1,4 +1,4 @@
-"""The reference of the HTTP API, generated from the OpenAPI document, without scripts."""
+"""The reference of the HTTP API, generated from the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -9,22 +9,20 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
+from markupsafe import Markup
 
-from planner.api.pages.html import (
-    Element,
-    Node,
-    bullets,
-    link,
-    page,
-    section,
-    table,
-    tag,
-)
+from planner.api.pages.templates import page
 
 router = APIRouter()
 
 Described = dict[str, Any]
 """A part of the OpenAPI document."""
+BOUNDS = {
+    "minimum": "at least",
+    "exclusiveMinimum": "more than",
+    "maximum": "at most",
+    "exclusiveMaximum": "less than",
+}
 
 
 @router.get("/docs")
@@ -32,166 +30,107 @@ def show_reference(request: Request) -> HTMLResponse:
     """Every operation and every document."""
     document = request.app.openapi()
     operations = [
-        (method.upper(), path, operation)
+        _operation(method.upper(), path, operation)
         for path, item in document["paths"].items()
         for method, operation in item.items()
     ]
     schemas = document["components"]["schemas"]
-    overview = [
-        (
-            link(f"#{operation['operationId']}", tag("code", f"{method} {path}")),
-            _first_sentence(operation),
-        )
-        for method, path, operation in operations
-    ]
-    return page(
-        request,
-        "HTTP API",
-        tag(
-            "p",
-            link("/openapi.json", "OpenAPI document"),
-            ", for example to generate a client library.",
-        ),
-        table("Requests", ("Request", "Description"), overview),
-        section("Requests", *(_operation(*each) for each in operations)),
-        section(
-            "Documents",
-            *(_schema(name, schema) for name, schema in sorted(schemas.items())),
-        ),
-    )
+    documents = [_document(name, schemas[name]) for name in sorted(schemas)]
+    return page(request, "docs.html", operations=operations, documents=documents)
 
 
-def _operation(method: str, path: str, operation: Described) -> Element:
-    return tag(
-        "article",
-        tag("h3", tag("code", f"{method} {path}")),
-        *_paragraphs(operation.get("description", "")),
-        bullets([*_parameters(operation), *_body(operation), *_answers(operation)]),
-        *_examples(operation),
-        id=operation["operationId"],
-    )
+def _operation(method: str, path: str, operation: Described) -> Described:
+    """What the template shows of an operation."""
+    text = operation.get("description", "")
+    return {
+        "name": operation["operationId"],
+        "title": f"{method} {path}",
+        "summary": marked(text.partition(". ")[0].rstrip(".")),
+        "paragraphs": _paragraphs(text),
+        "lines": [*_inputs(operation), *_answers(operation)],
+        "examples": list(_examples(operation)),
+    }
 
 
-def _parameters(operation: Described) -> Iterator[Node]:
-    for parameter in operation.get("parameters", ()):
-        schema = parameter["schema"]
-        default = (
-            f", default {schema['default']}"
-            if schema.get("default") is not None
-            else ""
-        )
-        place = f" in the {parameter['in']}: "
-        yield tag("code", parameter["name"]), place, _kind(schema), default
-
-
-def _body(operation: Described) -> Iterator[Node]:
-    for kind, content in operation.get("requestBody", {}).get("content", {}).items():
-        yield "body ", tag("code", kind), ": ", _kind(content["schema"])
-
-
-def _examples(operation: Described) -> Iterator[Element]:
-    """The examples of the request body."""
-    for content in operation.get("requestBody", {}).get("content", {}).values():
-        for example in content.get("examples", {}).values():
-            yield tag("p", example["summary"], ":")
-            yield tag("pre", json.dumps(example["value"], indent=2))
-
-
-def _answers(operation: Described) -> Iterator[Node]:
-    for status, answer in sorted(operation["responses"].items()):  # default last
-        kinds = [
-            (" ", tag("code", kind), ": ", _kind(body.get("schema", {})))
-            for kind, body in _contents(answer)
-        ]
-        yield (
-            "otherwise" if status == "default" else status,
-            ": ",
-            answer["description"],
-            *kinds,
-        )
-
-
-def _contents(answer: Described) -> list[tuple[str, Described]]:
-    return list(answer.get("content", {}).items())
-
-
-def _schema(name: str, schema: Described) -> Element:
+def _document(name: str, schema: Described) -> Described:
+    """What the template shows of a document."""
     required = frozenset(schema.get("required", ()))
-    rows = [
-        (
-            tag("code", field),
-            _kind(about),
-            _need(field in required, about),
-            _marked(about.get("description", "")),
-        )
-        for field, about in schema.get("properties", {}).items()
-    ]
-    head = ("Field", "Type", "", "Description")
-    content = table(f"Fields of {name}", head, rows) if rows else _kind(schema)
-    return tag(
-        "article",
-        tag("h3", name),
-        *_paragraphs(schema.get("description", "")),
-        content,
-        id=f"schema-{name}",
-    )
+    rows = []
+    for field, about in schema.get("properties", {}).items():
+        need = "required" if field in required else ""
+        need = "deprecated" if about.get("deprecated") else need
+        description = marked(about.get("description", ""))
+        rows.append((_code(field), kind(about), need, description))
+    return {
+        "name": name,
+        "paragraphs": _paragraphs(schema.get("description", "")),
+        "rows": rows,
+        "kind": kind(schema),
+    }
 
 
-def _need(is_required: bool, about: Described) -> str:
-    if about.get("deprecated"):
-        return "deprecated"
-    return "required" if is_required else ""
+def _inputs(operation: Described) -> Iterator[Markup]:
+    """Parameters and body."""
+    for parameter in operation.get("parameters", ()):
+        schema, name = parameter["schema"], _code(parameter["name"])
+        line = Markup("{} in the {}: {}").format(name, parameter["in"], kind(schema))
+        default = schema.get("default")
+        yield line if default is None else line + f", default {default}"
+    for media_type, content in _contents(operation.get("requestBody", {})):
+        yield Markup("body {}: {}").format(_code(media_type), kind(content["schema"]))
 
 
-def _first_sentence(operation: Described) -> Node:
-    return _marked(operation.get("description", "").partition(". ")[0].rstrip("."))
+def _answers(operation: Described) -> Iterator[Markup]:
+    for status, answer in sorted(operation["responses"].items()):  # default last
+        name = "otherwise" if status == "default" else status
+        line = Markup("{}: {}").format(name, answer["description"])
+        for media_type, body in _contents(answer):
+            shown = kind(body.get("schema", {}))
+            line += Markup(" {}: {}").format(_code(media_type), shown)
+        yield line
 
 
-def _marked(text: str) -> Node:
+def _examples(operation: Described) -> Iterator[tuple[str, str]]:
+    """Summary and text of the examples of the request body."""
+    for _, content in _contents(operation.get("requestBody", {})):
+        for example in content.get("examples", {}).values():
+            yield example.get("summary", ""), json.dumps(example["value"], indent=2)
+
+
+def _contents(part: Described) -> list[tuple[str, Described]]:
+    return list(part.get("content", {}).items())
+
+
+def _paragraphs(text: str) -> list[Markup]:
+    return [marked(part) for part in text.split("\n\n") if part.strip()]
+
+
+def marked(text: str) -> Markup:
     """Text on one line, with code where it has backticks."""
     parts = re.split("`+", " ".join(text.split()))
-    return [
-        tag("code", part) if index % 2 else part for index, part in enumerate(parts)
-    ]
+    shown = (_code(part) if place % 2 else part for place, part in enumerate(parts))
+    return Markup("").join(shown)
 
 
-def _paragraphs(text: str) -> list[Element]:
-    return [tag("p", _marked(part)) for part in text.split("\n\n") if part.strip()]
-
-
-def _kind(schema: Described) -> Node:
+def kind(schema: Described) -> Markup:
     """The type of a value in words; other documents are links."""
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
-        return link(f"#schema-{name}", name)
+        return Markup('<a href="#schema-{}">{}</a>').format(name, name)
     if "const" in schema or "enum" in schema:
-        return ", ".join(map(repr, schema.get("enum", [schema.get("const")])))
+        values = schema.get("enum", [schema.get("const")])
+        return Markup(", ").join(map(repr, values))
     for key in ("anyOf", "oneOf", "allOf"):
         if key in schema:
-            return _joined([_kind(each) for each in schema[key]], " or ")
+            return Markup(" or ").join(map(kind, schema[key]))
     if schema.get("type") == "array":
-        items = schema.get("items") or {}
-        return "list of ", _kind(items)
+        return Markup("list of {}").format(kind(schema.get("items") or {}))
     values = schema.get("additionalProperties")
     if isinstance(values, dict):
-        return "object of ", _kind(values)
-    return f"{schema.get('type', 'any')}{_bounds(schema)}"
+        return Markup("object of {}").format(kind(values))
+    bounds = [f"{word} {schema[key]}" for key, word in BOUNDS.items() if key in schema]
+    return Markup(", ").join([str(schema.get("type", "any")), *bounds])
 
 
-def _bounds(schema: Described) -> str:
-    names = {
-        "minimum": "at least",
-        "exclusiveMinimum": "more than",
-        "maximum": "at most",
-        "exclusiveMaximum": "less than",
-    }
-    bounds = [f"{name} {schema[key]}" for key, name in names.items() if key in schema]
-    return f", {', '.join(bounds)}" if bounds else ""
-
-
-def _joined(nodes: list[Node], between: str) -> Node:
-    return [
-        part
-        for index, node in enumerate(nodes)
-        for part in ((between, node) if index else (node,))
-    ]
+def _code(text: str) -> Markup:
+    return Markup("<code>{}</code>").format(text)

@@ -1,96 +1,102 @@
-"""The start page: running jobs, recent plans, and how to send a request."""
+"""The start page: the form that requests a plan, examples, searches and recent plans."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+from urllib.parse import parse_qsl
 
 from fastapi import APIRouter, Query, Request
-from fastapi.responses import HTMLResponse
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
 from planner.api.cursors import cursor_of, number_of
-from planner.api.dependencies import Services, ServicesDependency
-from planner.api.documents import JobView
+from planner.api.dependencies import Services, ServicesDependency, StoredResult
+from planner.api.errors import MediaTypeError, ServiceError, status_of
 from planner.api.examples import SHORT_PLAN
+from planner.api.guard import client_of
 from planner.api.jobs import view_of
-from planner.api.pages.html import (
-    Element,
-    Node,
-    link,
-    moment,
-    page,
-    section,
-    table,
-    tag,
+from planner.api.pages.fields import (
+    FIELDS,
+    Answers,
+    Field,
+    field_of,
+    filled,
+    request_of,
 )
-from planner.api.pages.job import subject
-from planner.api.pages.timeline import timeline_picture
-from planner.api.store import JobRow, PlanRow
-from planner.spec import Plan
-from planner.spec.units import seconds
-from planner.version import __version__
+from planner.api.pages.jobs import subject
+from planner.api.pages.templates import page
+from planner.api.planning import find_or_submit
+from planner.api.store import JobRow
+from planner.errors import DocumentError, PlannerError, Problem
 
 router = APIRouter()
 
-RECENT_PLANS = 20
+RECENT_PLANS = 10
+LISTED_PLANS = 50
+SEE_OTHER = 303
+FORM = "application/x-www-form-urlencoded"
+EXAMPLES = {
+    "8B on 8": {"model": "llama-3.1-8b", "devices": 8, "batch": 64, "sequence": 8192},
+    "70B on 64": {
+        "model": "llama-3.1-70b",
+        "devices": 64,
+        "batch": 128,
+        "sequence": 8192,
+    },
+    "405B on 16,384": {
+        "model": "llama-3.1-405b",
+        "devices": 16384,
+        "batch": 2048,
+        "sequence": 8192,
+    },
+}
+"""Answers of the form by the text of their link."""
 
 
 @router.get("/")
-def start(
+@router.get("/plan")
+def start(request: Request, parts: ServicesDependency) -> HTMLResponse:
+    """The form, filled in with the parameters of the query, and recent plans."""
+    return _start(request, parts, filled(request.query_params.multi_items()))
+
+
+@router.get("/plans")
+def list_plans(
     request: Request,
     parts: ServicesDependency,
     cursor: Annotated[str | None, Query()] = None,
 ) -> HTMLResponse:
-    """Recent plans, or the plans before a cursor."""
-    rows = parts.store.plans(before=number_of(cursor), limit=RECENT_PLANS + 1)
-    recent = rows[:RECENT_PLANS]
-    has_more = len(rows) > RECENT_PLANS
-    if cursor is not None:
-        return page(request, "planner", _list("Older plans", recent, has_more))
-    return page(
-        request,
-        "planner",
-        _introduction(),
-        *_running(parts),
-        *_newest_picture(parts, recent),
-        _list("Recent plans", recent, has_more),
-        _first_request(request, parts),
-    )
+    """Plans, newest first, or those before a cursor."""
+    rows = parts.store.plans(before=number_of(cursor), limit=LISTED_PLANS + 1)
+    shown = rows[:LISTED_PLANS]
+    older = cursor_of(shown[-1].number) if len(rows) > LISTED_PLANS else None
+    return page(request, "plans.html", plans=shown, older=older)
 
 
-def _introduction() -> Element:
-    return tag(
-        "p",
-        "Finds the fastest layout of a PyTorch model on a cluster that fits in memory. ",
-        f"Version {__version__}, ",
-        link("/openapi.json", "OpenAPI"),
-        ", ",
-        link("/metrics", "metrics"),
-    )
+@router.post("/plan", response_class=HTMLResponse)
+async def post_form(request: Request, parts: ServicesDependency) -> Response:
+    """Request the plan; if a field is wrong, show the form with the mistakes."""
+    answers = filled(await sent_fields(request))
+    try:
+        client = client_of(request.scope)
+        found = await find_or_submit(parts, request_of(answers), client)
+    except PlannerError as error:
+        parts.metrics.problems.add(code=error.code)
+        response = await run_in_threadpool(_start, request, parts, answers, error)
+        if isinstance(error, ServiceError):
+            response.headers.update(error.headers)
+        return response
+    return RedirectResponse(page_of(found), SEE_OTHER)
 
 
-def _list(title: str, rows: list[PlanRow], has_more: bool) -> Element:
-    """A page of the list of plans, with a link to the next one."""
-    if not rows:
-        return section(title, tag("p", "No plans yet. ", link("/plan", "New plan")))
-    older: Node = ""
-    if has_more:
-        address = f"/?cursor={cursor_of(rows[-1].number)}"
-        older = tag("p", link(address, "Older plans"))
-    return section(title, _plans(rows), older)
-
-
-def _first_request(request: Request, parts: Services) -> Element:
-    """The command that requests a plan from this service."""
-    has_keys = bool(parts.settings.keys or parts.settings.keys_file)
-    command = curl_command(str(request.base_url), has_keys=has_keys)
-    return section(
-        "Request a plan by HTTP",
-        tag("pre", command),
-        tag("p", link("/docs", "All requests")),
-    )
+def page_of(found: StoredResult | JobRow) -> str:
+    """Path of the page of a plan, or of the job that searches for it."""
+    if isinstance(found, StoredResult):
+        return f"/plans/{found.row.id}"
+    return f"/jobs/{found.id}"
 
 
 def curl_command(base_url: str, *, has_keys: bool) -> str:
@@ -108,41 +114,77 @@ def curl_command(base_url: str, *, has_keys: bool) -> str:
     return " \\\n  ".join(lines)
 
 
-def _running(parts: Services) -> Iterator[Element]:
-    rows = [_job(job, view_of(job)) for job in parts.store.unfinished_jobs()]
-    if rows:
-        head = ("Plan of", "Status", "Best step so far", "Requested")
-        jobs = table("Plans that are being solved", head, rows, numbers=(2,))
-        yield section("Running", jobs)
+async def sent_fields(request: Request) -> list[tuple[str, str]]:
+    """The fields of the form as they were sent.
+
+    Raises:
+        MediaTypeError: the body is not a form.
+        DocumentError: the form has too many fields.
+    """
+    kind = request.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != FORM:
+        raise MediaTypeError(
+            f"the body was sent as {kind!r}.",
+            field="Content-Type",
+            hint=f"send {FORM}.",
+        )
+    text = (await request.body()).decode(errors="replace")
+    try:
+        return parse_qsl(text, keep_blank_values=True, max_num_fields=4 * len(FIELDS))
+    except ValueError:
+        raise DocumentError(
+            "the form has too many fields.", hint="send each field once."
+        ) from None
 
 
-def _job(job: JobRow, view: JobView) -> tuple[Node, ...]:
-    best = "none yet" if view.incumbent is None else seconds(view.incumbent)
-    return (
-        link(f"/jobs/{job.id}", subject(job)),
-        job.status,
-        best,
-        moment(job.created_at),
+def _start(
+    request: Request,
+    parts: Services,
+    answers: Answers,
+    error: PlannerError | None = None,
+) -> HTMLResponse:
+    rows = parts.store.plans(before=None, limit=RECENT_PLANS)
+    jobs = [
+        {"id": job.id, "subject": subject(job), "view": view_of(job)}
+        for job in parts.store.unfinished_jobs()
+    ]
+    has_keys = bool(parts.settings.keys or parts.settings.keys_file)
+    problems = _by_field(error.problems if error else (), answers)
+    return page(
+        request,
+        "start.html",
+        status=status_of(error) if error else 200,
+        fields=[_field(field, answers[field.name], problems) for field in FIELDS],
+        problems=problems,
+        examples=EXAMPLES,
+        jobs=jobs,
+        plans=rows,
+        command=curl_command(str(request.base_url), has_keys=has_keys),
     )
 
 
-def _newest_picture(parts: Services, rows: list[PlanRow]) -> Iterator[Node]:
-    """The timeline of the newest plan, if there is a plan."""
-    newest = next((row for row in rows if row.status == "succeeded"), None)
-    found = parts.store.plan(newest.id) if newest else None
-    if found:
-        row, document = found
-        yield timeline_picture(Plan.model_validate_json(document), row)
+def _by_field(
+    problems: Sequence[Problem], answers: Answers
+) -> dict[str, list[Problem]]:
+    found: dict[str, list[Problem]] = {}
+    for problem in problems:
+        found.setdefault(field_of(problem, answers), []).append(problem)
+    return found
 
 
-def _plans(rows: list[PlanRow]) -> Element:
-    head = ("Plan", "Model", "Devices", "Step", "Created")
-    return table("Plans, newest first", head, map(_plan, rows), numbers=(2, 3))
-
-
-def _plan(row: PlanRow) -> tuple[Node, ...]:
-    step = "no layout fits"
-    if row.step_seconds is not None:
-        step = seconds(row.step_seconds)
-    name = link(f"/plans/{row.id}", tag("code", row.id[:12]))
-    return name, row.model, str(row.devices), step, moment(row.created_at)
+def _field(field: Field, answer: str, problems: Mapping[str, Any]) -> dict[str, Any]:
+    """What the template shows of a field; an answer that is no choice stays selected."""
+    choices = list(field.choices()) if field.choices else []
+    if choices and answer not in choices:
+        choices.insert(0, answer)
+    return {
+        "name": field.name,
+        "label": field.label,
+        "hint": field.hint,
+        "kind": field.kind,
+        "folded": field.folded,
+        "choices": choices,
+        "answer": answer,
+        "changed": answer != field.default,
+        "wrong": problems.get(field.name, []),
+    }

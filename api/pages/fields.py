@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -36,64 +37,58 @@ class Field:
     default: str = ""
     hint: str = ""
     choices: Callable[[], Iterable[str]] | None = None
-    """None: free text."""
-    suggestions: Callable[[], Iterable[str]] | None = None
-    """Values that a browser offers for free text."""
+    """None: free text or a number."""
     kind: str = "number"
-    """``number``, ``text``, or ``lines`` for several lines of text."""
-
-
-def _device_suggestions() -> list[str]:
-    """One node of every device."""
-    return [node_of(device) for device in sorted(catalogue())]
-
-
-def node_of(device: str) -> str:
-    """``8xh100-sxm5-80gb``: the usual node of a device."""
-    return f"{catalogue()[device].devices_per_node}x{device}"
+    """``number``, ``whole``, ``choice``, ``text``, or ``lines`` for several lines."""
+    folded: bool = True
+    """Whether the field is under "More"."""
 
 
 FIELDS = (
-    Field("model", "Model", "gpt2", choices=names),
+    Field("model", "Model", "gpt2", "", names, "choice", folded=False),
+    Field("devices", "Devices", "8", kind="whole", folded=False),
     Field(
-        "devices",
-        "Devices",
-        "8xh100-sxm5-80gb",
-        "count and device; several kinds: 16xh100-sxm5-80gb,32xa100-sxm4-80gb",
-        suggestions=_device_suggestions,
-        kind="text",
+        "device",
+        "Accelerator",
+        "h100-sxm5-80gb",
+        choices=lambda: sorted(catalogue()),
+        kind="choice",
+        folded=False,
     ),
-    Field("batch", "Batch", "64", "samples per optimizer step, over all devices"),
-    Field("sequence", "Sequence", "1024", "tokens per sample; 0: no sequence"),
-    Field("precision", "Precision", "bf16-mixed", choices=lambda: get_args(Precision)),
-    Field("optimizer", "Optimizer", "adamw", choices=lambda: get_args(OptimizerName)),
+    Field("batch", "Batch", "64", "samples per step", kind="whole", folded=False),
+    Field("sequence", "Sequence", "1024", "tokens", kind="whole", folded=False),
     Field(
-        "runtime",
-        "Runtime",
-        "planner",
-        "framework that will run the plan",
-        choices=lambda: RUNTIMES,
+        "runtime", "Runtime", "planner", "", lambda: RUNTIMES, "choice", folded=False
     ),
     Field(
-        "devices_per_node",
-        "Devices per node",
-        hint="empty: the usual number for the device",
+        "precision",
+        "Precision",
+        "bf16-mixed",
+        "",
+        lambda: get_args(Precision),
+        "choice",
     ),
-    Field("objective", "Objective", "step_time", choices=lambda: get_args(Objective)),
+    Field(
+        "optimizer", "Optimizer", "adamw", "", lambda: get_args(OptimizerName), "choice"
+    ),
+    Field(
+        "objective", "Objective", "step_time", "", lambda: get_args(Objective), "choice"
+    ),
     Field(
         "deadline_seconds",
         "Deadline, seconds",
-        hint="per step; for the objective devices only",
+        hint="per step, for the objective devices",
     ),
     Field(
-        "price_per_hour",
-        "Price per hour",
-        hint="per device; for the objective cost",
+        "price_per_hour", "Price per hour", hint="of one GPU, for the objective cost"
     ),
+    Field("time_limit_seconds", "Time limit, seconds", hint="of the search"),
+    Field("devices_per_node", "GPUs per node", hint="empty: as usual", kind="whole"),
     Field(
-        "time_limit_seconds",
-        "Time limit, seconds",
-        hint="of the search; empty: 60, or this service's limit if that is lower",
+        "mixed",
+        "Several kinds of GPUs",
+        hint="replaces the count: 16xh100-sxm5-80gb,32xa100-sxm4-80gb",
+        kind="text",
     ),
     Field(
         "fix",
@@ -104,18 +99,29 @@ FIELDS = (
 )
 BY_NAME = {field.name: field for field in FIELDS}
 WHOLE_NUMBERS = ("batch", "sequence", "devices_per_node")
-SHORT_FORM = (
-    *("model", "devices", "devices_per_node", "batch", "sequence"),
-    *("precision", "optimizer", "runtime"),
-)
+SHORT_FORM = ("model", *WHOLE_NUMBERS, "precision", "optimizer", "runtime")
 """Fields that are sent as they are typed."""
 LONGEST_ANSWER = 4000
 """Characters of one field."""
+_COUNT_AND_DEVICE = re.compile(r"(\d+)x([^,\s]+)")
 
 
-def defaults() -> dict[str, str]:
-    """The form as it is first shown."""
-    return {field.name: field.default for field in FIELDS}
+def filled(sent: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Every field's text; a field that was not sent has its default.
+
+    ``devices`` may be ``64xh100-sxm5-80gb``, as in the short form.
+    """
+    answers = {field.name: field.default for field in FIELDS}
+    for name, value in sent:
+        if name in BY_NAME:
+            answers[name] = value[:LONGEST_ANSWER].strip()
+    devices = answers["devices"]
+    single = _COUNT_AND_DEVICE.fullmatch(devices)
+    if single:
+        answers |= {"devices": single[1], "device": single[2]}
+    elif devices and not devices.isdecimal():
+        answers |= {"devices": BY_NAME["devices"].default, "mixed": devices}
+    return answers
 
 
 def request_of(answers: Answers) -> LongPlanCreate:
@@ -124,7 +130,7 @@ def request_of(answers: Answers) -> LongPlanCreate:
     Raises:
         DocumentError: one problem per wrong field.
     """
-    fix, problems = _read_fix(answers.get("fix", ""))
+    fix, problems = _read_fix(answers["fix"])
     body = short_body(answers) | {"fix": fix}
     problems += short_form_problems(ShortPlanCreate, body)
     if problems:
@@ -132,7 +138,7 @@ def request_of(answers: Answers) -> LongPlanCreate:
     request = parse(ShortPlanCreate, body).long_form()
     return LongPlanCreate(
         model=request.model,
-        cluster=_priced(request.cluster, answers.get("price_per_hour", "")),
+        cluster=_priced(request.cluster, answers["price_per_hour"]),
         job=_with_objective(request.job, answers),
         options=request.options,
     )
@@ -144,24 +150,89 @@ def short_body(answers: Answers) -> dict[str, Any]:
     Empty fields are left out. Text that should be a number stays text, so that the
     document reports the mistake.
     """
-    body: dict[str, Any] = {}
+    count = f"{answers['devices']}x{answers['device']}"
+    body: dict[str, Any] = {"devices": answers["mixed"] or count}
     for name in SHORT_FORM:
-        text = answers.get(name, "").strip()
+        text = answers[name]
         if text:
             is_number = name in WHOLE_NUMBERS and text.isdecimal() and text.isascii()
             body[name] = int(text) if is_number else text
-    time_limit = answers.get("time_limit_seconds", "").strip()
-    if time_limit:
-        body["options"] = {"time_limit_seconds": time_limit}
+    if answers["time_limit_seconds"]:
+        body["options"] = {"time_limit_seconds": answers["time_limit_seconds"]}
     return body
+
+
+def field_of(problem: Problem, answers: Answers) -> str:
+    """Name of the field that a problem belongs to; empty: to the form as a whole.
+
+    The field of a problem is a path in the short or the long form. Rules about several
+    fields have the name of one of them at the start of the message.
+    """
+    last = problem.field.replace("]", "").replace("[", ".").rpartition(".")[2]
+    short = short_field(problem.field).partition(".")[0]
+    first = problem.message.partition(":")[0]
+    known = [name for name in (last, short) if name in BY_NAME]
+    if not known and problem.field.startswith("node_groups"):
+        known = ["devices"]
+    name = next(iter(known), first if first in BY_NAME else "")
+    if name != "devices":
+        return name
+    if answers["mixed"]:
+        return "mixed"
+    return "device" if answers["device"] not in catalogue() else "devices"
+
+
+def answers_of(request: PlanRequest) -> dict[str, str] | None:
+    """The form that stands for a request; None if the form has no field for a part of it.
+
+    Fields at their defaults are left out.
+    """
+    devices = _devices_text(request.cluster)
+    limit = request.options.time_limit_seconds
+    if request.model is None or devices is None or request.calibration is not None:
+        return None
+    job = own_job(request)
+    if request.options != Options(time_limit_seconds=limit) or job.memory_headroom:
+        return None
+    lines = [
+        f"{name}={_typed(value)}"
+        for name, value in job.model_dump(exclude_none=True)["constraints"].items()
+    ]
+    answers = devices | {
+        "model": request.model,
+        "batch": str(job.global_batch_size),
+        "sequence": str(job.sequence_length),
+        "precision": job.precision,
+        "optimizer": job.optimizer,
+        "runtime": job.runtime,
+        "objective": job.objective,
+        "deadline_seconds": _typed(job.deadline_seconds),
+        "time_limit_seconds": _typed(limit),
+        "fix": "\n".join(lines),
+    }
+    return {
+        name: text for name, text in answers.items() if text != BY_NAME[name].default
+    }
+
+
+def own_job(request: PlanRequest) -> Job:
+    """The job as the client sent it: without the memory margin of the calibration."""
+    from planner import runtimes
+    from planner.cost.interval import with_headroom
+
+    free = request.job.model_copy(update={"memory_headroom": None})
+    owner = runtimes.planned(free.runtime).calibration_owner
+    table = request.calibration
+    added = with_headroom(free, request.cluster, runtime=owner, calibration=table)
+    return free if added == request.job else request.job
 
 
 def _priced(cluster: Cluster, price: str) -> Cluster:
     """The cluster with a price for every device."""
-    if not price.strip():
+    if not price:
         return cluster
     groups = [
-        group.model_dump(mode="json") | {"price_per_hour": price.strip()}
+        group.model_dump(mode="json") | {"price_per_hour": price}
         for group in cluster.node_groups
     ]
     return parse(Cluster, {"name": cluster.name, "node_groups": groups})
@@ -171,9 +242,8 @@ def _with_objective(job: Job, answers: Answers) -> Job:
     """The job with objective and deadline."""
     fields = job.model_dump(mode="json", exclude_none=True)
     for name in ("objective", "deadline_seconds"):
-        text = answers.get(name, "").strip()
-        if text:
-            fields[name] = text
+        if answers[name]:
+            fields[name] = answers[name]
     return parse(Job, fields)
 
 
@@ -200,57 +270,6 @@ def _of_constraint(problem: Problem) -> Problem:
     return Problem("fix", message, problem.hint)
 
 
-def field_of(problem: Problem) -> str:
-    """Name of the field that a problem belongs to; empty: to the form as a whole.
-
-    The field of a problem is a path in the short or the long form. Rules about several
-    fields have the name of one of them at the start of the message.
-    """
-    last = problem.field.replace("]", "").replace("[", ".").rpartition(".")[2]
-    if last in BY_NAME:
-        return last
-    short = short_field(problem.field).partition(".")[0]
-    if short in BY_NAME:
-        return short
-    if problem.field.startswith("node_groups"):
-        return "devices"
-    first = problem.message.partition(":")[0]
-    return first if first in BY_NAME else ""
-
-
-def answers_of(request: PlanRequest) -> dict[str, str] | None:
-    """The form that stands for a request; None if the form has no field for a part of it.
-
-    Fields at their defaults are left out.
-    """
-    devices = _devices_text(request.cluster)
-    limit = request.options.time_limit_seconds
-    if request.model is None or devices is None:
-        return None
-    if request.options != Options(time_limit_seconds=limit):
-        return None
-    job = request.job
-    lines = [
-        f"{name}={_typed(value)}"
-        for name, value in job.model_dump(exclude_none=True)["constraints"].items()
-    ]
-    answers = devices | {
-        "model": request.model,
-        "batch": str(job.global_batch_size),
-        "sequence": str(job.sequence_length),
-        "precision": job.precision,
-        "optimizer": job.optimizer,
-        "runtime": job.runtime,
-        "objective": job.objective,
-        "deadline_seconds": _typed(job.deadline_seconds),
-        "time_limit_seconds": _typed(limit),
-        "fix": "\n".join(lines),
-    }
-    return {
-        name: text for name, text in answers.items() if text != BY_NAME[name].default
-    }
-
-
 def _devices_text(cluster: Cluster) -> dict[str, str] | None:
     """The fields about devices that stand for a cluster; None if none do."""
     groups = cluster.node_groups
@@ -261,7 +280,12 @@ def _devices_text(cluster: Cluster) -> dict[str, str] | None:
     text = ",".join(
         f"{group.nodes * group.devices_per_node}x{group.device}" for group in groups
     )
-    answers = {"devices": text, "price_per_hour": _typed(prices.pop())}
+    answers = {"price_per_hour": _typed(prices.pop())}
+    answers |= {
+        name: value
+        for name, value in filled([("devices", text)]).items()
+        if name in ("devices", "device", "mixed")
+    }
     for per_node in (None, *sizes):
         if _is_cluster_of(text, per_node, groups):
             return answers | {"devices_per_node": _typed(per_node)}

@@ -1,0 +1,54 @@
+"""The page of a job: its progress, a button to cancel it, and then its plan."""
+
+from __future__ import annotations
+
+from urllib.parse import urlencode
+
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse, RedirectResponse, Response
+
+from planner.api.dependencies import JobDependency, ServicesDependency
+from planner.api.documents import FINISHED
+from planner.api.jobs import view_of
+from planner.api.pages.fields import answers_of
+from planner.api.pages.templates import page
+from planner.api.store import JobRow
+from planner.spec import PlanRequest
+from planner.spec.words import counted
+
+router = APIRouter()
+
+SEE_OTHER = 303
+
+
+@router.get("/jobs/{job_id}", response_class=HTMLResponse)
+async def show_job(job: JobDependency, request: Request) -> Response:
+    """Progress of a job; once it has a result, redirect there."""
+    view = view_of(job)
+    if view.plan_url is not None:
+        return RedirectResponse(f"/plans/{view.plan_id}", SEE_OTHER)
+    asked = PlanRequest.model_validate_json(job.request)
+    answers = answers_of(asked)
+    return page(
+        request,
+        "job.html",
+        subject=subject(job),
+        view=view,
+        runtime=asked.job.runtime,
+        finished=view.status in FINISHED,
+        change=urlencode(answers or {}),
+    )
+
+
+@router.post("/jobs/{job_id}/cancel", response_class=RedirectResponse)
+async def cancel(job: JobDependency, parts: ServicesDependency) -> RedirectResponse:
+    """Cancel the job and show its page."""
+    await parts.jobs.cancel(job.id)
+    return RedirectResponse(f"/jobs/{job.id}", SEE_OTHER)
+
+
+def subject(job: JobRow) -> str:
+    """``gpt2 on 8 devices``."""
+    request = PlanRequest.model_validate_json(job.request)
+    model = request.model or f"profile {request.profile_id[:12]}"
+    return f"{model} on {counted(request.cluster.devices, 'device')}"
