@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -90,6 +91,11 @@ class Settings(BaseModel):
     def store_place(self) -> Path | str:
         """Path of the SQLite file, or URL of PostgreSQL."""
         return self.database_url or self.database
+
+    def without_secrets(self) -> Settings:
+        """The settings as they may be printed."""
+        url = re.sub(r"(?<=//)([^/@]*):[^/@]*@", r"\1:***@", self.database_url)
+        return self.model_copy(update={"database_url": url})
 
 
 def load_settings(

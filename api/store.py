@@ -20,6 +20,7 @@ from sqlalchemy import (
     Executable,
     Row,
     Select,
+    Table,
     delete,
     func,
     literal,
@@ -175,10 +176,7 @@ class Store:
         """Store a profile; False if it is stored already."""
         with self._database.write() as connection:
             row = {"id": profile_id, "document": document, "created_at": now()}
-            inserted = connection.execute(
-                _insert(connection, profiles).values(row).on_conflict_do_nothing()
-            )
-            return inserted.rowcount > 0
+            return _add(connection, profiles, row)
 
     def touch_profile(self, profile_id: str) -> bool:
         """Whether the profile is stored; renews its age, so that no sweep deletes it now."""
@@ -248,9 +246,8 @@ class Store:
                     "client": client,
                     "turn": _next_turn(change.connection, client),
                 }
-                insert = _insert(change.connection, jobs).values(row)
                 # Another replica may queue the same plan at this moment; then join it.
-                if _changes(change.connection, insert.on_conflict_do_nothing()):
+                if _add(change.connection, jobs, row):
                     change.add_event(job_id, "queued", "{}")
                     added = change.job(jobs.c.id == job_id)
                     assert added is not None
@@ -541,10 +538,16 @@ def _id(value: str) -> str:
     return value.replace("\0", " ")
 
 
-def _insert(connection: Connection, table: Any) -> Any:
+def _insert(connection: Connection, table: Table) -> Any:
     """An INSERT that may say ON CONFLICT, which is not part of standard SQL."""
     dialect = sqlite if connection.dialect.name == "sqlite" else postgresql
     return dialect.insert(table)
+
+
+def _add(connection: Connection, table: Table, row: dict[str, Any]) -> bool:
+    """Insert a row; False if it would break a unique index."""
+    insert = _insert(connection, table).values(row).on_conflict_do_nothing()
+    return connection.scalar(insert.returning(table.c.id)) is not None
 
 
 def _changes(connection: Connection, statement: Executable) -> int:

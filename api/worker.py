@@ -169,15 +169,21 @@ class Worker:
     async def _rescue_regularly(self) -> None:
         """Take over the jobs of dead workers.
 
-        The first time after a whole timeout: after a failure of the database the other
-        workers must have had the time to release their jobs themselves.
+        Only if the database has answered for a whole timeout: after a failure the other
+        workers need that time to show that they live.
         """
+        answered = False
         while True:
             await asyncio.sleep(self._settings.worker_timeout_seconds)
             try:
-                await self._rescue()
+                if answered:
+                    await self._rescue()
+                else:
+                    await asyncio.to_thread(self._store.check_writable)
+                answered = True
             except DATABASE_ERRORS as error:
-                logger.warning("worker: jobs were not rescued: %s", error)
+                answered = False
+                logger.warning("worker: the database fails: %s", error)
 
     async def _rescue(self) -> None:
         url = self._settings.database_url
@@ -190,11 +196,30 @@ class Worker:
             )
             of_worker: dict[int | None, list[QueuedJob]] = {}
             for queued in stalled:
-                of_worker.setdefault(queued.worker_id, []).append(queued)
+                if queued.id not in self._unconfirmed:
+                    of_worker.setdefault(queued.worker_id, []).append(queued)
             for jobs in of_worker.values():
                 ids = [_job_id(queued) for queued in jobs]
                 await asyncio.to_thread(self._runner.take_back, ids)
                 await self._retry(jobs)
+            await self._add_missing()
+
+    async def _add_missing(self) -> None:
+        """Queue the unfinished jobs that the queue has lost, for instance with a worker
+        that lived on after its jobs had been taken over.
+
+        A job that is in the queue twice does no harm: it starts once.
+        """
+        unfinished = await asyncio.to_thread(self._store.unfinished_jobs)
+        queued = await self._app.job_manager.list_jobs_async(queue=QUEUE)
+        known = {_job_id(each) for each in queued}
+        missing = [job for job in unfinished if job.id not in known]
+        if missing:
+            await asyncio.to_thread(self._store.take_back, [job.id for job in missing])
+        for job in missing:
+            logger.warning("job %s: was missing in the queue", job.id)
+            task = self._app.configure_task(TASK, queue=QUEUE, priority=-job.turn)
+            await task.defer_async(job_id=job.id)
 
     async def _retry(self, jobs: Iterable[QueuedJob]) -> None:
         for queued in jobs:

@@ -39,7 +39,10 @@ SECTIONS: dict[str, dict[str, str]] = {
         "links": "Measure latency and bandwidth between ranks",
         "calibrate": "Fit the cost model's constants to measured runs",
     },
-    "Serve": {"serve": "Serve plans over HTTP"},
+    "Serve": {
+        "serve": "Serve plans over HTTP",
+        "worker": "Run the jobs of services that share PostgreSQL",
+    },
     "Reference": {
         "models": "List the models of the catalogue",
         "devices": "List the devices of the catalogue",

@@ -30,6 +30,11 @@ PORT = Number("N", least=0, below=65536, whole=True, hint="give a port up to 655
     help="SQLite file of plans and jobs [default: planner.db]",
 )
 @option(
+    "--database-url",
+    metavar="URL",
+    help="postgresql:// URL instead of a file; `planner worker` runs the jobs",
+)
+@option(
     "--config",
     metavar="FILE",
     help="TOML file of settings; PLANNER_* variables and options override it",
@@ -101,7 +106,7 @@ def _serve(options: dict[str, Any], config: str | None, as_json: bool) -> int:
 
     settings = load_settings(options, config=config)
     if as_json:
-        data(to_json(settings))
+        data(to_json(settings.without_secrets()))
         sys.stdout.flush()  # a pipe's reader needs the settings while the service runs
     try:
         serve(settings)

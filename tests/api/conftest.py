@@ -1,14 +1,16 @@
-"""Settings in the test's own directory."""
+"""Settings in the test's own directory, and both databases."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from planner.api.settings import Settings
+from planner.api.store import Store
+from tests.api.postgres import Cluster, new_cluster
 
 
 @pytest.fixture
@@ -39,3 +41,28 @@ def journal(tmp_path: Path) -> Path:
     path = tmp_path / "journal"
     path.touch()
     return path
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """A PostgreSQL server."""
+    cluster = new_cluster()
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path | str:
+    """A new database of each kind."""
+    if request.param == "sqlite":
+        return tmp_path / "planner.db"
+    cluster: Cluster = request.getfixturevalue("cluster")
+    return cluster.new_database()
+
+
+@pytest.fixture
+def store(place: Path | str) -> Iterator[Store]:
+    """An empty store, on each database."""
+    store = Store(place)
+    yield store
+    store.close()

@@ -287,3 +287,19 @@ class Stuck(Instant):
             journal.write(f"{os.getpid()}\n")
         while True:
             time.sleep(1)
+
+
+@dataclass(frozen=True)
+class Timed(Instant):
+    """Needs `seconds` for every plan."""
+
+    seconds: float
+
+    def __call__(self, task: Task, report: Callable[[Any], None]) -> Answer:
+        """The plan on one rank, after some progress."""
+        assert isinstance(task, PlanTask)
+        with self.journal.open("a") as journal:
+            journal.write(f"{task.request.id}\n")
+        report(progress(1, 2.0))
+        time.sleep(self.seconds)
+        return plan_of(task.request, task.profile)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -22,14 +22,6 @@ from tests.api.test_jobs import is_alive, pids, status
 
 SettingsOf = Callable[..., Settings]
 PREDICTION = plan_body(layout={"data_parallel_degree": 2})
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    """An empty store."""
-    store = Store(tmp_path / "planner.db")
-    yield store
-    store.close()
 
 
 def add(store: Store, job_id: str, client: str = "") -> JobRow:
@@ -136,10 +128,11 @@ def test_suspects_run_alone(
         until(lambda: status(live, both[1]) == "succeeded")
 
 
-def test_a_database_behind_a_link_has_one_owner(store: Store, tmp_path: Path) -> None:
+def test_a_database_behind_a_link_has_one_owner(tmp_path: Path) -> None:
     """A symbolic link is another name of the same file."""
-    (tmp_path / "link.db").symlink_to(tmp_path / "planner.db")
-    with pytest.raises(RunError, match="another service"):
+    path = tmp_path / "planner.db"
+    (tmp_path / "link.db").symlink_to(path)
+    with closing(Store(path)), pytest.raises(RunError, match="another service"):
         Store(tmp_path / "link.db")
 
 
