@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 from typing import Any
 
@@ -11,6 +12,7 @@ from planner.api.errors import PreconditionError
 
 FOREVER = "public, max-age=31536000, immutable"
 REVALIDATE = "no-cache"
+GZIP_LEVEL = 5
 NOT_MODIFIED: dict[int | str, dict[str, Any]] = {
     304: {"description": "The client has the current version."}
 }
@@ -24,21 +26,39 @@ def cacheable(
     media_type: str,
     cache_control: str,
     location: str = "",
+    is_large: bool = False,
 ) -> Response:
     """The content with its ETag (sha256 of the bytes), or 304 if the client has it.
+
+    Large content is compressed for clients that accept gzip.
 
     Raises:
         PreconditionError: the content does not match ``If-Match``.
     """
     body = content.encode()
+    headers = {"Cache-Control": cache_control}
+    if is_large:
+        headers["Vary"] = "Accept-Encoding"
+    if is_large and _accepts_gzip(request):
+        body = gzip.compress(body, compresslevel=GZIP_LEVEL, mtime=0)
+        headers["Content-Encoding"] = "gzip"
     tag = tag_of(body)
     check_if_match(request, tag)
-    headers = {"ETag": tag, "Cache-Control": cache_control}
+    headers["ETag"] = tag
     if location:
         headers["Content-Location"] = location
     if _matches(request.headers.get("if-none-match", ""), tag):
         return Response(status_code=304, headers=headers)
     return Response(body, media_type=media_type, headers=headers)
+
+
+def _accepts_gzip(request: Request) -> bool:
+    """Whether the client accepts gzip (RFC 9110, section 12.5.3)."""
+    for item in request.headers.get("accept-encoding", "").split(","):
+        coding, _, weight = item.partition(";")
+        if coding.strip().lower() in ("gzip", "*"):
+            return weight.replace(" ", "") not in ("q=0", "q=0.0", "q=0.00", "q=0.000")
+    return False
 
 
 def tag_of(body: bytes) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import binascii
 import logging
+import re
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -25,6 +26,7 @@ from planner.api.errors import (
     ForbiddenError,
     ForeignSiteError,
     HostError,
+    NotFoundError,
     ServiceError,
     UnauthorizedError,
 )
@@ -37,6 +39,8 @@ logger = logging.getLogger("planner.api")
 
 OPEN = frozenset({"/healthz", "/readyz"})
 OPEN_FOLDER = "/problems/"
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
+"""Characters that no path has; they could forge lines of the log."""
 SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 STORED = "/v1/plans/"
 CHALLENGES = ("Bearer", "Basic")
@@ -77,6 +81,8 @@ class Guard:
 
     def _check(self, scope: Connection, headers: Headers) -> None:
         method, path = scope["method"], path_within(scope)
+        if CONTROL.search(path):
+            raise NotFoundError(f"no such path: {path!r}.", hint="see /docs.")
         if method not in SAFE and is_foreign(headers):
             raise ForeignSiteError(
                 "the request comes from a page of another site.",

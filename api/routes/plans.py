@@ -50,7 +50,7 @@ from planner.api.links import root_of
 from planner.api.planning import find_or_submit
 from planner.api.problems import response_of
 from planner.api.store import LARGEST_INTEGER, JobRow, MeasurementRow, PlanRow
-from planner.api.timeline import predicted_timeline
+from planner.api.timeline import TimelineQuery, pictured, predicted_step, traced
 from planner.errors import DocumentError, MismatchError
 from planner.spec import Infeasible, MeasuredRun, Plan
 
@@ -160,34 +160,51 @@ def get_stage_map(request: Request, result: ResultDependency) -> Response:
     "/{plan_id}/timeline.json", response_class=JSONResponse, responses=NOT_MODIFIED
 )
 def get_timeline_json(
-    request: Request, result: ResultDependency, parts: ServicesDependency
+    request: Request,
+    result: ResultDependency,
+    parts: ServicesDependency,
+    query: Annotated[TimelineQuery, Query()],
 ) -> Response:
-    """Return one predicted step as a Chrome trace, for ui.perfetto.dev."""
+    """Return one predicted step as a Chrome trace, for ui.perfetto.dev.
+
+    A large step has three windows: first, steady and last micro-batches. The query moves
+    the window. Clients that accept gzip get the trace compressed.
+    """
     from planner.schedule.timeline import chrome_trace
 
-    timeline = predicted_timeline(
-        result.plan(), parts.profiles.get(result.row.profile_id)
-    )
+    profile = parts.profiles.get(result.row.profile_id)
+    step = predicted_step(result.plan(), profile)
     return cacheable(
         request,
-        json.dumps(chrome_trace([timeline])),
+        json.dumps(chrome_trace(traced(step, query))),
         media_type=JSON,
         cache_control=REVALIDATE,
+        is_large=True,
     )
 
 
 @router.get("/{plan_id}/timeline.svg", response_class=Response, responses=PICTURE)
 def get_timeline_svg(
-    request: Request, result: ResultDependency, parts: ServicesDependency
+    request: Request,
+    result: ResultDependency,
+    parts: ServicesDependency,
+    query: Annotated[TimelineQuery, Query()],
 ) -> Response:
-    """Return one predicted step as a picture."""
+    """Return one predicted step as a picture.
+
+    A large step is shown in three windows: first, steady and last micro-batches. The
+    query moves the window.
+    """
     from planner.schedule.timeline import svg
 
-    timeline = predicted_timeline(
-        result.plan(), parts.profiles.get(result.row.profile_id)
-    )
+    profile = parts.profiles.get(result.row.profile_id)
+    step = predicted_step(result.plan(), profile)
     return cacheable(
-        request, svg([timeline]), media_type="image/svg+xml", cache_control=REVALIDATE
+        request,
+        svg(pictured(step, query)),
+        media_type="image/svg+xml",
+        cache_control=REVALIDATE,
+        is_large=True,
     )
 
 

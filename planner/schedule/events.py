@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import groupby, pairwise
 from operator import attrgetter
+from typing import TypeVar
 
 from planner.errors import DocumentError, ScheduleError
 from planner.schedule.actions import Action, ActionKind
@@ -75,6 +76,8 @@ class TimelineEvent:
 BESIDE_COMPUTE = (EventKind.TRANSFER, EventKind.WAIT)
 """Kinds that are no work of the rank, and have a track of their own."""
 
+Window = tuple[float, float]
+"""(start, end) in seconds from the step's start."""
 Phases = Sequence[tuple[EventKind, float]]
 """What a rank does after its last action, one after the other: (kind, seconds)."""
 
@@ -91,6 +94,8 @@ class Timeline:
     """Per rank, what it holds over time; empty: not known."""
     memory_unit: str = "units"
     """What the curves count: ``units`` (micro-batches of a stage, or sequence chunks of them) or ``bytes``."""
+    summary: str = ""
+    """Text beside the title; empty: the step's time and bubble, of a whole step."""
 
     def __post_init__(self) -> None:
         if not self.rank_names:
@@ -115,6 +120,23 @@ class Timeline:
             default=0.0,
         )
 
+    def between(self, window: Window) -> Timeline:
+        """The part within a window of time, clipped; times still count from the step's start."""
+        ranks = tuple(tuple(_clipped(events, window)) for events in self.ranks)
+        memory = tuple(_clipped_curve(curve, window) for curve in self.memory)
+        return replace(self, ranks=ranks, memory=memory)
+
+    def shifted(self, seconds: float) -> Timeline:
+        """The timeline with all times later by some seconds."""
+        ranks = tuple(
+            tuple(_moved(event, seconds) for event in events) for events in self.ranks
+        )
+        memory = tuple(
+            tuple((start + seconds, held) for start, held in curve)
+            for curve in self.memory
+        )
+        return replace(self, ranks=ranks, memory=memory)
+
     @property
     def step_seconds(self) -> float:
         """From start to end."""
@@ -135,6 +157,7 @@ def from_simulation(
     title: str = "predicted",
     after: Sequence[Phases] = (),
     held: HeldBytes | None = None,
+    windows: Sequence[Window] | None = None,
 ) -> Timeline:
     """The timeline of a simulated step.
 
@@ -143,20 +166,69 @@ def from_simulation(
         title: e.g. ``predicted``.
         after: per pipeline rank, what follows its last action (gradient reduction, optimizer); empty: nothing.
         held: bytes of the memory curves; None: they count units.
+        windows: only events that overlap one of them are included, for
+            `Timeline.between`; None: all.
     """
     rows = []
     chunks = simulation.schedule.sequence_chunks
-    for rank, events in enumerate(simulation.events):
+    ends = simulation.end_seconds
+    for rank, every_event in enumerate(simulation.events):
+        events = _overlapping(every_event, windows)
+        sent = _overlapping(transfers_of(simulation, rank), windows)
         row = [bar for event in events for bar in _bars(simulation, event)]
         row += _early_recomputes(simulation, events)
-        row += map(_transfer, transfers_of(simulation, rank))
+        row += map(_transfer, sent)
         row.sort(key=attrgetter("start_seconds", "end_seconds"))
-        row += _phases(after[rank] if after else (), simulation.end_seconds[rank])
-        rows.append(tuple(replace(bar, sequence_chunks=chunks) for bar in row))
+        row += _phases(after[rank] if after else (), ends[rank])
+        if chunks > 1:
+            row = [replace(bar, sequence_chunks=chunks) for bar in row]
+        rows.append(tuple(row))
     unit = "units" if held is None else "bytes"
     return Timeline(
         title, tuple(rows), memory=memory_curves(simulation, held), memory_unit=unit
     )
+
+
+Timed = TypeVar("Timed", Event, Transfer)
+
+
+def _overlapping(
+    events: Iterable[Timed], windows: Sequence[Window] | None
+) -> Sequence[Timed]:
+    """The events of which some part is within one of the windows; None: all."""
+    if windows is None:
+        return tuple(events)
+    return [
+        event
+        for event in events
+        if any(
+            event.end_seconds > start and event.start_seconds < end
+            for start, end in windows
+        )
+    ]
+
+
+def _clipped(
+    events: Iterable[TimelineEvent], window: Window
+) -> Iterator[TimelineEvent]:
+    for event in events:
+        start = max(event.start_seconds, window[0])
+        end = min(event.end_seconds, window[1])
+        if end > start:
+            yield replace(event, start_seconds=start, end_seconds=end)
+
+
+def _clipped_curve(curve: Curve, window: Window) -> Curve:
+    """The steps of a curve within a window; the first is what is held at its start."""
+    start, end = window
+    before = [held for seconds, held in curve if seconds <= start]
+    inside = tuple(step for step in curve if start < step[0] < end)
+    return ((start, before[-1] if before else 0), *inside)
+
+
+def _moved(event: TimelineEvent, seconds: float) -> TimelineEvent:
+    start, end = event.start_seconds + seconds, event.end_seconds + seconds
+    return replace(event, start_seconds=start, end_seconds=end)
 
 
 def from_measured(run: MeasuredRun, title: str = "measured") -> Timeline:

@@ -10,7 +10,7 @@ Source of the two parts: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", M_B
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from operator import itemgetter
@@ -78,9 +78,7 @@ def memory_curves(
             field="activation",
             hint=f"give {simulation.schedule.stages} values, one per stage.",
         )
-    return tuple(
-        _curve(simulation, held, rank) for rank in range(simulation.schedule.ranks)
-    )
+    return tuple(_curve(simulation, held, events) for events in simulation.events)
 
 
 def peak_bytes(simulation: Simulation, held: HeldBytes) -> tuple[float, ...]:
@@ -91,8 +89,7 @@ def peak_bytes(simulation: Simulation, held: HeldBytes) -> tuple[float, ...]:
     )
 
 
-def _curve(simulation: Simulation, held: HeldBytes, rank: int) -> Curve:
-    events = simulation.events[rank]
+def _curve(simulation: Simulation, held: HeldBytes, events: Sequence[Event]) -> Curve:
     return curve_of(
         change
         for place, event in enumerate(events)

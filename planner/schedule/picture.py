@@ -132,7 +132,8 @@ def _panel(trace: Timeline, scale: _Scale, top: float) -> Iterator[str]:
         fill="#111827",
         more=' font-size="14" font-weight="600"',
     )
-    summary = f"{format_seconds(trace.step_seconds)} per step, bubble {trace.bubble_fraction:.1%}"
+    whole = f"{format_seconds(trace.step_seconds)} per step, bubble {trace.bubble_fraction:.1%}"
+    summary = trace.summary or whole
     yield _text(
         scale.width - RIGHT,
         top + 18,

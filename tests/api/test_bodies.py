@@ -242,6 +242,7 @@ def test_paths_cannot_write_to_the_log(
 ) -> None:
     """A line end in a path stays inside its record."""
     with caplog.at_level("DEBUG"):
+        assert live.client.get("/v1/plans/x%00").status_code == 404
         live.client.get("/v1/plans/x%0aERROR%20forged")
         live.client.post("/v1/plans/x%0d%0aERROR%20forged/measurements", content=b"{")
     assert not [each for each in caplog.messages if "\n" in each or "\r" in each]
