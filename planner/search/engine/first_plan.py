@@ -13,7 +13,7 @@ from planner.search.engine.options import Option, Row
 from planner.search.engine.synthesize import is_synthesized
 
 if TYPE_CHECKING:
-    from planner.search.engine.engine import Search
+    from planner.search.engine.engine import Node, Search
 
 MOST_ROWS = 256
 """Rows of the coarse grid."""
@@ -39,25 +39,41 @@ def find_first_plan(search: Search, report: Callable[[], None]) -> None:
         search: that has bounded all rows by their work.
         report: called after every round.
     """
-    _solve_some(search, _coarse_rows(search), MOST_SOLVED, moves=False)
+    _solve_some(search, _bounded(search, _coarse_rows(search)), MOST_SOLVED)
     for _ in range(ROUNDS):
         report()
         if search.best is None:
             return
         before = search.best.row
-        _solve_some(search, _rows_around(search, before), MOST_SOLVED, moves=False)
+        _solve_some(search, _bounded(search, _rows_around(search, before)), MOST_SOLVED)
         if search.best.row == before:
             break
-    _solve_some(search, _same_rows(search), 1, moves=True)
+    alike = _bounded(search, _same_rows(search))
+    _solve_some(search, _best_by_schedule(search, alike), len(search.space.schedules))
+    report()
+    _solve_some(search, alike, 1, moves=True)
     report()
 
 
+def _bounded(search: Search, indices: Iterable[int]) -> list[Node]:
+    """Return rows with their bounds, the least first."""
+    return sorted(map(search.bound_row, indices))
+
+
+def _best_by_schedule(search: Search, nodes: Iterable[Node]) -> list[Node]:
+    """Return the first row of every schedule."""
+    found: dict[int, Node] = {}
+    for node in nodes:
+        found.setdefault(int(search.table.schedule[node.index]), node)
+    return list(found.values())
+
+
 def _solve_some(
-    search: Search, indices: Iterable[int], count: int, *, moves: bool
+    search: Search, nodes: Iterable[Node], count: int, *, moves: bool = False
 ) -> None:
     """Solve up to a number of rows that fit, least bound first."""
-    for index in indices:
-        search.push(search.bound_row(index))
+    for node in nodes:
+        search.push(node)
     tried = fitting = 0
     while search.queue and fitting < count and search.least_node < search.limit:
         if tried >= MOST_TRIED and search.best is not None:
@@ -89,13 +105,12 @@ def _rows_around(search: Search, row: Row) -> list[int]:
 
 
 def _same_rows(search: Search) -> list[int]:
-    """Return the rows with the degrees and stages of the best plan."""
+    """Return the rows with the degrees of the best plan, under every schedule."""
     if search.best is None:
         return []
     row = search.best.row
     is_same = search.table.split == row.split
     is_same &= search.table.pipeline == row.pipeline
-    is_same &= search.table.virtual_stages == row.virtual_stages
     is_same &= search.table.sequence_chunks == row.sequence_chunks
     return search.in_order(is_same)
 
