@@ -26,6 +26,7 @@ from planner.api.queues import LocalQueue, SharedQueue
 from planner.api.retention import sweep_regularly
 from planner.api.routes import (
     catalogue,
+    diffs,
     exports,
     health,
     jobs,
@@ -33,6 +34,7 @@ from planner.api.routes import (
     plans,
     predictions,
     profiles,
+    sweeps,
 )
 from planner.api.runner import Runner
 from planner.api.settings import Settings
@@ -72,6 +74,8 @@ def create_app(
     for routes in (
         profiles,
         plans,
+        diffs,
+        sweeps,
         jobs,
         predictions,
         measurements,

@@ -34,6 +34,13 @@ LONG_PREDICTION = LONG_PLAN | {
     }
 }
 
+SWEEP: dict[str, Any] = {
+    "models": ["llama-3.1-8b"],
+    "clusters": ["8xh100-sxm5-80gb", "16xh100-sxm5-80gb"],
+    "batches": [64, 128],
+    "sequence": 4096,
+}
+
 SHORT_SUMMARY = "Short form: a catalogue model, devices and batch"
 LONG_SUMMARY = "Long form: documents for cluster and job"
 

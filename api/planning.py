@@ -21,7 +21,11 @@ Result = TypeVar("Result")
 
 
 async def find_or_submit(
-    parts: Services, request: LongPlanCreate, client: str
+    parts: Services,
+    request: LongPlanCreate,
+    client: str,
+    *,
+    repeat_failed: bool = True,
 ) -> StoredResult | JobRow:
     """The result if it is known and final, else the job that searches for it.
 
@@ -29,6 +33,8 @@ async def find_or_submit(
         parts: of the running service.
         request: from a client or from the form.
         client: who sent the request.
+        repeat_failed: search again if the last search failed or was cancelled; False:
+            return its job.
 
     Raises:
         SpecError: the request is wrong.
@@ -42,6 +48,10 @@ async def find_or_submit(
         parts.metrics.plan_requests.add()
         parts.metrics.cache_hits.add()
         return StoredResult(*known)
+    if not repeat_failed:
+        last = await run_in_threadpool(parts.store.last_job, canonical.id)
+        if last is not None and last.status in ("failed", "cancelled"):
+            return last
     await run_in_threadpool(parts.profiles.add, profile)
     job = await parts.jobs.submit(canonical, canonical.profile_id, client)
     # Counted after it has joined its job: a client that sees the count and cancels the

@@ -265,6 +265,12 @@ class Store:
         found = self._first(query)
         return JobRow(*found) if found else None
 
+    def last_job(self, plan_id: str) -> JobRow | None:
+        """The newest job of a plan."""
+        query = SELECT_JOBS.where(jobs.c.plan_id == plan_id)
+        found = self._first(query.order_by(jobs.c.created_at.desc()).limit(1))
+        return JobRow(*found) if found else None
+
     def unfinished_jobs(self) -> list[JobRow]:
         """Queued and running jobs, in the order in which they start."""
         query = SELECT_JOBS.where(ACTIVE_JOB)

@@ -26,6 +26,8 @@ SECTIONS: dict[str, dict[str, str]] = {
     "Plan": {
         "plan": "Find the fastest layout that fits in memory",
         "predict": "Predict step time and memory of one layout",
+        "sweep": "Plan several models, clusters and batches in one table",
+        "diff": "Compare two plans",
         "export": "Write a plan for another framework or launcher",
     },
     "Train": {

@@ -58,7 +58,7 @@ def plan_by_server(
     """
     request = _request(question, options, calibration)
     timeout_seconds = options.time_limit_seconds + QUEUE_SECONDS
-    with _client(address) as client:
+    with client_of(address) as client:
         return client.plan(
             request, timeout_seconds=timeout_seconds, on_progress=on_progress
         )
@@ -72,11 +72,16 @@ def predict_by_server(
 ) -> Forecast:
     """Return a service's prediction of one layout; errors as of `plan_by_server`."""
     request = _request(question, Options(), calibration)
-    with _client(address) as client:
+    with client_of(address) as client:
         return client.predict(request, layout)
 
 
-def _client(address: str) -> Client:
+def client_of(address: str) -> Client:
+    """Return a client of the service of ``--server``.
+
+    Raises:
+        DocumentError: this is no address.
+    """
     from planner.client import Client, check_address
 
     check_address(address, option="--server")

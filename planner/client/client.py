@@ -27,6 +27,7 @@ from planner.client.flows import (
     Flows,
     Follower,
     OnProgress,
+    OnRows,
     Outcome,
     Pause,
     Retries,
@@ -45,6 +46,8 @@ from planner.spec import (
     PredictionLayout,
     Run,
 )
+from planner.spec.plan_diff import PlanDiff
+from planner.spec.sweep import Sweep, SweepTable
 
 T = TypeVar("T")
 
@@ -188,6 +191,27 @@ class Client:
         """
         return self._drive(self._flows.predict(request, layout))
 
+    def diff(self, plan_id: str, other_id: str) -> PlanDiff:
+        """Return what differs between two stored plans."""
+        return self._drive(self._flows.diff(plan_id, other_id))
+
+    def sweep(
+        self,
+        sweep: Sweep,
+        *,
+        timeout_seconds: float,
+        on_rows: OnRows | None = None,
+    ) -> SweepTable:
+        """Return the plans of models x clusters x batches.
+
+        Args:
+            sweep: what to plan.
+            timeout_seconds: longest wait; the table then has unfinished rows.
+            on_rows: is called about once a second with the table so far.
+        """
+        flow = self._flows.sweep(sweep, timeout_seconds, on_rows)
+        return self._drive(flow)
+
     def export(self, plan_id: str, target: str) -> str:
         """Return a plan in the format of a target of `planner export --list`."""
         return self._drive(self._flows.export(plan_id, target))
@@ -326,6 +350,21 @@ class AsyncClient:
     ) -> Forecast:
         """Return step time and memory of one layout; see `Client.predict`."""
         return await self._drive(self._flows.predict(request, layout))
+
+    async def diff(self, plan_id: str, other_id: str) -> PlanDiff:
+        """Return what differs between two stored plans."""
+        return await self._drive(self._flows.diff(plan_id, other_id))
+
+    async def sweep(
+        self,
+        sweep: Sweep,
+        *,
+        timeout_seconds: float,
+        on_rows: OnRows | None = None,
+    ) -> SweepTable:
+        """Request the plans of a sweep; see `Client.sweep`."""
+        flow = self._flows.sweep(sweep, timeout_seconds, on_rows)
+        return await self._drive(flow)
 
     async def export(self, plan_id: str, target: str) -> str:
         """Return a plan in the format of a target of `planner export --list`."""

@@ -58,6 +58,8 @@ from planner.spec import (
     PredictionLayout,
     Run,
 )
+from planner.spec.plan_diff import PlanDiff
+from planner.spec.sweep import Sweep, SweepTable
 
 T = TypeVar("T")
 Answered = TypeVar("Answered", bound=BaseModel)
@@ -147,6 +149,7 @@ Outcome = httpx2.Response | httpx2.RequestError | None
 """Of a step: a response, the reason why there is none, or nothing after a pause."""
 Flow = Generator[Step, httpx2.Response | None, T]
 OnProgress = Callable[[JobState], None]
+OnRows = Callable[[SweepTable], None]
 
 
 def advance(flow: Flow[T], outcome: Outcome = None) -> Step | Done[T]:
@@ -305,6 +308,31 @@ class Flows:
         call = Call("POST", "/v1/predictions", body, timeout_seconds=seconds)
         response = yield from self._exchange(call)
         return _read(Forecast, response)
+
+    def diff(self, plan_id: str, other_id: str) -> Flow[PlanDiff]:
+        """Compare two plans."""
+        path = _path("plans", plan_id, "diff")
+        call = Call("GET", path, parameters={"other": other_id})
+        response = yield from self._exchange(call)
+        return _read(PlanDiff, response)
+
+    def sweep(
+        self, sweep: Sweep, timeout_seconds: float, on_rows: OnRows | None
+    ) -> Flow[SweepTable]:
+        """Request a sweep until all its searches have ended."""
+        deadline = time.monotonic() + timeout_seconds
+        longest = LONGEST_WAIT_SECONDS if on_rows is None else POLL_SECONDS
+        while True:
+            left_seconds = max(0.0, deadline - time.monotonic())
+            wait_seconds = min(longest, left_seconds)
+            call = _waiting_call("/v1/sweeps", _plain(sweep), wait_seconds)
+            response = yield from self._exchange(call, deadline)
+            table = _read(SweepTable, response)
+            if on_rows is not None:
+                on_rows(table)
+            if table.finished or time.monotonic() >= deadline:
+                return table
+            yield Pause(min(POLL_SECONDS, left_seconds))
 
     def export(self, plan_id: str, target: str) -> Flow[str]:
         """Read a plan in the format of another framework."""
@@ -536,10 +564,15 @@ def _may_pass(call: Call, response: httpx2.Response) -> bool:
 
 
 def _plan_call(body: dict[str, Any], wait_seconds: float) -> Call:
+    return _waiting_call("/v1/plans", body, wait_seconds)
+
+
+def _waiting_call(path: str, body: dict[str, Any], wait_seconds: float) -> Call:
+    """A POST whose response the service may delay."""
     prefer = f"wait={wait_seconds:g}" if wait_seconds else "respond-async"
     return Call(
         "POST",
-        "/v1/plans",
+        path,
         body,
         headers={"Prefer": prefer},
         timeout_seconds=wait_seconds + RESPONSE_SECONDS,

@@ -28,6 +28,7 @@ from planner.spec import (
     ShortForm,
 )
 from planner.spec.calibration import CalibrationTable, shipped
+from planner.spec.plan_diff import plan_diff
 from tests.api.documents import cluster, four_equal_layers, job, plan_body
 from tests.api.fakes import Gated
 from tests.api.live import Live, running, until
@@ -92,6 +93,22 @@ def test_short_form_and_export(client: Client) -> None:
     assert "torchrun" in client.export(found.id, "torchrun")
     with pytest.raises(RefusedError, match="no-such-target"):
         client.export(found.id, "no-such-target")
+
+
+def test_the_difference_of_two_plans(client: Client) -> None:
+    """As the documents give it; an unknown plan is named by its parameter."""
+    found = [
+        client.plan(request_of(global_batch_size=batch), timeout_seconds=60)
+        for batch in (8, 16)
+    ]
+    one, other = found
+    assert isinstance(one, Plan)
+    assert isinstance(other, Plan)
+    assert client.diff(one.id, other.id) == plan_diff(one, other)
+    with pytest.raises(RefusedError) as caught:
+        client.diff(one.id, "none")
+    assert caught.value.status == 404
+    assert caught.value.problems[0].field == "other"
 
 
 def test_infeasible_is_a_result(client: Client) -> None:
