@@ -20,6 +20,8 @@ MOST_KEYS = 1 << 16
 """Most keys of a mapping."""
 MOST_CHARACTERS = 1000
 """Longest name of a model, device or cluster."""
+BOUNDED = "planner_bounds"
+"""Key in the metadata of a schema that has its bounds."""
 MOST_REPORTED_ITEMS = 256
 """In a list that may be longer, only the first wrong item is reported."""
 
@@ -31,6 +33,10 @@ def with_bounds(schema: Any) -> CoreSchema:
         if "schema" not in fields:
             return schema  # type: ignore[no-any-return]
         fields = fields["schema"]
+    metadata = fields.setdefault("metadata", {})
+    if BOUNDED in metadata:  # pydantic asks again for the schema that it has
+        return schema  # type: ignore[no-any-return]
+    metadata[BOUNDED] = True
     for field in fields["fields"].values():
         field["schema"] = _bounded(field["schema"])
     return schema  # type: ignore[no-any-return]
