@@ -6,6 +6,7 @@ content security policy allows no inline script and nothing from another site.
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,20 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 BYTES_PER_GB = 1e9
+IN_PLACE_OF_COMMANDS = tuple(
+    (re.compile(command), replacement)
+    for command, replacement in (
+        (r" \((?:`?planner \w+[^)]*)\)", ""),
+        (r"`planner (devices|models)`", r"the page \1"),
+        (r"`planner predict`", "POST /v1/predictions"),
+        (r"`planner profile [^`]*`", "a measured profile"),
+        (r": planner [a-z]+ --[^.]*\.", "."),
+        (r"with --fix ([\w=.,-]*\w)", r"with \1 fixed"),
+        (r"with --to (\S+)", r"for \1"),
+        (r"what --to (\S+) writes", r"the export \1"),
+    )
+)
+"""What a message of the command line says, and what a page says instead."""
 MENU = (
     ("/", "New plan"),
     ("/plans", "Plans"),
@@ -96,6 +111,13 @@ def sentence(hint: str) -> str:
     return hint[:1].upper() + hint[1:]
 
 
+def web(text: str) -> str:
+    """A message without commands: people at a page have its form and the HTTP API."""
+    for command, replacement in IN_PLACE_OF_COMMANDS:
+        text = command.sub(replacement, text)
+    return text.strip()
+
+
 @cache
 def _environment() -> Environment:
     environment = Environment(
@@ -114,6 +136,7 @@ def _environment() -> Environment:
         "percent": percent,
         "scaled": scaled,
         "seconds": seconds,
+        "web": web,
         "significant": significant,
         "spans": spans,
         "sentence": sentence,

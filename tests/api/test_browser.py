@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import pytest
 
 from planner.api.keys import make_key
+from planner.api.pages import standalone_page
 from planner.api.settings import Settings
 from planner.schedule import Durations, build, simulate
 from planner.schedule.timeline import from_simulation, html
+from planner.spec import Plan
 from tests.api.documents import four_equal_layers, job, plan_body
 from tests.api.fakes import MARKUP, Gated, Instant, Rich
 from tests.api.live import running
@@ -176,6 +179,73 @@ def test_a_rank_under_the_pointer_dims_the_others(
         assert dimmed.count() == shown.count() == len(places)
         page.locator("h1").hover()
         assert page.locator(".dim").count() == 0
+
+
+def test_pages_of_a_real_search(
+    browser: Any, settings: Settings, tmp_path: Path
+) -> None:
+    """The stage map is above the fold; the runtime is changed by one button; these are the pictures of the guide.
+
+    `PLANNER_SCREENSHOTS=docs/images` makes them anew.
+    """
+    folder = Path(os.environ.get("PLANNER_SCREENSHOTS", tmp_path))
+    with running(settings) as live:
+        question = "model=llama-3.1-8b&devices=16&batch=64&sequence=8192&fix=pp%3D4"
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.goto(f"{live.client.base_url}/?{question}")
+        page.get_by_role("button", name="Plan").click()
+        page.wait_for_url("**/plans/*", timeout=120_000)
+        page.locator("#timeline svg").wait_for()
+        picture = page.get_by_role("img", name="Stage map").bounding_box()
+        assert picture["y"] + picture["height"] <= 900
+        page.screenshot(path=folder / "plan-page.png")
+        page.set_viewport_size({"width": 390, "height": 1200})
+        page.emulate_media(color_scheme="dark")
+        page.screenshot(path=folder / "plan-page-phone.png")
+        first = page.url
+        page.get_by_label("Use in").select_option("megatron-core")
+        page.get_by_role("button", name="Plan for this runtime").click()
+        page.wait_for_url(
+            lambda url: "/plans/" in url and url != first, timeout=120_000
+        )
+        assert "with megatron-core." in page.locator("main > p").first.inner_text()
+        page.get_by_role("link", name="Compare").click()
+        page.get_by_label("Second plan").select_option(first.rpartition("/")[2])
+        page.get_by_role("button", name="Compare").click()
+        page.get_by_text("Fields that differ").wait_for()
+        assert "request.job.runtime" in page.locator("main").inner_text()
+
+
+def test_copy_copies_the_export(browser: Any, settings: Settings) -> None:
+    """The clipboard has the plan in the format of its runtime, or else the plan itself."""
+    with running(settings) as live:
+        plan = live.plan(plan_body()).json()
+        base = str(live.client.base_url)
+        context = browser.new_context()
+        context.grant_permissions(["clipboard-read", "clipboard-write"], origin=base)
+        page = context.new_page()
+        page.goto(f"{base}/plans/{plan['id']}")
+        page.get_by_role("button", name="Copy").click()
+        page.get_by_text("Copied.").wait_for()
+        copied = page.evaluate("navigator.clipboard.readText()")
+        assert json.loads(copied)["id"] == plan["id"]
+        context.close()
+
+
+def test_a_page_of_the_command_line_stands_alone(
+    browser: Any, settings: Settings, tmp_path: Path
+) -> None:
+    """It loads nothing, and a rank under the pointer dims the others in its three pictures."""
+    with running(settings) as live:
+        body = plan_body(job=job(constraints={"pipeline_parallel_degree": 2}))
+        plan = Plan.model_validate(live.plan(body).json())
+    path = tmp_path / "plan.html"
+    path.write_text(standalone_page(plan, four_equal_layers()), encoding="utf-8")
+    visit = Visit(browser, path.as_uri())
+    visit.page.locator(".replica [data-ranks='0'] rect").first.hover()
+    assert visit.page.locator("[data-ranks='1'].dim").count() == 4
+    assert visit.requests == [path.as_uri()]
+    assert visit.errors == []
 
 
 def test_sliders_are_answered_by_predictions(browser: Any, settings: Settings) -> None:

@@ -16,6 +16,7 @@ from planner.api.pages.fields import (
     filled,
     request_of,
 )
+from planner.api.pages.templates import web
 from planner.api.settings import Settings
 from planner.errors import Problem
 from planner.export import TARGETS
@@ -541,6 +542,31 @@ def test_scripts_and_styles_are_files_of_the_service(form_service: Live) -> None
     again = form_service.get(script.attributes["src"], **{"If-None-Match": etag})
     assert again.status_code == 304
     assert form_service.get("/static/other.js").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("write e.g. 8xa100; see `planner devices`.", "see the page devices."),
+        ("assumed (planner links measures them)", "assumed"),
+        ("plan with --fix tp=1, or with --fix zero_stage=1", "with zero_stage=1 fixed"),
+        ("export with --to deepspeed", "export for deepspeed"),
+        ("`planner predict` prices a layout", "POST /v1/predictions prices"),
+    ],
+)
+def test_messages_on_pages_name_no_command(text: str, shown: str) -> None:
+    """What the command line would do, a page does another way."""
+    found = web(text)
+    assert shown in found
+    assert "--" not in found
+    assert "`planner" not in found
+
+
+def test_a_mistake_on_the_form_names_no_command(form_service: Live) -> None:
+    """The hint of an unknown device leads to the page of devices."""
+    page = form_service.client.post("/plan", data=FORM | {"devices": "many"}).text
+    assert "page devices" in page
+    assert "planner devices" not in page
 
 
 def test_a_plan_of_few_devices_says_so(settings: Settings, journal: Path) -> None:

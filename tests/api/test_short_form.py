@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,7 @@ def test_a_plan_and_its_page_state_how_certain_it_is(searching: Live) -> None:
     words = page.all("main")[0].text
     for word in ("80 %: ", "risk of running out", note.name, note.note):
         assert word in words
+    assert not re.search(r"--[a-z]|planner (links|profile|plan|predict)\b", words)
 
 
 def test_a_short_plan_is_searched(searching: Live) -> None:

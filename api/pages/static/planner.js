@@ -6,7 +6,8 @@ const byId = (id) => document.getElementById(id);
 function seconds(value) {
   const units = [[1, "s"], [1e-3, "ms"], [1e-6, "us"], [1e-9, "ns"]];
   const [scale, unit] = units.find(([scale]) => value >= scale) || units[3];
-  return `${Number((value / scale).toPrecision(3))} ${unit}`;
+  const scaled = value / scale;
+  return `${scaled < 1000 ? scaled.toPrecision(3) : scaled.toFixed(0)} ${unit}`;
 }
 
 function percent(value) {
@@ -35,20 +36,29 @@ document.addEventListener("pointerover", (event) => {
 });
 
 // The timeline becomes part of the page, so that it has the page's colours.
-async function showTimeline(place) {
-  const response = await fetch(place.dataset.source);
-  if (!response.ok) {
-    place.textContent = "The timeline cannot be drawn.";
-    return;
-  }
-  const parsed = new DOMParser().parseFromString(await response.text(), "image/svg+xml");
-  const picture = document.adoptNode(parsed.documentElement);
+function prepareTimeline(place) {
+  const zoom = byId("zoom");
+  const first = byId("first");
+  const scale = () => {
+    const picture = place.querySelector("svg");
+    picture?.setAttribute("width", picture.viewBox.baseVal.width * zoom.value);
+  };
+  const show = async () => {
+    const query = first.value === "" ? "" : `?first_micro_batch=${first.value}`;
+    const response = await fetch(place.dataset.source + query);
+    place.replaceChildren(pictureOf(await response.text(), response.ok));
+    scale();
+  };
+  zoom.addEventListener("input", scale);
+  first.addEventListener("change", show);
+  show();
+}
+
+function pictureOf(text, isPicture) {
+  if (!isPicture) return document.createTextNode(problemText(JSON.parse(text)));
+  const picture = new DOMParser().parseFromString(text, "image/svg+xml").documentElement;
   picture.querySelectorAll("style").forEach((style) => style.remove());
-  place.replaceChildren(picture);
-  const width = picture.viewBox.baseVal.width;
-  byId("zoom").addEventListener("input", (event) => {
-    picture.setAttribute("width", width * event.target.value);
-  });
+  return document.adoptNode(picture);
 }
 
 // A search in progress: figures and curves follow its events.
@@ -174,6 +184,6 @@ async function copy(button) {
 document.querySelectorAll("[data-copy]").forEach((button) => {
   button.addEventListener("click", () => copy(button));
 });
-if (byId("timeline")) showTimeline(byId("timeline"));
+if (byId("timeline")) prepareTimeline(byId("timeline"));
 if (byId("job")?.dataset.events) followJob(byId("job"));
 if (byId("what-if")) prepareWhatIf(byId("what-if"));
