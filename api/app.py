@@ -9,6 +9,8 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
+from fastapi.telemetry import TelemetryConfig
+from starlette.types import Scope
 
 from planner.api import pages, problems
 from planner.api.bodies import LargeBodies
@@ -18,6 +20,7 @@ from planner.api.guard import Guard
 from planner.api.hosts import names_of
 from planner.api.jobs import Jobs, Queue
 from planner.api.keys import keys_of
+from planner.api.links import path_within
 from planner.api.metrics import Metrics
 from planner.api.middleware import BodyLimit, Head, RequestContext
 from planner.api.news import News
@@ -43,15 +46,22 @@ from planner.api.solvers import Solvers
 from planner.api.store import Store
 from planner.version import __version__
 
+PROBES = frozenset({"/healthz", "/readyz", "/metrics"})
+
 
 def create_app(
-    settings: Settings | None = None, *, work: Work | None = None
+    settings: Settings | None = None,
+    *,
+    work: Work | None = None,
+    telemetry: TelemetryConfig | None = None,
 ) -> FastAPI:
     """The service.
 
     Args:
         settings: None: the defaults.
         work: what a solver process runs; None: `planner.search`.
+        telemetry: OpenTelemetry's providers; None: the global ones, and those of
+            OTEL_* variables if FASTAPI_OTEL_AUTO_CONFIGURE=true.
     """
     settings = settings or Settings()
     app = FastAPI(
@@ -67,6 +77,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        telemetry={"exclude": is_probe, **(telemetry or {})},
     )
     app.state.metrics = Metrics()
     app.state.large_bodies = LargeBodies()
@@ -93,6 +104,11 @@ def create_app(
     app.add_middleware(RequestContext)
     _complete_description(app)
     return app
+
+
+def is_probe(scope: Scope) -> bool:
+    """Whether a request comes from an orchestrator or Prometheus: it leaves no trace."""
+    return path_within(scope) in PROBES
 
 
 def _lifespan(

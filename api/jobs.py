@@ -150,7 +150,7 @@ class Jobs:
         """Cancel a job; does nothing if the job has finished."""
         await self.get(job_id)
         if await asyncio.to_thread(self._store.finish, job_id, "cancelled"):
-            self._metrics.solves.add(status="cancelled")
+            self._metrics.solves.labels(status="cancelled").inc()
             logger.info("job %s: cancelled", job_id)
         self._queue.cancel(job_id)
 

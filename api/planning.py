@@ -45,8 +45,8 @@ async def find_or_submit(
     profile, canonical = await run_in_threadpool(_canonical_request, request, parts)
     known = await run_in_threadpool(parts.store.plan, canonical.id)
     if known is not None and known[0].final:
-        parts.metrics.plan_requests.add()
-        parts.metrics.cache_hits.add()
+        parts.metrics.plan_requests.inc()
+        parts.metrics.cache_hits.inc()
         return StoredResult(*known)
     if not repeat_failed:
         last = await run_in_threadpool(parts.store.last_job, canonical.id)
@@ -56,7 +56,7 @@ async def find_or_submit(
     job = await parts.jobs.submit(canonical, canonical.profile_id, client)
     # Counted after it has joined its job: a client that sees the count and cancels the
     # job cancels this request's job too.
-    parts.metrics.plan_requests.add()
+    parts.metrics.plan_requests.inc()
     return job
 
 

@@ -113,7 +113,7 @@ def response_of(document: ProblemDocument) -> JSONResponse:
 
 def problem_response(request: Request, error: PlannerError) -> Response:
     """The response to a request that failed: a page for browsers, else a document."""
-    request.app.state.metrics.problems.add(code=error.code)
+    request.app.state.metrics.problems.labels(code=error.code).inc()
     document = document_of(error, request_id=request.scope.get("request_id"))
     response = (
         request.app.state.problem_page(request, document)

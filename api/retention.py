@@ -34,7 +34,7 @@ def sweep(store: Store, settings: Settings, metrics: Metrics) -> None:
         jobs_before=_limit(settings.keep_jobs_days),
     )
     for table, rows in asdict(swept).items():
-        metrics.swept.add(rows, table=table)
+        metrics.swept.labels(table=table).inc(rows)
     if any(asdict(swept).values()):
         logger.info(
             "deleted %d old plans, %d profiles and %d jobs",

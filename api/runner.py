@@ -174,13 +174,13 @@ class Runner:
 
     def _end(self, job: JobRow, row: PlanRow, document: str) -> None:
         if self._store.finish_with_result(job, row, document):
-            self._metrics.solves.add(status=row.status)
+            self._metrics.solves.labels(status=row.status).inc()
             logger.info("job %s: %s, plan %s", job.id, row.status, row.id)
 
     def _fail(self, job: JobRow, error: PlannerError) -> None:
         if self._store.fail(job, _problem_json(error)):
-            self._metrics.solves.add(status="failed")
-            self._metrics.failures.add(code=error.code)
+            self._metrics.solves.labels(status="failed").inc()
+            self._metrics.failures.labels(code=error.code).inc()
             logger.warning("job %s: failed: %s", job.id, error)
 
     def _requeue(self, job: JobRow) -> None:

@@ -317,7 +317,7 @@ class Solvers:
         await asyncio.gather(self.plans.stop(), self.predictions.stop())
 
     def _mean_seconds(self) -> int:
-        return max(1, math.ceil(self._metrics.solve_seconds.mean))
+        return max(1, math.ceil(self._metrics.mean_solve_seconds))
 
 
 class _Attempt:

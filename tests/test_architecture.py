@@ -363,7 +363,7 @@ def test_nothing_names_this_machine() -> None:
     assert found == []
 
 
-DISTRIBUTION = {"yaml": "pyyaml"}
+DISTRIBUTION = {"prometheus_client": "prometheus-client", "yaml": "pyyaml"}
 """Import names that differ from the name of their distribution."""
 
 

@@ -84,7 +84,7 @@ async def post_form(request: Request, parts: ServicesDependency) -> Response:
         client = client_of(request.scope)
         found = await find_or_submit(parts, request_of(answers), client)
     except PlannerError as error:
-        parts.metrics.problems.add(code=error.code)
+        parts.metrics.problems.labels(code=error.code).inc()
         response = await run_in_threadpool(_start, request, parts, answers, error)
         if isinstance(error, ServiceError):
             response.headers.update(error.headers)

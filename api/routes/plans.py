@@ -315,7 +315,7 @@ def _after_wait(
     view = view_of(job, root_of(request.scope))
     if job.status == "failed":
         assert view.problem is not None
-        parts.metrics.problems.add(code=view.problem.code)
+        parts.metrics.problems.labels(code=view.problem.code).inc()
         problem = document_as_sent(body, view.problem)
         request_id = request.scope["request_id"]
         return response_of(problem.model_copy(update={"request_id": request_id}))
