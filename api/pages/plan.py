@@ -24,7 +24,7 @@ from planner.api.documents import LongPlanCreate
 from planner.api.pages.fields import answers_of, own_job
 from planner.api.pages.stage_map import stage_map
 from planner.api.pages.start import SEE_OTHER, page_of, sent_fields
-from planner.api.pages.templates import gigabytes, page, render
+from planner.api.pages.templates import gigabytes, page, render, web
 from planner.api.planning import find_or_submit
 from planner.errors import PlannerError
 from planner.export import TARGETS
@@ -185,7 +185,7 @@ def plan_context(plan: Plan, model: str) -> dict[str, Any]:
         "times": time_parts(plan.prediction),
         "memory": memory_bars(plan.prediction.memory),
         "searched": searched_sentence(plan.search),
-        "space": space_rows(plan.search),
+        "space": [tuple(map(web, row)) for row in space_rows(plan.search)],
         "runtimes": RUNTIMES,
         "unit": "tokens" if plan.request.job.sequence_length else "samples",
         "constraints": _constraints(plan.request),
