@@ -24,8 +24,9 @@ from planner.api.documents import LongPlanCreate
 from planner.api.pages.fields import answers_of, own_job
 from planner.api.pages.stage_map import stage_map
 from planner.api.pages.start import SEE_OTHER, page_of, sent_fields
-from planner.api.pages.templates import gigabytes, page, render, web
+from planner.api.pages.templates import gigabytes, page, render
 from planner.api.planning import find_or_submit
+from planner.api.timeline import TimelineQuery, pictured, predicted_step
 from planner.errors import PlannerError
 from planner.export import TARGETS
 from planner.spec import (
@@ -157,8 +158,9 @@ async def plan_for_runtime(
 
 def standalone_page(plan: Plan, profile: ModelProfile) -> str:
     """The page of a plan as one self-contained file, for `planner plan --html`."""
-    from planner.api.timeline import predicted_timeline
     from planner.schedule.timeline import svg
+
+    panels = pictured(predicted_step(plan, profile), TimelineQuery())
 
     return render(
         "plan.html",
@@ -170,7 +172,7 @@ def standalone_page(plan: Plan, profile: ModelProfile) -> str:
         change=None,
         copied=None,
         what_if=None,
-        picture=Markup(svg([predicted_timeline(plan, profile)])),
+        picture=Markup(svg(panels)),
     )
 
 
@@ -185,7 +187,7 @@ def plan_context(plan: Plan, model: str) -> dict[str, Any]:
         "times": time_parts(plan.prediction),
         "memory": memory_bars(plan.prediction.memory),
         "searched": searched_sentence(plan.search),
-        "space": [tuple(map(web, row)) for row in space_rows(plan.search)],
+        "space": space_rows(plan.search),
         "runtimes": RUNTIMES,
         "unit": "tokens" if plan.request.job.sequence_length else "samples",
         "constraints": _constraints(plan.request),

@@ -13,7 +13,8 @@ from typing import Any
 
 from fastapi import Request
 from fastapi.responses import HTMLResponse
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, pass_context
+from jinja2.runtime import Context
 from markupsafe import Markup
 
 from planner.api.links import path_within, root_of
@@ -118,6 +119,12 @@ def web(text: str) -> str:
     return text.strip()
 
 
+@pass_context
+def _unless_standalone(context: Context, text: str) -> str:
+    """Commands stay in the file of `planner plan --html`."""
+    return text if context.get("standalone", False) else web(text)
+
+
 @cache
 def _environment() -> Environment:
     environment = Environment(
@@ -136,7 +143,7 @@ def _environment() -> Environment:
         "percent": percent,
         "scaled": scaled,
         "seconds": seconds,
-        "web": web,
+        "web": _unless_standalone,
         "significant": significant,
         "spans": spans,
         "sentence": sentence,
