@@ -48,7 +48,8 @@ def proxied(client: httpx2.Client, prefix: str) -> Iterator[httpx2.Client]:
             )
             self.send_response(answer.status_code)
             for name, value in answer.headers.multi_items():
-                if name not in OF_ONE_HOP:
+                # The client has decompressed the content.
+                if name not in OF_ONE_HOP and name != "content-encoding":
                     self.send_header(name, value)
             self.send_header("Content-Length", str(len(answer.content)))
             self.end_headers()
