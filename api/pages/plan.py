@@ -22,7 +22,7 @@ from planner.api.dependencies import (
 )
 from planner.api.documents import LongPlanCreate
 from planner.api.pages.fields import answers_of, own_job
-from planner.api.pages.stage_map import stage_map
+from planner.api.pages.stage_map import Row, stage_map
 from planner.api.pages.start import SEE_OTHER, page_of, sent_fields
 from planner.api.pages.templates import gigabytes, page, render
 from planner.api.planning import find_or_submit
@@ -79,9 +79,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class MemoryBar:
-    """Predicted peak memory of one pipeline rank."""
+    """Predicted peak memory of the fullest of some pipeline ranks."""
 
-    rank: int
+    name: str
+    ranks: tuple[int, ...]
     parts: tuple[Part, ...]
     whole: int
     """Length of the full width, in bytes."""
@@ -91,7 +92,7 @@ class MemoryBar:
     @property
     def label(self) -> str:
         """The text alternative."""
-        return f"Memory of pipeline rank {self.rank}: {self.text}"
+        return f"Memory of pipeline {self.name}: {self.text}"
 
 
 @router.get("/plans/{plan_id}")
@@ -105,15 +106,16 @@ def show_plan(
         return page(request, "infeasible.html", row=row, found=found)
     plan = result.plan()
     answers = answers_of(plan.request)
+    targets = [_target(name, plan) for name in TARGETS]
     return page(
         request,
         "plan.html",
         **plan_context(plan, row.model),
         created_at=row.created_at,
-        targets=_targets(plan),
+        targets=targets,
         runs=_runs(parts, plan),
         change=urlencode(answers) if answers is not None else None,
-        copied=_export_path(plan),
+        copied=_export_path(plan, targets),
         what_if=_what_if(plan),
         picture=None,
     )
@@ -178,14 +180,15 @@ def standalone_page(plan: Plan, profile: ModelProfile) -> str:
 
 def plan_context(plan: Plan, model: str) -> dict[str, Any]:
     """What the pages of one plan and of two plans show of a plan."""
+    picture = stage_map(plan)
     return {
         "plan": plan,
         "title": _title(plan, model),
         "model": model,
-        "map": stage_map(plan),
+        "map": picture,
         "figures": figures(plan),
         "times": time_parts(plan.prediction),
-        "memory": memory_bars(plan.prediction.memory),
+        "memory": memory_bars(picture.rows),
         "searched": searched_sentence(plan.search),
         "space": space_rows(plan.search),
         "runtimes": RUNTIMES,
@@ -243,18 +246,24 @@ def time_parts(prediction: Prediction) -> tuple[Part, ...]:
     )
 
 
-def memory_bars(ranks: Sequence[RankMemory]) -> tuple[MemoryBar, ...]:
-    """A bar for every pipeline rank, on one scale."""
-    whole = max(max(rank.peak_bytes, rank.capacity_bytes, 1) for rank in ranks)
-    return tuple(
-        MemoryBar(
-            rank.pipeline_rank,
-            tuple(_memory_part(rank, name) for name in MEMORY_PARTS),
-            whole,
-            rank.capacity_bytes,
-            f"{rank.peak_bytes / 1e9:.1f} of {rank.capacity_bytes / 1e9:.1f} GB",
-        )
-        for rank in ranks
+def memory_bars(rows: Sequence[Row]) -> tuple[MemoryBar, ...]:
+    """A bar for every row of the stage map, on one scale."""
+    whole = max(
+        max(row.memory.peak_bytes, row.memory.capacity_bytes, 1) for row in rows
+    )
+    return tuple(_memory_bar(row, whole) for row in rows)
+
+
+def _memory_bar(row: Row, whole: int) -> MemoryBar:
+    memory = row.memory
+    used, capacity = memory.peak_bytes / 1e9, memory.capacity_bytes / 1e9
+    return MemoryBar(
+        name=row.label,
+        ranks=row.ranks,
+        parts=tuple(_memory_part(memory, name) for name in MEMORY_PARTS),
+        whole=whole,
+        capacity=memory.capacity_bytes,
+        text=f"{used:.1f} of {capacity:.1f} GB",
     )
 
 
@@ -275,17 +284,13 @@ def _constraints(request: PlanRequest) -> list[str]:
     return [f"{name}: {json.dumps(value)}" for name, value in fixed.items()]
 
 
-def _export_path(plan: Plan) -> str:
+def _export_path(plan: Plan, targets: Sequence[dict[str, Any]]) -> str:
     """What Copy copies: the plan for its runtime, or else the plan itself."""
     runtime = plan.request.job.runtime
-    target = EXPORT_OF_RUNTIME.get(runtime, runtime)
-    if target not in TARGETS or _target(target, plan)["refusal"]:
-        return f"/v1/plans/{plan.id}"
-    return f"/v1/plans/{plan.id}/exports/{target}"
-
-
-def _targets(plan: Plan) -> list[dict[str, Any]]:
-    return [_target(name, plan) for name in TARGETS]
+    wanted = EXPORT_OF_RUNTIME.get(runtime, runtime)
+    able = {each["name"] for each in targets if not each["refusal"]}
+    path = f"/v1/plans/{plan.id}"
+    return f"{path}/exports/{wanted}" if wanted in able else path
 
 
 def _target(name: str, plan: Plan) -> dict[str, Any]:

@@ -287,6 +287,25 @@ def test_a_job_has_a_page_that_renews_itself_until_it_ends(
         assert live.get(live.get(place).headers["location"]).status_code == 200
 
 
+def test_the_page_of_a_job_follows_its_events_behind_a_proxy(
+    settings_of: SettingsOf, journal: Path, tmp_path: Path
+) -> None:
+    """The address of the events, of the script and of the button have the prefix."""
+    settings = settings_of(root_path="/planner")
+    with running(settings, Gated(journal, tmp_path / "gate")) as live:
+        _, place = post(live, FORM)
+        page = read_page(live.get(place.removeprefix("/planner")))
+        (progress,) = [
+            found for found in page.elements if "data-events" in found.attributes
+        ]
+        job_id = place.rpartition("/")[2]
+        events = progress.attributes["data-events"]
+        assert events == f"/planner/v1/jobs/{job_id}/events"
+        assert page.all("script")[0].attributes["src"].startswith("/planner/static/")
+        (form,) = page.all("form")
+        assert form.attributes["action"] == f"/planner/jobs/{job_id}/cancel"
+
+
 def test_a_job_can_be_cancelled_from_its_page(
     settings: Settings, journal: Path, tmp_path: Path
 ) -> None:
