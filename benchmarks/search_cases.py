@@ -204,9 +204,8 @@ def equal_layers(count: int) -> ModelProfile:
         )
         for place in range(count)
     )
-    return whole.model_copy(
-        update={"model": f"{count} equal layers", "layers": layers, "edges": ()}
-    )
+    update = {"layers": layers, "edges": (), "transformer": None}
+    return whole.model_copy(update={"model": f"{count} equal layers", **update})
 
 
 def different(layers: int, share: int | None = None) -> list[Row]:

@@ -41,7 +41,7 @@ from planner.profiler.models import load_model
 from planner.profiler.recompute import recompute
 from planner.profiling import ProfileRequest, profile_model
 from planner.search import plan, plan_layout, predict
-from planner.spec import Cluster, Infeasible, Plan, parse
+from planner.spec import Cluster, Infeasible, ModelProfile, Plan, parse
 from planner.spec.layout import PredictionLayout
 from planner.spec.plan import Prediction, RankMemory
 from planner.spec.profile import RecomputeMode
@@ -1046,3 +1046,12 @@ def test_selective_recomputation_saves_memory_beside_sequence_parallelism(
     of_all_tokens = 1024 * 256 * 2
     gathered = 2 * of_all_tokens
     assert held["selective"] < gathered + of_all_tokens * 12 / degree
+
+
+def test_sizes_of_another_model_are_refused() -> None:
+    """A profile with the sizes of a decoder but other layers ended in an IndexError."""
+    known = counted_profile("llama-3.2-1b", sequence_length=512).model_dump(mode="json")
+    known["layers"] = known["layers"][:4]
+    known["shared_parameters"] = []
+    with pytest.raises(DocumentError, match="transformer has 16 blocks, but layers"):
+        parse(ModelProfile, known)

@@ -739,6 +739,20 @@ class ModelProfile(Document):
         )
 
     @model_validator(mode="after")
+    def _has_the_layers_of_its_sizes(self) -> Self:
+        sizes = self.transformer
+        if sizes is None:
+            return self
+        blocks = sizes.layers + sizes.multi_token_layers
+        if len(self.layers) != blocks + 2:
+            raise ValueError(
+                f"transformer has {blocks} blocks, but layers has {len(self.layers)} "
+                f"entries instead of {blocks + 2} (embedding, blocks, output layer); "
+                "leave transformer out of profiles with other layers"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _names_hold(self) -> Self:
         names = [layer.name for layer in self.layers]
         repeated = (
