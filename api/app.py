@@ -16,6 +16,7 @@ from planner.api import pages, problems
 from planner.api.bodies import LargeBodies
 from planner.api.dependencies import Services
 from planner.api.documents import ProblemDocument
+from planner.api.examples import add_examples
 from planner.api.guard import Guard
 from planner.api.hosts import names_of
 from planner.api.jobs import Jobs, Queue
@@ -153,11 +154,12 @@ def _operation_id(route: APIRoute) -> str:
 
 
 def _complete_description(app: FastAPI) -> None:
-    """Add the schema of problem documents and the API keys to the OpenAPI document."""
+    """Add problem documents, API keys and examples to the OpenAPI document."""
     describe = app.openapi
 
     def openapi() -> dict[str, Any]:
         document = describe()
+        add_examples(document)
         components = document["components"]
         schema = ProblemDocument.model_json_schema(
             ref_template="#/components/schemas/{model}"

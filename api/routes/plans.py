@@ -6,7 +6,7 @@ import json
 import logging
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Path, Query, Request, Response
+from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
@@ -44,7 +44,6 @@ from planner.api.documents import (
     StageMap,
 )
 from planner.api.errors import JobCancelledError, NotFoundError
-from planner.api.examples import LONG_PLAN, SHORT_PLAN, openapi_examples
 from planner.api.jobs import view_of
 from planner.api.links import root_of
 from planner.api.planning import find_or_submit
@@ -80,9 +79,7 @@ PICTURE: dict[int | str, dict[str, Any]] = {
 
 @router.post("", response_model=Plan | Infeasible, responses=ACCEPTED)
 async def create_plan(
-    body: Annotated[
-        PlanCreate, Body(openapi_examples=openapi_examples(SHORT_PLAN, LONG_PLAN))
-    ],
+    body: PlanCreate,
     request: Request,
     parts: ServicesDependency,
     client: ClientDependency,

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from fastapi import APIRouter, Body, Request
+from fastapi import APIRouter, Request
 
 from planner.api.bodies import DocumentRoute
 from planner.api.body_errors import errors_as_sent, long_prediction
 from planner.api.dependencies import ClientDependency, ServicesDependency
 from planner.api.documents import PredictionCreate
-from planner.api.examples import LONG_PREDICTION, SHORT_PREDICTION, openapi_examples
 from planner.api.planning import predict, while_connected
 from planner.spec import Forecast
 
@@ -21,10 +18,7 @@ router = APIRouter(
 
 @router.post("")
 async def create_prediction(
-    body: Annotated[
-        PredictionCreate,
-        Body(openapi_examples=openapi_examples(SHORT_PREDICTION, LONG_PREDICTION)),
-    ],
+    body: PredictionCreate,
     request: Request,
     parts: ServicesDependency,
     client: ClientDependency,

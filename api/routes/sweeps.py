@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Body, Response
+from fastapi import APIRouter, Response
 from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel
 
@@ -19,7 +19,6 @@ from planner.api.dependencies import (
 )
 from planner.api.documents import LongPlanCreate
 from planner.api.errors import QueueFullError, TooManyJobsError
-from planner.api.examples import SWEEP
 from planner.api.planning import find_or_submit
 from planner.api.store import JobRow
 from planner.errors import SpecError
@@ -51,7 +50,7 @@ UNFINISHED: dict[int | str, dict[str, Any]] = {
 
 @router.post("", responses=UNFINISHED)
 async def create_sweep(
-    body: Annotated[Sweep, Body(openapi_examples={"sweep": {"value": SWEEP}})],
+    body: Sweep,
     response: Response,
     parts: ServicesDependency,
     client: ClientDependency,
