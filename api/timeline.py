@@ -222,8 +222,9 @@ def _windows(
     if count * per_micro_batch > MOST_WINDOW_ACTIONS:
         raise _too_many(count, per_micro_batch)
     starts = [*step.starts(), step.end_seconds]
-    middle = (step.micro_batches - count) // 2
-    length = starts[middle + count] - starts[middle]
+    makespan = step.simulation.makespan
+    # Not from start to start: the first rank begins many micro-batches at once.
+    length = makespan * count / step.micro_batches
     first = query.first_micro_batch
     if first is not None:
         if first >= step.micro_batches:
@@ -231,11 +232,11 @@ def _windows(
         start = starts[first]
         return {f"from micro-batch {first}": (start, start + length)}
     end = step.end_seconds
-    steady = starts[middle]
-    last = min(end, step.simulation.makespan) - length
+    steady = (makespan - length) / 2
+    last = min(end, makespan) - length
     return {
         "first micro-batches": (0.0, length),
-        f"steady state, micro-batch {middle}": (steady, steady + length),
+        "steady state": (steady, steady + length),
         "last micro-batches": (max(last, 0.0), end),
     }
 

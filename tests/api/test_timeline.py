@@ -75,6 +75,19 @@ def test_a_large_step_is_shown_in_three_windows(schedule: str) -> None:
     assert len(svg(panels)) < 2_000_000
 
 
+def test_the_steady_window_shows_every_rank_at_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also in a step of fewer micro-batches than the first rank begins at once."""
+    monkeypatch.setattr(timeline, "MOST_PICTURED", 1)
+    monkeypatch.setitem(timeline.WINDOW_ACTIONS, 1, 1)
+    step = step_of(6)
+    _, steady, _ = pictured(step, WHOLE)
+    assert all(steady.ranks)
+    length = steady.end_seconds - steady.start_seconds
+    assert length == pytest.approx(step.simulation.makespan / 6)
+
+
 def test_the_query_moves_the_window() -> None:
     """The window begins with the forward of the micro-batch."""
     query = TimelineQuery(first_micro_batch=500, micro_batches=3)
