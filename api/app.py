@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from fastapi.telemetry import TelemetryConfig
 from starlette.types import Scope
 
-from planner.api import pages, problems
+from planner.api import openapi, pages, problems
 from planner.api.bodies import LargeBodies
 from planner.api.dependencies import Services
-from planner.api.documents import ProblemDocument
-from planner.api.examples import add_examples
 from planner.api.guard import Guard
 from planner.api.hosts import names_of
 from planner.api.jobs import Jobs, Queue
@@ -103,7 +100,7 @@ def create_app(
     app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(Guard, keys=keys, names=names)
     app.add_middleware(RequestContext)
-    _complete_description(app)
+    openapi.complete(app)
     return app
 
 
@@ -151,23 +148,3 @@ def _assemble(settings: Settings, work: Work, metrics: Metrics) -> Services:
 def _operation_id(route: APIRoute) -> str:
     """The name of the endpoint, so that generated clients have stable names."""
     return route.name
-
-
-def _complete_description(app: FastAPI) -> None:
-    """Add problem documents, API keys and examples to the OpenAPI document."""
-    describe = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        document = describe()
-        add_examples(document)
-        components = document["components"]
-        schema = ProblemDocument.model_json_schema(
-            ref_template="#/components/schemas/{model}"
-        )
-        components["schemas"] |= schema.pop("$defs", {})
-        components["schemas"]["ProblemDocument"] = schema
-        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        document["security"] = [{"key": []}, {}]  # a service may have no keys
-        return document
-
-    app.openapi = openapi  # type: ignore[method-assign]

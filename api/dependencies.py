@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 from urllib.request import parse_http_list
 
-from fastapi import Depends, Header, Request
+from fastapi import Depends, Header, Path, Request
 
 from planner.api.errors import NotFoundError
 from planner.api.guard import client_of
@@ -20,6 +20,11 @@ from planner.api.solvers import Solvers
 from planner.api.store import JobRow, PlanRow, Store
 from planner.errors import DocumentError
 from planner.spec import Plan
+
+PREFER = "`wait=10`: seconds to wait for the plan; `respond-async`: do not (RFC 7240)."
+LAST_EVENT_ID = (
+    "Number of the last event that was received; the stream begins after it."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +83,8 @@ def root(request: Request) -> str:
 
 
 def stored_result(
-    plan_id: str, parts: Annotated[Services, Depends(services)]
+    plan_id: Annotated[str, Path(description="Id of the plan, its sha256.")],
+    parts: Annotated[Services, Depends(services)],
 ) -> StoredResult:
     """The result with the id in the path.
 
@@ -96,7 +102,8 @@ def stored_result(
 
 
 async def named_job(
-    job_id: str, parts: Annotated[Services, Depends(services)]
+    job_id: Annotated[str, Path(description="Id of the job, from its Location.")],
+    parts: Annotated[Services, Depends(services)],
 ) -> JobRow:
     """The job with the id in the path.
 
@@ -109,7 +116,7 @@ async def named_job(
 def wait_of(
     request: Request,
     parts: Annotated[Services, Depends(services)],
-    prefer: Annotated[str | None, Header()] = None,
+    prefer: Annotated[str | None, Header(description=PREFER)] = None,
 ) -> Wait:
     """How long the request waits: ``Prefer: wait=10`` or ``respond-async`` (RFC 7240).
 
@@ -150,7 +157,9 @@ def client(request: Request) -> str:
     return client_of(request.scope)
 
 
-def last_event_id(last_event_id: Annotated[str | None, Header()] = None) -> int:
+def last_event_id(
+    last_event_id: Annotated[str | None, Header(description=LAST_EVENT_ID)] = None,
+) -> int:
     """Number of the last event that the client received; 0: none.
 
     Raises:

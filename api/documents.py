@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import combinations
 from typing import Any, Literal, Self
 
-from pydantic import Field, JsonValue, RootModel, field_validator, model_validator
+from pydantic import (
+    ConfigDict,
+    Field,
+    JsonValue,
+    RootModel,
+    field_validator,
+    model_validator,
+)
 
 from planner.spec import (
     CalibrationTable,
@@ -76,10 +84,15 @@ class ProblemDocument(Document):
     type: str
     """``/problems/<code>``: stable, and a page of this service."""
     title: str
+    """The kind of problem, in words; the same for every problem of a type."""
     status: int
+    """HTTP status."""
     detail: str
+    """All problems with their hints, one per line."""
     code: str
+    """Last segment of `type`."""
     errors: tuple[ErrorItem, ...] = ()
+    """One entry per problem, at most 20."""
     limits: dict[str, float] | None = None
     """The limits that the request exceeds."""
     request_id: str | None = None
@@ -94,6 +107,7 @@ class CatalogueProfile(Document):
     sequence_length: int = Field(default=0, ge=0)
     """Tokens per sample; 0 for models without a sequence."""
     dtype: DataType = "bf16"
+    """Data type of activations and matrix products."""
 
 
 class ProfileCreate(RootModel[ModelProfile | CatalogueProfile]):
@@ -114,12 +128,17 @@ class ProfileSummary(Document):
     id: str
     """sha256 of the profile's canonical JSON."""
     model: str
+    """Name of the model."""
     device: str
+    """Device of the measured seconds; ``counted`` if there are none."""
     dtype: DataType
+    """Data type of activations and matrix products."""
     layers: int
+    """Number of layers."""
     parameters: int
     """Elements, shared parameters counted once."""
     url: str
+    """Path of the profile."""
 
 
 class _ShortRequest(ShortForm):
@@ -136,6 +155,7 @@ class ShortPlanCreate(_ShortRequest):
     """Request for the best plan, in the short form."""
 
     options: Options = Options()
+    """Number of alternatives, time limit and what else to search."""
 
     def long_form(self) -> LongPlanCreate:
         """The same request with its documents.
@@ -195,16 +215,45 @@ def _check_names_once(fields: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} and {long_name} are the same field; send one")
 
 
+SOURCES: dict[str, str] = {
+    "profile": "object",
+    "profile_id": "string",
+    "model": "string",
+}
+"""Fields that a request can name its profile by, with their type in JSON."""
+
+
+def _exactly_one_source() -> dict[str, JsonValue]:
+    """The JSON Schema of the rule that a request has one of `SOURCES`, not null.
+
+    It is no ``oneOf``, which generators of clients take for a union of documents.
+    """
+    no_source: dict[str, JsonValue] = {name: {"type": "null"} for name in SOURCES}
+    wrong: list[JsonValue] = [{"properties": no_source}]
+    for pair in combinations(SOURCES, 2):
+        types: dict[str, JsonValue] = {name: {"type": SOURCES[name]} for name in pair}
+        wrong.append({"required": list(pair), "properties": types})
+    return {"not": {"anyOf": wrong}}
+
+
 class _LongRequest(Document):
-    """The fields that every request in the long form has."""
+    """The fields that every request in the long form has.
+
+    Exactly one of `profile`, `profile_id` and `model` is the source of the profile.
+    """
+
+    model_config = ConfigDict(json_schema_extra=_exactly_one_source())
 
     profile: ModelProfile | None = None
+    """Profile of the model, as `planner profile` writes it."""
     profile_id: str | None = None
     """Id of a stored profile (POST /v1/profiles)."""
     model: str | None = None
     """Catalogue name (GET /v1/models); its profile is counted, not measured."""
     cluster: Cluster
+    """The devices that the plan may use."""
     job: Job
+    """What is trained."""
     calibration: CalibrationTable | None = None
     """Constants of the cost model, as `planner calibrate` writes them; null: those of the
     service's release."""
@@ -230,12 +279,14 @@ class LongPlanCreate(_LongRequest):
     """Request for the best plan, with documents for profile, cluster and job."""
 
     options: Options = Options()
+    """Number of alternatives, time limit and what else to search."""
 
 
 class LongPredictionCreate(_LongRequest):
     """Request for step time and memory of one layout, with documents."""
 
     layout: PredictionLayout
+    """Degrees and choices; `layers_per_stage` fixes the stage map too."""
 
 
 class PlanCreate(RootModel[ShortPlanCreate | LongPlanCreate]):
@@ -293,21 +344,28 @@ class JobProgress(Document):
     """Progress of a search."""
 
     layouts_considered: int
+    """Layouts of the search space."""
     layouts_done: int
+    """Layouts that are pruned or solved."""
     elapsed_seconds: float
+    """Duration of the search so far."""
 
 
 class JobView(Document):
     """A search for a plan, from its request to its result."""
 
     id: str
+    """Id of the job."""
     status: JobStatus
+    """State of the job; the last four are final."""
     plan_id: str
     """sha256 of the canonical request, so it is known from the start."""
     plan_url: str | None = None
     """None until the job has succeeded or is infeasible."""
     events_url: str
+    """Path of the event stream."""
     progress: JobProgress | None = None
+    """Progress of the search; None before its first report."""
     incumbent: float | None = None
     """Step time of the best plan so far, in seconds."""
     bound: float | None = None
@@ -319,20 +377,28 @@ class JobView(Document):
     created_at: str
     """RFC 3339, UTC."""
     started_at: str | None = None
+    """RFC 3339, UTC; None while the job is queued."""
     finished_at: str | None = None
+    """RFC 3339, UTC; None until the job is finished."""
 
 
 class PlanSummary(Document):
     """A plan in the list of plans."""
 
     id: str
+    """sha256 of the canonical request."""
     status: Literal["succeeded", "infeasible"]
+    """``infeasible``: no layout fits in memory."""
     model: str
+    """Name of the model."""
     devices: int
+    """Devices of the cluster."""
     step_seconds: float | None
     """None: no layout fits in memory."""
     created_at: str
+    """RFC 3339, UTC."""
     url: str
+    """Path of the plan."""
 
 
 class PlanQuery(Document):
@@ -348,6 +414,7 @@ class PlanPage(Document):
     """A page of the list of plans, newest first."""
 
     plans: tuple[PlanSummary, ...]
+    """Plans of this page."""
     next: str | None = None
     """Cursor of the next page; None on the last one."""
 
@@ -356,35 +423,51 @@ class StageMap(Document):
     """The layers of every rank: the part of a plan that the executor applies."""
 
     plan_id: str
+    """Id of the plan."""
     runtime: str
     """Framework that the plan is for."""
     layout: Layout
+    """Degrees and choices of the plan."""
     micro_batches: int
+    """Micro-batches per data-parallel rank and step."""
     stages: tuple[Stage, ...]
+    """Layers and ranks of every pipeline stage."""
     placement: tuple[RankPlacement, ...]
+    """Device and coordinates of every global rank."""
 
 
 class Explanation(Document):
     """Why this plan is the best, and what the alternatives cost."""
 
     plan_id: str
+    """Id of the plan."""
     runtime: str
     """Framework that the prices are for."""
     explanation: tuple[str, ...]
+    """Reasons for the plan, as sentences."""
     search: SearchReport
+    """Report of the search and its proof."""
     alternatives: tuple[Alternative, ...]
+    """Plans with other layouts, and what each costs."""
     cost_per_token: float | None = None
+    """Price of a token in the user's currency; None: the cluster has no prices."""
     pareto: tuple[ParetoPoint, ...] = ()
+    """Fastest plans for fewer devices or less memory."""
     relaxations: tuple[Relaxation, ...] = ()
+    """Gains from changing one limit or constraint."""
     sensitivity: tuple[Sensitivity, ...] = ()
+    """Effect of errors in measured quantities on the choice."""
 
 
 class MeasurementView(Document):
     """A stored measured run."""
 
     id: int
+    """Number of the run, in the order of reports."""
     plan_id: str
+    """Id of the plan that was run."""
     created_at: str
+    """RFC 3339, UTC."""
     median_step_seconds: float | None
     """Median step time without warm-up; None: the run was stored by a version that
     accepted other values."""
@@ -393,27 +476,34 @@ class MeasurementView(Document):
     error: float | None
     """median_step_seconds / predicted_step_seconds - 1; None if the median is None."""
     url: str
+    """Path of the run as it was sent."""
 
 
 class MeasurementList(Document):
     """Measured runs of a plan, newest first."""
 
     measurements: tuple[MeasurementView, ...]
+    """Every measured run."""
 
 
 class Health(Document):
     """The service is alive."""
 
     status: Literal["ok"] = "ok"
+    """Always ``ok``."""
     version: str
+    """Version of the service."""
 
 
 class Readiness(Document):
     """The service accepts requests for plans."""
 
     status: Literal["ready"] = "ready"
+    """Always ``ready``; else the answer is a problem document."""
     queue_length: int
+    """Jobs that wait."""
     running: int
+    """Jobs that are being solved."""
 
 
 Answer = Plan | Infeasible | Forecast

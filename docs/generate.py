@@ -16,6 +16,7 @@ import importlib
 import inspect
 import io
 import json
+import re
 import shlex
 import sys
 import tempfile
@@ -28,10 +29,12 @@ import click
 import planner
 from benchmarks.schedule import pictures as schedule_pictures
 from planner import runtimes
+from planner.api import limits
 from planner.api.app import create_app
-from planner.api.documents import ShortPlanCreate
+from planner.api.errors import ServiceError
 from planner.api.settings import Settings
 from planner.cli.main import SECTIONS, main
+from planner.errors import DocumentError
 from planner.runtimes.registry import FP8_CASTS
 from planner.schedule.timeline import svg
 from planner.spec import SCHEMAS
@@ -162,20 +165,22 @@ def command_section(verb: str) -> str:
 
 
 def http_page() -> str:
-    """Return the reference of HTTP: requests, bodies, errors and settings."""
+    """Return the reference of HTTP, from the service's OpenAPI document."""
     document = create_app().openapi()
+    operations = [
+        (method.upper(), path, operation)
+        for path, item in document["paths"].items()
+        for method, operation in item.items()
+    ]
     page = [HEADER, "# HTTP\n\n", HTTP_INTRODUCTION]
     rows = [
-        [f"`{method.upper()} {path}`", operation["description"], statuses(operation)]
-        for path, operations in document["paths"].items()
-        for method, operation in operations.items()
+        [f"[`{method} {path}`](#{anchor_of(f'{method} {path}')})", summary(operation)]
+        for method, path, operation in operations
     ]
-    page.append("## Requests\n\n" + table(["request", "answer", "status"], rows))
-    page.append("## Short body of POST /v1/plans\n\n")
-    page.append(paragraphs(ShortPlanCreate.__doc__))
-    short = fields_of(ShortPlanCreate.model_json_schema())
-    page.append(short.replace("](#", "](files.md#"))
-    page.append(HTTP_DETAILS)
+    page.append("## Requests\n\n" + table(["request", "answer"], rows))
+    page.append(HTTP_HEADERS)
+    page.append("## Errors\n\n" + HTTP_ERRORS + table(*error_rows()))
+    page.append(http_limits())
     page.append("## Settings\n\n" + paragraphs(Settings.__doc__))
     fields = Settings.model_json_schema()["properties"]
     rows = [
@@ -183,20 +188,22 @@ def http_page() -> str:
         for name, field in fields.items()
     ]
     page.append(table(["setting", "default", "meaning"], rows))
+    page.append("## Operations\n\n")
+    page.extend(operation_section(*each) for each in operations)
+    page.append("## Documents of requests and answers\n\n")
+    page.append("Documents that are files too: [Files](files.md).\n\n")
+    page.extend(http_documents(document["components"]["schemas"]))
     return "".join(page)
 
 
 HTTP_INTRODUCTION = """\
 The service describes every field itself: `/openapi.json`, for people `/docs`. Bodies are
-JSON. Where the service has API keys, every request but `/healthz`, `/readyz` and
-`/problems/` needs `Authorization: Bearer KEY`.
+JSON in UTF-8, without duplicate keys. Where the service has API keys, every request but
+`/healthz`, `/readyz` and `/problems/` needs `Authorization: Bearer KEY`.
 
 """
 
-HTTP_DETAILS = """\
-The long body has `model`, `profile` or `profile_id`, with `cluster`, `job` and `options`:
-see [Files](files.md).
-
+HTTP_HEADERS = """\
 ## Headers
 
 | header | meaning |
@@ -208,30 +215,124 @@ see [Files](files.md).
 | `If-Match` | on `DELETE` of a plan: 412 if it differs |
 | `Last-Event-ID` | resume the events of a job |
 | `Retry-After` | with 202, 429 and 503 |
+| `Accept-Encoding: gzip` | timelines are compressed |
 | `Export-Warnings` | what an export does differently from the plan (RFC 9651) |
 
-## Errors
+"""
 
+HTTP_ERRORS = f"""\
 Errors are problem documents (RFC 9457): a stable `type`, a `title`, and `errors`, at most
-50, with `field`, `message` and `hint`; `mend` is a deprecated alias of `hint`. "No plan
-fits" is not an error: the answer is 200 with `"status": "infeasible"`.
-
-| status | when |
-|---|---|
-| 401, 403 | no valid API key; one with too small a scope, or a request of another site's page |
-| 404, 405 | unknown path, id or target; method not allowed |
-| 413, 415 | body too large; not JSON |
-| 421 | the `Host` is not a name of the service |
-| 422 | something is wrong with the request |
-| 429 | `queue-full` or `too-many-jobs` |
-| 503 | the service is stopping, or its disk is full |
+{limits.MOST_PROBLEMS}, with `field`, `message` and `hint`. `limits` has the limits that the request exceeds. "No plan fits" is not an error: the answer is 200
+with `"status": "infeasible"`.
 
 """
 
 
-def statuses(operation: Schema) -> str:
-    """Return the status codes of an operation other than errors."""
-    return ", ".join(code for code in operation["responses"] if code != "default")
+def anchor_of(heading: str) -> str:
+    """Return the anchor that GitHub makes of a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def summary(operation: Schema) -> str:
+    """Return the first sentence of an operation's description."""
+    text = " ".join(operation["description"].split())
+    return text.partition(". ")[0].rstrip(".") + "."
+
+
+def error_rows() -> tuple[list[str], list[list[object]]]:
+    """Return head and rows of the table of errors."""
+    kinds = sorted(ServiceError.__subclasses__(), key=lambda kind: kind.status)
+    kinds = [kind for kind in kinds if "code" in vars(kind)]
+    rows: list[list[object]] = [
+        [kind.status, f"`{kind.code}`", first_sentence(kind.__doc__)] for kind in kinds
+    ]
+    invalid = [422, f"`{DocumentError.code}` and others", "The request is not valid."]
+    return ["status", "code", "meaning"], [*rows, invalid]
+
+
+def http_limits() -> str:
+    """Return the limits of requests that no setting changes."""
+    sizes = [(path, size) for path, size in limits.BODY_BYTES.items()]
+    sizes += [("/v1/plans/{plan_id}/measurements", limits.MEASUREMENT_BODY_BYTES)]
+    sizes += [("other paths", limits.DEFAULT_BODY_BYTES)]
+    rows: list[list[object]] = [
+        [f"body of `{path}`", f"{size >> 20} MiB"] for path, size in sizes
+    ]
+    rows += [
+        ["values in a body", f"one per {limits.BYTES_PER_VALUE} bytes"],
+        ["keys of one object", limits.MOST_KEYS],
+        ["levels of nested values", limits.MOST_DEPTH],
+        ["characters of one string", limits.LONGEST_TEXT],
+        ["seconds for headers", f"{limits.HEADER_SECONDS:g}"],
+        ["seconds for a body, besides its bytes", f"{limits.BODY_SECONDS:g}"],
+        ["bytes of a body per second", limits.BODY_BYTES_PER_SECOND],
+        ["open connections", limits.MOST_CONNECTIONS],
+    ]
+    return "## Limits\n\n" + table(["what", "most"], rows)
+
+
+def operation_section(method: str, path: str, operation: Schema) -> str:
+    """Return the section of one operation: parameters, body and answers."""
+    page = [f"### {method} {path}\n\n"]
+    page.append(paragraphs(operation["description"]))
+    rows = [
+        [
+            f"`{each['name']}`",
+            each["in"],
+            type_of(each["schema"]),
+            each["description"],
+        ]
+        for each in operation.get("parameters", ())
+    ]
+    if rows:
+        page.append(table(["parameter", "in", "type", "meaning"], rows))
+    if "requestBody" in operation:
+        page.append(f"Body: {content_of(operation['requestBody'])}.\n\n")
+    answers = [
+        [code, content_of(answer), answer.get("description", "")]
+        for code, answer in operation["responses"].items()
+        if code != "default"
+    ]
+    page.append(table(["status", "content", "meaning"], answers))
+    return outside_links("".join(page))
+
+
+def content_of(message: Schema) -> str:
+    """Return the documents or media types of a body or an answer."""
+    found = []
+    for media_type, content in message.get("content", {}).items():
+        schema = content.get("schema", {})
+        is_document = media_type == "application/json" and schema
+        found.append(type_of(schema) if is_document else f"`{media_type}`")
+    return ", ".join(dict.fromkeys(found))
+
+
+def http_documents(schemas: Schema) -> Iterator[str]:
+    """Yield the sections of the documents that the page of files does not have."""
+    in_files = set(document_names())
+    for name in sorted(set(schemas) - in_files):
+        schema = schemas[name]
+        text = f"### {name}\n\n" + paragraphs(schema.get("description"))
+        if "properties" in schema:
+            yield outside_links(text + fields_of(schema))
+        elif "anyOf" in schema:
+            yield outside_links(f"{text}Either {type_of(schema)}.\n\n")
+
+
+def document_names() -> Iterator[str]:
+    """Yield the names of all documents on the page of files, and of their parts."""
+    for model in SCHEMAS.values():
+        yield model.__name__
+        yield from model.model_json_schema().get("$defs", {})
+
+
+def outside_links(text: str) -> str:
+    """Return a text whose links to documents of files lead to their page."""
+    names = {*document_names(), *SCHEMAS}
+    places = {f"](#{name.lower()})": f"](files.md#{name.lower()})" for name in names}
+    for place, outside in places.items():
+        text = text.replace(place, outside)
+    return text
 
 
 # Files

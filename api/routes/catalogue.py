@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Path
 
 from planner.api.errors import NotFoundError
 from planner.profiler.catalogue import entry, names
@@ -18,37 +18,52 @@ class ModelView(Document):
     """A catalogue model."""
 
     name: str
+    """Name in requests."""
     family: str
+    """Family of the model."""
     parameters: int
+    """Elements, shared parameters counted once."""
     layers: int
+    """Layers that a plan places, embedding and output layer included."""
     longest_sequence: int
     """Tokens; 0 for models without a sequence."""
     citation: str
+    """Publication of the sizes."""
 
 
 class ModelList(Document):
     """All catalogue models, smallest first."""
 
     models: tuple[ModelView, ...]
+    """Every model."""
 
 
 class DeviceView(Document):
     """A catalogue device and its usual node."""
 
     id: str
+    """Identifier, as in `device` of a node group."""
     vendor: str
+    """Manufacturer."""
     architecture: str
+    """Generation of the device; calibrated constants belong to it."""
     spec: DeviceSpec
+    """Data sheet."""
     devices_per_node: int
+    """Devices of a usual node."""
     intra_node: Link
+    """Links inside a usual node."""
     inter_node: Link | None
+    """Links between usual nodes; None: unknown."""
     confidence: str
+    """How well the figures are documented."""
 
 
 class DeviceList(Document):
     """All catalogue devices."""
 
     devices: tuple[DeviceView, ...]
+    """Every device."""
 
 
 @router.get("/models")
@@ -66,7 +81,9 @@ def list_devices() -> DeviceList:
 
 
 @router.get("/schemas/{name}")
-def get_schema(name: str) -> dict[str, Any]:
+def get_schema(
+    name: Annotated[str, Path(description="Name of the document, such as plan.")],
+) -> dict[str, Any]:
     """Return the JSON Schema of a document."""
     kind = SCHEMAS.get(name)
     if kind is None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import quote
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Path, Request, Response
 
 from planner.api.caching import NOT_MODIFIED, REVALIDATE, cacheable
 from planner.api.dependencies import ResultDependency
@@ -52,17 +52,20 @@ class ExportTarget(Document):
     name: str
     """Last segment of the path of the export."""
     title: str
+    """Name of the framework or launcher."""
     version: str
     """Version of the framework that the names in the text were checked against."""
     suffix: str
     """Suffix of the file, with its dot."""
     media_type: str
+    """Media type of the export."""
 
 
 class ExportTargets(Document):
     """All targets."""
 
     exports: tuple[ExportTarget, ...]
+    """Every target."""
 
 
 @router.get("/v1/exports")
@@ -74,7 +77,11 @@ def list_exports() -> ExportTargets:
 @router.get(
     "/v1/plans/{plan_id}/exports/{target}", response_class=Response, responses=_DOWNLOAD
 )
-def get_export(target: str, request: Request, result: ResultDependency) -> Response:
+def get_export(
+    target: Annotated[str, Path(description="Name in GET /v1/exports.")],
+    request: Request,
+    result: ResultDependency,
+) -> Response:
     """Return a plan in the format of a target; 422 if the target cannot run the plan."""
     known = _target(target)
     plan = result.plan()

@@ -277,7 +277,9 @@ def list_measurements(
     responses=NOT_MODIFIED,
 )
 def get_measurement(
-    measurement_id: Annotated[int, Path(ge=1, le=LARGEST_INTEGER)],
+    measurement_id: Annotated[
+        int, Path(ge=1, le=LARGEST_INTEGER, description="Number of the run.")
+    ],
     request: Request,
     result: ResultDependency,
     parts: ServicesDependency,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Request, Response
 
 from planner.api.bodies import DocumentRoute
 from planner.api.caching import FOREVER, NOT_MODIFIED, cacheable
@@ -40,7 +42,9 @@ def create_profile(
 
 @router.get("/{profile_id}", response_model=ModelProfile, responses=NOT_MODIFIED)
 def get_profile(
-    profile_id: str, request: Request, parts: ServicesDependency
+    profile_id: Annotated[str, Path(description="Id of the profile, its sha256.")],
+    request: Request,
+    parts: ServicesDependency,
 ) -> Response:
     """Return a stored profile."""
     document = parts.profiles.document(profile_id)

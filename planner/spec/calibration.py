@@ -141,7 +141,9 @@ class RowCounts(Document):
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
 
     runtime: Counts = Field(default_factory=dict)
+    """By runtime."""
     architecture: Counts = Field(default_factory=dict)
+    """By architecture of the device."""
     runtime_architecture: Counts = Field(
         default_factory=dict, alias="runtime x architecture"
     )
@@ -214,7 +216,9 @@ class IntervalRow(Document):
     """Residuals of step time and of peak memory for one kind of prediction."""
 
     time: Residuals
+    """Residuals of the step time."""
     memory: Residuals
+    """Residuals of the peak memory."""
 
 
 class SupportedChoices(Document):
@@ -260,6 +264,7 @@ class CalibrationTable(Document):
     """
 
     schema_version: Literal[2] = 2
+    """Version of this document."""
     name: str
     """Shown with every prediction."""
     measured_runs: int = Field(ge=0)
@@ -277,6 +282,8 @@ class CalibrationTable(Document):
     memory: RowCounts = RowCounts()
     """Runs with a memory."""
     intervals: dict[Kind, IntervalRow]
+    """Residuals of held-out runs, by what a prediction shares with the measured runs:
+    runtime, architecture or neither."""
     supported: SupportedChoices | None = Field(default=None, exclude_if=_is_none)
     """What the measured runs support; None: the defaults."""
 

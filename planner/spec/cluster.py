@@ -35,6 +35,7 @@ class ScaleUp(Document):
     """The fast links between a device and its neighbours, by its data sheet."""
 
     name: str = ""
+    """Name of the interconnect."""
     topology: Literal["switch", "mesh", "ring", "pcie"]
     """switch: any pair has the whole bandwidth; mesh: one link to each neighbour; ring:
     links to two neighbours; pcie: only the host's bus."""
@@ -46,6 +47,7 @@ class ScaleUp(Document):
     pair_bandwidth_bytes_per_second: float | None = Field(default=None, gt=0)
     """Bandwidth between two devices, in one direction; None: the whole bandwidth."""
     latency_seconds: float = Field(default=INTRA_NODE_LATENCY_SECONDS, ge=0)
+    """Latency of one hop of a collective."""
     switch_reduction: float | None = Field(
         default=None, gt=0, le=1, exclude_if=_is_none
     )
@@ -57,7 +59,9 @@ class DeviceSpec(Document):
     """One accelerator (or CPU rank), by its data sheet or as measured; dense FLOPs."""
 
     id: str = Field(min_length=1, max_length=MOST_CHARACTERS)
+    """Identifier, as in the catalogue of devices."""
     name: str = Field(default="", max_length=MOST_CHARACTERS)
+    """Name by its vendor."""
     memory_bytes: int = Field(gt=0, le=MOST_MEMORY_BYTES)
     """All memory, including `reserved_bytes`; of a GPU, what
     ``torch.cuda.get_device_properties(0).total_memory`` reports."""
@@ -69,6 +73,8 @@ class DeviceSpec(Document):
     achievable_fraction: float = Field(default=0.8, gt=0, le=1)
     """Best measured large matrix product / peak (MAMF in the catalogue)."""
     memory_bandwidth_bytes_per_second: float | None = Field(default=None, gt=0)
+    """Bandwidth of the device's own memory; None: unknown, and kernels are bound by
+    FLOPs alone."""
     launch_seconds: float = Field(default=4e-6, ge=0)
     """Fixed time of one kernel."""
     reserved_bytes: int | None = Field(default=None, ge=0, le=MOST_MEMORY_BYTES)
@@ -96,12 +102,15 @@ class LinkMeasurement(Document):
     """One measurement of `planner links`."""
 
     operation: OperationName
+    """The collective that was measured."""
     bytes: int = Field(gt=0)
     """Size of the full tensor."""
     ranks: int = Field(ge=2)
+    """Ranks of the group."""
     nodes: int = Field(default=1, ge=1)
     """Nodes of the group, with the same number of ranks on each."""
     seconds: float = Field(gt=0)
+    """Median time."""
     relative_spread: float | None = Field(default=None, ge=0)
     """Interquartile range of the samples / their median."""
 
@@ -110,9 +119,11 @@ class LinkFit(Document):
     """Latency and bandwidth of one operation, fitted to its measurements."""
 
     operation: OperationName
+    """The collective that was measured."""
     latency_seconds: float = Field(ge=0)
     """Latency of one hop."""
     bandwidth_bytes_per_second: float = Field(gt=0)
+    """Bandwidth of one device, in one direction."""
     relative_residual: float = Field(ge=0)
     """Root mean square of log(predicted / measured): 0.1 is an error of about 10 %."""
 
@@ -121,6 +132,7 @@ class Link(Document):
     """A link: inside a node, or between nodes."""
 
     latency_seconds: float = Field(ge=0)
+    """Latency of one hop of a collective."""
     bandwidth_bytes_per_second: float = Field(gt=0)
     """Bandwidth of one device, in one direction."""
     is_nominal: bool = Field(default=False, exclude_if=not_)
@@ -160,11 +172,14 @@ class NodeGroup(Document):
     """Identical nodes."""
 
     name: str = Field(default="nodes", min_length=1, max_length=MOST_CHARACTERS)
+    """Name of the group in messages."""
     device: str | DeviceSpec
     """Catalogue id (`planner devices`) or an inline device. In a file, also the path of
     a device document, relative to the cluster document."""
     nodes: int = Field(ge=1, le=1_000_000)
+    """Number of nodes."""
     devices_per_node: int = Field(ge=1, le=10_000)
+    """Devices of one node."""
     intra_node: Link | None = None
     """Also between nodes that scale-up links connect (NVL72). None: the device's
     scale-up links, or the host's bus."""
@@ -197,8 +212,11 @@ class Cluster(Document):
     """The devices that a job may use."""
 
     schema_version: Literal[1] = 1
+    """Version of this document."""
     name: str = Field(default="cluster", max_length=MOST_CHARACTERS)
+    """Name in messages and pages; it does not affect the plan."""
     node_groups: tuple[NodeGroup, ...] = Field(min_length=1, max_length=256)
+    """Groups of identical nodes; several groups are a heterogeneous cluster."""
 
     @property
     def devices(self) -> int:

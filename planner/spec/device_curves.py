@@ -26,11 +26,15 @@ class ProductPoint(Document):
     """Seconds of products (m, k) x (k, n) and of both products of their backward."""
 
     m: int = Field(ge=1)
+    """Rows of the left operand."""
     n: int = Field(ge=1)
+    """Columns of the right operand."""
     k: int = Field(ge=1)
+    """Inner size."""
     batch: int = Field(default=1, ge=1)
     """Products of one batched call."""
     forward_seconds: float = Field(gt=0)
+    """Time of the product."""
     input_seconds: float = Field(gt=0)
     """Gradient of the left operand."""
     weight_seconds: float = Field(gt=0)
@@ -44,6 +48,7 @@ class ProductCurve(Document):
     """Matrix products in one number format, over a grid of shapes."""
 
     dtype: CurveType
+    """Number format of both operands."""
     kind: ProductKind
     """``linear``: one product per call; ``batched``: several."""
     points: tuple[ProductPoint, ...] = Field(min_length=1)
@@ -54,33 +59,47 @@ class ConvolutionPoint(Document):
     """Seconds of one convolution, of its backward and of a sum of its gradients."""
 
     flops: int = Field(ge=1)
+    """FLOPs of the forward."""
     bytes: int = Field(ge=1)
     """Input, weight and output."""
     forward_seconds: float = Field(gt=0)
+    """Time of the forward."""
     input_seconds: float = Field(gt=0)
+    """Time of the gradient of the input."""
     weight_seconds: float = Field(gt=0)
+    """Time of the gradient of the weight."""
     relative_spread: float = Field(default=0.0, ge=0)
+    """Interquartile range of the samples / their median."""
 
 
 class ConvolutionCurve(Document):
     """Convolutions in one number format."""
 
     dtype: CurveType
+    """Number format of inputs and weights."""
     points: tuple[ConvolutionPoint, ...] = Field(min_length=1)
+    """Measured shapes."""
 
 
 class AttentionPoint(Document):
     """Seconds of fused attention, forward and backward."""
 
     batch: int = Field(ge=1)
+    """Samples."""
     heads: int = Field(ge=1)
+    """Heads of queries; keys have as many."""
     tokens: int = Field(ge=1)
     """Queries of a sample; there are as many keys."""
     head_dim: int = Field(ge=1)
+    """Elements of one head."""
     causal: bool
+    """Whether a token attends to earlier tokens only."""
     forward_seconds: float = Field(gt=0)
+    """Time of the forward."""
     backward_seconds: float = Field(gt=0)
+    """Time of the backward, for all inputs."""
     relative_spread: float = Field(default=0.0, ge=0)
+    """Interquartile range of the samples / their median."""
 
     @property
     def flops(self) -> int:
@@ -98,33 +117,44 @@ class AttentionCurve(Document):
     """Fused attention in one number format."""
 
     dtype: CurveType
+    """Number format of queries, keys and values."""
     points: tuple[AttentionPoint, ...] = Field(min_length=1)
+    """Measured shapes."""
 
 
 class TransferPoint(Document):
     """Seconds to move a number of bytes."""
 
     bytes: int = Field(ge=1)
+    """Bytes that are moved."""
     seconds: float = Field(gt=0)
+    """Median time."""
     relative_spread: float = Field(default=0.0, ge=0)
+    """Interquartile range of the samples / their median."""
 
 
 class CopyCurve(Document):
     """Copies between the memory of the host and that of the device."""
 
     direction: CopyDirection
+    """From where to where."""
     points: tuple[TransferPoint, ...] = Field(min_length=1)
+    """Measured sizes."""
 
 
 class DeviceCurves(Document):
     """Measured seconds of a device's kernels, by shape."""
 
     schema_version: Literal[1] = 1
+    """Version of this document."""
     device: str = Field(min_length=1)
     """Name of the device as it reports itself."""
     products: tuple[ProductCurve, ...] = ()
+    """Matrix products, by number format and kind."""
     convolutions: tuple[ConvolutionCurve, ...] = ()
+    """Convolutions, by number format."""
     attention: tuple[AttentionCurve, ...] = ()
+    """Fused attention, by number format."""
     memory: tuple[TransferPoint, ...] = Field(min_length=2)
     """Memory-bound kernels, by the bytes that they read and write, in order of size:
     the mean of several kernels, whose data are not in a cache."""

@@ -115,7 +115,9 @@ class Range(Document):
     """Bounds of an integer layout field, both inclusive."""
 
     min: int | None = None
+    """Least value; None: no bound."""
     max: int | None = None
+    """Largest value; None: no bound."""
 
     @model_validator(mode="after")
     def _is_not_empty(self) -> Self:
@@ -137,12 +139,15 @@ class Job(Document):
     """What is trained: batch, sequence, precision, optimizer and constraints."""
 
     schema_version: Literal[1] = 1
+    """Version of this document."""
     global_batch_size: int = Field(ge=1, le=MOST_SAMPLES)
     """Samples per optimizer step, over all devices."""
     sequence_length: int = Field(default=0, ge=0)
     """Tokens per sample; 0 for models without a sequence."""
     precision: Precision = "bf16-mixed"
+    """Number formats of parameters, gradients and optimizer states."""
     optimizer: OptimizerName = "adamw"
+    """Optimizer, which decides the bytes per parameter."""
     memory_headroom: Annotated[float, Field(ge=0)] | None = None
     """Memory left free on every device: a fraction if below 1, otherwise bytes. Values
     from 1 to 100 are ambiguous and rejected. None: the margin that keeps the

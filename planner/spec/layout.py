@@ -40,10 +40,15 @@ class Layout(Document):
     """How a training step is split over devices."""
 
     data_parallel_degree: int = Field(default=1, ge=1)
+    """Replicas that process different samples."""
     tensor_parallel_degree: int = Field(default=1, ge=1)
+    """Ranks that split the matrices of every layer."""
     pipeline_parallel_degree: int = Field(default=1, ge=1)
+    """Ranks that each have some of the stages."""
     context_parallel_degree: int = Field(default=1, ge=1)
+    """Ranks that split every sequence."""
     expert_parallel_degree: int = Field(default=1, ge=1)
+    """Ranks that split the routed experts of every layer."""
     expert_tensor_parallel_degree: int | None = Field(
         default=None, ge=1, exclude_if=_is_none
     )
@@ -53,15 +58,20 @@ class Layout(Document):
     expert_tensor_parallel_degree`` divides their product (Megatron-Core's parallel
     folding, Liu et al. 2025)."""
     virtual_stages_per_rank: int = Field(default=1, ge=1)
+    """Stages on one pipeline rank; above 1 for interleaved schedules."""
     zero_stage: ZeroStage = 0
+    """What ZeRO shards. 0: nothing; 1: optimizer states; 2: also gradients; 3: also
+    parameters."""
     zero_shard_degree: int | None = Field(default=None, ge=1)
     """Neighbouring data- and context-parallel ranks that ZeRO shards over; every group
     has a whole copy (hybrid sharding: Zhang et al. 2022, "MiCS"; Zhao et al. 2023,
     "PyTorch FSDP", section 3.2.2). None: all ranks."""
     sequence_parallel: bool = False
+    """Activations between tensor-parallel regions are split along the sequence."""
     micro_batch_size: int = Field(default=1, ge=1)
     """Samples of one micro-batch on one data-parallel rank."""
     schedule: str = "1f1b"
+    """Name of the pipeline schedule (`planner schedule --list`)."""
     sequence_chunks: int = Field(default=1, ge=1)
     """Equal chunks of each micro-batch's sequence that go through the pipeline one
     after the other, under schedules that support it (Sun et al. 2024, Seq1F1B)."""

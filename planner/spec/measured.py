@@ -24,24 +24,31 @@ class MeasuredAction(Document):
     """One action of a rank in a step, in seconds since the start of the step."""
 
     rank: int = Field(ge=0)
+    """Global rank."""
     action: str
     """Action of the schedule, e.g. ``2F0``; or ``reduce``, ``optimizer``."""
     start_seconds: Clock
+    """Begin; below 0 on a rank whose clock runs ahead."""
     end_seconds: Clock
+    """End."""
 
 
 class MeasuredRank(Document):
     """Memory and communication of one global rank."""
 
     rank: int = Field(ge=0)
+    """Global rank."""
     pipeline: int = Field(ge=0)
+    """Pipeline rank."""
     parameters: int = Field(ge=0)
     """Elements on this rank."""
     peak_bytes: int = Field(ge=0)
     """Peak device memory: of the allocator on CUDA, the resident set of the process on
     CPU."""
     parameters_bytes: int = Field(default=0, ge=0)
+    """Parameters in the computing precision, and master copies on the device."""
     gradients_bytes: int = Field(default=0, ge=0)
+    """Gradients, sharded or not."""
     optimizer_bytes: int = Field(default=0, ge=0)
     """On the device; offloaded states and master copies are in `host_bytes`."""
     host_bytes: int = Field(default=0, ge=0)
@@ -61,6 +68,7 @@ class Decision(Document):
     """``lost``: ranks were lost; ``moved``: the run continues with another plan, or
     restarts with the same one; ``stayed``: another plan was evaluated and rejected."""
     text: str
+    """The decision, as a sentence."""
     figures: dict[str, float] = Field(default_factory=dict, max_length=1000)
     """Quantities in SI units, with the unit in the name."""
 
@@ -71,32 +79,43 @@ class ValidationLoss(Document):
     step: int = Field(ge=0)
     """Step after whose update the loss was computed."""
     loss: float
+    """Mean loss."""
 
 
 class Segment(Document):
     """Consecutive steps trained with one plan."""
 
     plan_id: str
+    """Id of the plan."""
     devices: int = Field(ge=1)
+    """Devices of the launch."""
     first_step: int = Field(ge=0)
+    """Number of the first step."""
     losses: tuple[float, ...]
+    """Training loss of every step."""
     step_seconds: tuple[Seconds, ...]
     """Measured on rank 0."""
     validation_losses: tuple[ValidationLoss, ...] = Field(default=(), exclude_if=not_)
+    """Losses of held-out samples."""
 
 
 class MeasuredRun(Document):
     """The report of `planner run`."""
 
     schema_version: Literal[1] = 1
+    """Version of this document."""
     plan_id: str
+    """Id of the plan that was run."""
     model: str
+    """Name of the model."""
     devices: str
     """Devices of the run, as text."""
     steps: int = Field(ge=1)
+    """Steps of the run."""
     first_step: int = Field(default=0, ge=0)
     """Above 0 if the run resumed from a checkpoint or called `train` a second time."""
     losses: tuple[float, ...]
+    """Training loss of every step."""
     reference_losses: tuple[float, ...] = ()
     """Losses of the same first steps in a single process, if the run was compared with
     one."""
@@ -108,10 +127,12 @@ class MeasuredRun(Document):
     median_step_seconds: float = Field(ge=SHORTEST_STEP_SECONDS, le=LONGEST_SECONDS)
     """Median step time without warm-up."""
     tokens_per_second: float = Field(ge=0)
+    """Throughput of all devices; samples per second for models without a sequence."""
     mfu: float | None = Field(default=None, ge=0)
     """Model FLOPs / (median_step_seconds x devices x peak), as in the plan; None: the
     device's peak is unknown."""
     ranks: tuple[MeasuredRank, ...]
+    """Memory and communication of every global rank."""
     actions: tuple[MeasuredAction, ...] = ()
     """Actions of the recorded step, which is the median step after warm-up."""
     waits: tuple[MeasuredAction, ...] = ()

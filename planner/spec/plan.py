@@ -19,16 +19,22 @@ class PlannedLayer(Document):
     """One layer of a stage."""
 
     name: str
+    """Name of the layer, as in the profile."""
     modules: tuple[str, ...] = ()
+    """Qualified names of its modules."""
     recompute: RecomputeMode = "none"
+    """What its backward computes again."""
 
 
 class Stage(Document):
     """Contiguous layers on one pipeline rank."""
 
     index: int = Field(ge=0)
+    """Number of the stage, in the order of the forward."""
     pipeline_rank: int = Field(ge=0)
+    """Pipeline rank that has the stage."""
     layers: tuple[PlannedLayer, ...] = Field(min_length=1)
+    """Layers in the order of the forward."""
     ranks: tuple[int, ...] = Field(min_length=1)
     """Global ranks with a copy or shard of the stage."""
 
@@ -37,14 +43,21 @@ class RankPlacement(Document):
     """The device of a global rank, and its coordinates in the device mesh."""
 
     rank: int = Field(ge=0)
+    """Global rank."""
     node: int = Field(ge=0)
+    """Number of the node, through all node groups."""
     device: int = Field(ge=0)
     """Index on its node (local rank)."""
     pipeline: int = Field(ge=0)
+    """Pipeline rank."""
     data: int = Field(ge=0)
+    """Data-parallel rank."""
     tensor: int = Field(ge=0)
+    """Tensor-parallel rank."""
     context: int = Field(default=0, ge=0)
+    """Context-parallel rank."""
     expert: int = Field(default=0, ge=0)
+    """Expert-parallel rank."""
 
 
 class Breakdown(Document):
@@ -55,13 +68,17 @@ class Breakdown(Document):
     """
 
     compute_seconds: float
+    """Forward and backward, without recomputation."""
     recompute_seconds: float
+    """Forward computations that the backward repeats."""
     tensor_parallel_seconds: float
+    """Exposed collectives of tensor parallelism."""
     pipeline_seconds: float
     """Exposed transfers between stages: what they add to the step."""
     data_parallel_seconds: float
     """Exposed gradient reduction, including shared parameters."""
     optimizer_seconds: float
+    """The optimizer's update."""
     bubble_seconds: float
     """Mean idle time of a rank if transfers took no time: it waits for other ranks in
     the schedule, or for the slowest rank at the end of the step. bubble_seconds /
@@ -81,12 +98,17 @@ class RankMemory(Document):
     """Predicted peak memory of a device of one pipeline rank."""
 
     pipeline_rank: int = Field(ge=0)
+    """Pipeline rank."""
     parameters_bytes: int
+    """Parameters in the computing precision."""
     gradients_bytes: int
+    """Gradients."""
     optimizer_bytes: int
+    """Optimizer states and master copies."""
     activations_bytes: int
     """Saved activations of all micro-batches in flight, and boundary buffers."""
     temporary_bytes: int
+    """Buffers of kernels, logits, gradient buckets and gathered shards."""
     reserved_bytes: int
     """Context, communicators and allocator overhead."""
     peak_bytes: int
@@ -118,6 +140,7 @@ class Prediction(Document):
     """Time and memory of one step."""
 
     step_seconds: float = Field(gt=0)
+    """Time of one training step."""
     tokens_per_second: float
     """Throughput of the cluster; samples per second for models without a sequence."""
     mfu: float | None
@@ -130,7 +153,9 @@ class Prediction(Document):
     of the step. Without either, bubble_fraction x makespan =
     breakdown.bubble_seconds."""
     breakdown: Breakdown
+    """Parts of the step time."""
     memory: tuple[RankMemory, ...]
+    """Memory of every pipeline rank."""
     step_seconds_80: tuple[float, float] | None = None
     """Interval that contains the measured step time with a probability of 80 %."""
     peak_bytes_80: tuple[int, int] | None = None
@@ -159,18 +184,21 @@ class SpaceDimension(Document):
     """Values as text; they are combined with those of all other dimensions as far as
     they divide the model, batch and devices."""
     left_out: tuple[LeftOutValues, ...] = ()
+    """Values that the search does not cover, with reasons."""
 
 
 class SearchReport(Document):
     """What the search did, and what it proved."""
 
     layouts_considered: int
+    """Layouts of the search space."""
     layouts_pruned: int
     """Not solved: their lower bound is no better than the plan, or they cannot fit."""
     layouts_solved: int
     """Solved to the end. Layouts that are neither pruned nor solved were open when the
     search stopped."""
     seconds: float
+    """Duration of the search."""
     lower_bound_seconds: float
     """No plan in the search space is faster under the cost model."""
     gap: float
@@ -191,9 +219,13 @@ class Alternative(Document):
     """A plan with another layout: a slower one, or one that is not supported."""
 
     layout: Layout
+    """Degrees and choices of the alternative."""
     micro_batches: int
+    """Micro-batches per data-parallel rank and step."""
     layers_per_stage: tuple[int, ...]
+    """Number of layers of every stage."""
     step_seconds: float
+    """Predicted step time."""
     slowdown: float
     """step_seconds / the plan's step_seconds - 1; negative only if `supported` is
     False."""
@@ -212,10 +244,15 @@ class ParetoPoint(Document):
     """The fastest plan for a number of devices and memory, on the Pareto front."""
 
     devices: int = Field(ge=1)
+    """Devices that the plan uses."""
     layout: Layout
+    """Degrees and choices of the plan."""
     micro_batches: int = Field(ge=1)
+    """Micro-batches per data-parallel rank and step."""
     layers_per_stage: tuple[int, ...]
+    """Number of layers of every stage."""
     step_seconds: float = Field(gt=0)
+    """Predicted step time."""
     peak_bytes: int
     """Peak memory of the fullest device."""
     cost_per_token: float | None = None
@@ -234,6 +271,7 @@ class Relaxation(Document):
     layout: Layout
     """Layout of the best plan found."""
     step_seconds: float = Field(gt=0)
+    """Step time of that plan."""
     gain: float | None
     """1 - seconds per sample with the change / those of the plan; None: nothing fits
     without the change."""
@@ -263,6 +301,7 @@ class Sensitivity(Document):
         "latency_seconds",
         "host_bandwidth",
     ]
+    """The quantity that may be wrong."""
     uncertainty: float = Field(ge=0)
     """Expected relative error of the quantity."""
     reason: str
@@ -279,6 +318,8 @@ class Options(Document):
     top: int = Field(default=3, ge=0, le=100)
     """Number of alternatives to return."""
     time_limit_seconds: float = Field(default=60.0, gt=0, le=86400)
+    """Time limit of the search; the best plan found by then is returned, with its
+    gap."""
     pareto: bool = False
     """Also return the fastest plans for fewer devices and for less memory per
     device."""
@@ -291,6 +332,7 @@ class PlanRequest(Document):
     """The request that determines a plan."""
 
     schema_version: Literal[1] = 1
+    """Version of this document."""
     model: str | None = None
     """Catalogue name, if the profile is that of a catalogue model."""
     profile_id: str
@@ -298,11 +340,15 @@ class PlanRequest(Document):
     profile: ModelProfile | None = None
     """The profile, unless it is that of the catalogue model `model`."""
     cluster: Cluster
+    """The devices that the plan may use."""
     job: Job
+    """What is trained."""
     options: Options = Options()
+    """Number of alternatives, time limit and what else to search."""
     calibration: CalibrationTable | None = None
     """Own calibration; None: the one of the planner's release."""
     planner_version: str
+    """Version of the planner that made the plan."""
 
     @property
     def id(self) -> str:
@@ -332,18 +378,26 @@ class Plan(Document):
     """The plan that the planner returns and the executor applies."""
 
     schema_version: Literal[1] = 1
+    """Version of this document."""
     id: str
+    """sha256 of the canonical request."""
     layout: Layout
+    """Degrees and choices of the plan."""
     micro_batches: int = Field(ge=1)
     """Micro-batches per data-parallel rank and step."""
     stages: tuple[Stage, ...] = Field(min_length=1)
+    """Layers and ranks of every pipeline stage."""
     placement: tuple[RankPlacement, ...] = Field(min_length=1)
+    """Device and coordinates of every global rank."""
     prediction: Prediction
+    """Predicted time and memory of one step."""
     search: SearchReport
+    """Report of the search and its proof."""
     unsupported: str = ""
     """Choices of the layout that measured runs do not support, as text; empty: they
     support the layout, or the job asks for it."""
     alternatives: tuple[Alternative, ...] = ()
+    """Plans with other layouts, and what each costs."""
     explanation: tuple[str, ...] = ()
     """Reasons for the plan, as sentences."""
     cost_per_token: float | None = None
@@ -354,9 +408,11 @@ class Plan(Document):
     relaxations: tuple[Relaxation, ...] = ()
     """Relaxations with a gain; only if `Options.explain` is ``full``."""
     sensitivity: tuple[Sensitivity, ...] = ()
+    """Effect of errors in measured quantities on the choice."""
     actions: tuple[tuple[str, ...], ...] = ()
     """Actions of the schedule per pipeline rank, e.g. ``2F0``."""
     request: PlanRequest
+    """The request that determines the plan."""
 
     @property
     def cluster(self) -> Cluster:
@@ -388,12 +444,16 @@ class Miss(Document):
     """A layout that nearly fits in memory."""
 
     layout: Layout
+    """Degrees and choices of the layout."""
     pipeline_rank: int
+    """Pipeline rank that lacks the most."""
     needed_bytes: int
     """Least memory of this rank over the cuts that were computed and all recompute
     modes."""
     capacity_bytes: int
+    """Memory that the rank may use."""
     missing_bytes: int
+    """needed_bytes - capacity_bytes."""
     memory: Literal["device", "host"] = "device"
     """The memory that these bytes are of: the one that lacks more."""
 
@@ -402,20 +462,28 @@ class Infeasible(Document):
     """The answer if no layout is feasible: reasons, and the nearest layouts."""
 
     status: Literal["infeasible"] = "infeasible"
+    """Always ``infeasible``; a plan has no status."""
     reasons: tuple[str, ...]
+    """Reasons why no layout fits, as sentences."""
     nearest: tuple[Miss, ...] = ()
+    """Layouts that come closest, and what each lacks."""
     relaxations: tuple[Relaxation, ...] = ()
     """Changes with which a plan was found."""
     search: SearchReport | None = None
+    """What the search did; None: it was not needed."""
 
 
 class Forecast(Document):
     """The answer of `planner predict`: time and memory of one layout."""
 
     layout: Layout
+    """Degrees and choices that were predicted."""
     micro_batches: int = Field(ge=1)
+    """Micro-batches per data-parallel rank and step."""
     stages: tuple[Stage, ...]
+    """Layers of every stage."""
     prediction: Prediction
+    """Predicted time and memory of one step."""
     actions: tuple[tuple[str, ...], ...] = ()
     """Actions of a synthesized schedule; other schedules follow from the layout."""
     fits: bool

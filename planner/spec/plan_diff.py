@@ -46,7 +46,9 @@ class PlanDiff(Document):
     """The difference of two plans."""
 
     plan_id: str
+    """Id of the first plan."""
     other_id: str
+    """Id of the second plan."""
     figures: tuple[FigureDiff, ...]
     """Step time, throughput, MFU and memory, in this order."""
     changes: tuple[FieldDiff, ...]

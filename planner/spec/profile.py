@@ -71,7 +71,9 @@ class Operation(Document):
     bytes: int = Field(ge=0)
     """Bytes read and written by one run."""
     m: int = Field(default=0, ge=0)
+    """Rows of the left operand of a product; 0 for other kernels."""
     n: int = Field(default=0, ge=0)
+    """Columns of the right operand of a product; 0 for other kernels."""
     k: int = Field(default=0, ge=0)
     """Sizes of a matmul (m, k) x (k, n); zero otherwise."""
     batch: int = Field(default=1, ge=1)
@@ -93,10 +95,13 @@ class Collective(Document):
     """The ranks that take part; expert-parallel groups consist of data-parallel
     ranks."""
     phase: Literal["forward", "backward"]
+    """Pass in which the collectives run."""
     operation: CollectiveName
+    """What the collectives do."""
     bytes: int = Field(ge=0)
     """Bytes of the full tensor of one collective (that an all-reduce reduces)."""
     count: int = Field(ge=1)
+    """Collectives per layer and micro-batch."""
     beside: Literal["weight", "input", "attention", "compute"] | None = Field(
         default=None, exclude_if=_is_none
     )
@@ -112,24 +117,33 @@ class Measurement(Document):
     sequence_length: int = Field(ge=0)
     """Tokens per sample; 0 for models without a sequence."""
     tensor_parallel_degree: int = Field(default=1, ge=1)
+    """Ranks that split the layer's matrices."""
     context_parallel_degree: int = Field(default=1, ge=1)
+    """Ranks that split the sequence."""
     expert_parallel_degree: int = Field(default=1, ge=1)
+    """Ranks that split the routed experts."""
     sequence_parallel: bool = False
     """Activations outside the tensor-parallel regions are split along the sequence
     (Korthikanti et al. 2022)."""
     recompute: RecomputeMode = "none"
+    """What the backward computes again."""
     forward_flops: int = Field(ge=0)
+    """FLOPs of the forward."""
     backward_input_flops: int = Field(ge=0)
+    """FLOPs of the gradients of the inputs."""
     backward_weight_flops: int = Field(ge=0)
+    """FLOPs of the gradients of the weights."""
     recompute_flops: int = Field(default=0, ge=0)
     """Forward FLOPs that the backward recomputes in this mode."""
     forward_seconds: float | None = Field(default=None, ge=0)
     """None: not measured; the cost model predicts the operations on the cluster's
     device."""
     backward_input_seconds: float | None = Field(default=None, ge=0)
+    """Time of the gradients of the inputs."""
     backward_weight_seconds: float | None = Field(default=None, ge=0)
     """Both without recomputation."""
     recompute_seconds: float | None = Field(default=None, ge=0)
+    """Time that recomputation adds to the backward."""
     optimizer_seconds: float | None = Field(default=None, ge=0)
     """Time of one AdamW step over this rank's trained parameters of the layer; other
     optimizers are scaled by the bytes that they move."""
@@ -168,10 +182,12 @@ class Measurement(Document):
     """Bytes that the kernels of the backward read and write, without recomputation; 0:
     unknown."""
     operations: tuple[Operation, ...] = ()
+    """Kernels of the forward, which price rows without seconds."""
     recompute_operations: tuple[Operation, ...] = ()
     """Operations that the backward recomputes; empty: those of the forward, scaled by
     FLOPs."""
     collectives: tuple[Collective, ...] = ()
+    """Collectives of the layer, forward and backward."""
     relative_spread: float | None = Field(default=None, ge=0)
     """Interquartile range of the measured seconds / their median."""
     source: Literal["measured", "counted", "derived"]
@@ -252,16 +268,25 @@ class KernelPolynomials(Document):
     """One kernel of a layer's forward at any size; fields as in `Operation`."""
 
     kind: OperationKind
+    """Kind of kernel."""
     flops: Polynomial
+    """FLOPs of one run."""
     bytes: Polynomial
+    """Bytes read and written by one run."""
     m: Polynomial = ()
+    """Rows of the left operand of a product."""
     n: Polynomial = ()
+    """Columns of the right operand of a product."""
     k: Polynomial = ()
+    """Inner size of a product."""
     batch: Polynomial = (1,)
+    """Products in one run."""
     is_linear: bool | None = Field(default=None, exclude_if=_is_none)
+    """Whether a product is that of a linear layer; None: unknown."""
     gradients: Literal["input", "weight", "none"] | None = Field(
         default=None, exclude_if=_is_none
     )
+    """Gradients that the backward computes; None: all."""
 
     def at(self, terms: Sequence[int]) -> tuple[Any, ...]:
         """Return kind, FLOPs, bytes, m, n, k, batch, is_linear and gradients."""
@@ -274,9 +299,13 @@ class CollectivePolynomial(Document):
     """One collective of a layer at any size; fields as in `Collective`."""
 
     group: Literal["tensor", "context", "expert"] = "tensor"
+    """Ranks that take part."""
     phase: Literal["forward", "backward"]
+    """Pass in which the collective runs."""
     operation: CollectiveName
+    """What the collective does."""
     bytes: Polynomial
+    """Bytes of the full tensor."""
 
 
 class ModePolynomials(Document):
@@ -288,6 +317,7 @@ class ModePolynomials(Document):
     """Bytes above the saved ones at moments of forward and backward; the largest is
     `Measurement.temporary_bytes`."""
     recompute_flops: Polynomial = ()
+    """Forward FLOPs that the backward computes again."""
     recomputed: tuple[int, ...] = ()
     """Places of the kernels that the backward runs again."""
 
@@ -296,21 +326,35 @@ class CountPolynomials(Document):
     """Everything counted of a layer at any size; fields as in `Measurement`."""
 
     forward_flops: Polynomial
+    """FLOPs of the forward."""
     backward_input_flops: Polynomial
+    """FLOPs of the gradients of the inputs."""
     backward_weight_flops: Polynomial
+    """FLOPs of the gradients of the weights."""
     output_bytes: Polynomial
+    """Bytes of the tensor passed to the next layer."""
     backward_bytes: Polynomial
+    """Bytes that the kernels of the backward read and write."""
     local_parameters: Polynomial
+    """Elements of this rank's shard."""
     local_expert_parameters: Polynomial = ()
+    """The part of them that expert parallelism splits."""
     local_frozen_parameters: Polynomial = ()
+    """The part of them that is not trained."""
     local_frozen_expert_parameters: Polynomial = ()
+    """The part of them that expert parallelism splits and that is not trained."""
     local_matrix_elements: Polynomial = ()
+    """Trained elements of matrices, which Muon orthogonalises."""
     local_muon_flops: Polynomial = ()
+    """FLOPs of one Muon step."""
     local_factored_elements: Polynomial = ()
+    """State elements of Adafactor."""
     modes: dict[RecomputeMode, ModePolynomials] = Field(min_length=1)
+    """Saved and recomputed values, by recompute mode."""
     kernels: tuple[KernelPolynomials, ...]
     """Of the forward, in order."""
     collectives: tuple[CollectivePolynomial, ...] = ()
+    """Collectives of the layer, forward and backward."""
 
     @model_validator(mode="after")
     def _places_are_kernels(self) -> Self:
@@ -344,9 +388,14 @@ class LayerPolynomials(CountPolynomials):
     """
 
     tensor_parallel_degree: int = Field(default=1, ge=1)
+    """Ranks that split the layer's matrices."""
     context_parallel_degree: int = Field(default=1, ge=1)
+    """Ranks that split the sequence."""
     expert_parallel_degree: int = Field(default=1, ge=1)
+    """Ranks that split the routed experts."""
     sequence_parallel: bool = False
+    """Whether activations between tensor-parallel regions are split along the
+    sequence."""
     smallest_micro_batch_size: int = Field(default=1, ge=1)
     """Samples; above 1 for models that do not run on one (batch normalisation)."""
     shortest_sequence: int = Field(default=0, ge=0)
@@ -539,6 +588,7 @@ class LayerProfile(Document):
     """One layer: the smallest part of a model that is placed on a stage."""
 
     name: str = Field(min_length=1)
+    """Name of the layer, unique in the profile."""
     kind: str = Field(min_length=1)
     """Layers of one kind are identical: same shapes, same costs."""
     modules: tuple[str, ...] = ()
@@ -550,6 +600,7 @@ class LayerProfile(Document):
     """The part that is not trained (``requires_grad=False``): no gradients, no
     optimizer states."""
     measurements: tuple[Measurement, ...] = Field(min_length=1, max_length=100_000)
+    """Costs by micro-batch size, sequence length, degrees and recompute mode."""
     polynomials: tuple[LayerPolynomials, ...] = Field(default=(), exclude_if=not_)
     """Counts at sizes without a measurement, one entry per split and range of sequence
     lengths; empty: only the sizes of `measurements` are known."""
@@ -597,7 +648,9 @@ class SkipEdge(Document):
     model_config = ConfigDict(populate_by_name=True)
 
     from_: str = Field(alias="from")
+    """Layer whose output is used."""
     to: str
+    """Layer that uses it."""
     bytes: int = Field(ge=0)
     """Bytes per sample."""
     sequence_length: int = Field(default=0, ge=0)
@@ -617,6 +670,7 @@ class SharedParameters(Document):
     names: tuple[str, ...] = Field(min_length=1)
     """Qualified names; the first is the owner."""
     layers: tuple[str, ...] = Field(min_length=2)
+    """Names of the layers that use the parameters."""
     parameters: int = Field(ge=1)
     """Elements of one copy."""
     factored_elements: int | None = Field(default=None, ge=0)
@@ -645,7 +699,9 @@ class ModelProfile(Document):
     """The document that `planner profile` writes."""
 
     schema_version: Literal[1] = 1
+    """Version of this document."""
     model: str = Field(min_length=1)
+    """Name of the model."""
     device: str = Field(min_length=1)
     """Id of the device where seconds were measured; ``counted`` if none were."""
     device_spec: DeviceSpec | None = None
@@ -670,8 +726,11 @@ class ModelProfile(Document):
     """Sizes of a decoder-only transformer, from which the counts of every layer follow
     for any runtime, micro-batch size and degree; None: only the rows are known."""
     layers: tuple[LayerProfile, ...] = Field(min_length=1, max_length=100_000)
+    """Layers in the order of the forward."""
     edges: tuple[SkipEdge, ...] = ()
+    """Skip connections between layers that are not neighbours."""
     shared_parameters: tuple[SharedParameters, ...] = ()
+    """Parameters that several layers use."""
     other_devices: tuple[DeviceRows, ...] = Field(default=(), exclude_if=not_)
     """Seconds measured on other devices, for clusters of unlike devices."""
     environment: dict[str, str] = Field(default_factory=dict)

@@ -39,10 +39,13 @@ class RunResult(Document):
     """Measured values; None: not measured."""
 
     outcome: Outcome = "ok"
+    """How the run ended: ``oom`` if it ran out of memory."""
     step_seconds: float | None = Field(default=None, gt=0)
+    """Median step time."""
     timed: TimedPart = "step"
     """``layers``: forward and backward of the blocks alone were timed."""
     memory_bytes: int | None = Field(default=None, gt=0)
+    """Peak memory of a device."""
     memory_kind: MemoryKind = "allocated"
     """``allocated`` and ``reserved``: counters of torch's allocator; ``device``: all
     memory in use on the device, the context included."""
@@ -74,15 +77,23 @@ class Run(Document):
     """A measured run of a decoder-only transformer."""
 
     schema_version: Literal[1] = 1
+    """Version of this document."""
     model: Transformer
+    """Sizes of the model."""
     cluster: Cluster
+    """Devices of the run."""
     job: Job
+    """What was trained."""
     layout: Layout
+    """Degrees and choices of the run."""
     stages: tuple[int, ...] | None = None
     """Blocks of every stage, in order of the stages; None: the runtime's own rule."""
     runtime: RuntimeChoice
+    """Framework of the run."""
     result: RunResult
+    """Measured time and memory."""
     source: RunSource = RunSource()
+    """Where the figures come from."""
 
     @field_validator("stages")
     @classmethod

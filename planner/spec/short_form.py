@@ -40,7 +40,9 @@ class ShortForm(Document):
     devices_per_node: int | None = Field(default=None, ge=1)
     """None: the catalogue's number for each device."""
     precision: Precision = "bf16-mixed"
+    """Number formats of parameters, gradients and optimizer states."""
     optimizer: OptimizerName = "adamw"
+    """Optimizer, which decides the bytes per parameter."""
     runtime: str = "planner"
     """Framework that will run the plan."""
     fix: dict[str, JsonValue] = Field(default_factory=dict, max_length=64)

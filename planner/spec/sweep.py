@@ -37,12 +37,15 @@ class Sweep(Document):
     sequence: int = Field(default=0, ge=0)
     """Tokens per sample; 0 for models without a sequence."""
     precision: Precision = "bf16-mixed"
+    """Number formats of parameters, gradients and optimizer states."""
     optimizer: OptimizerName = "adamw"
+    """Optimizer, which decides the bytes per parameter."""
     runtime: str = "planner"
     """Framework that will run the plans."""
     fix: dict[str, JsonValue] = Field(default_factory=dict)
     """Layout fields fixed, bounded or listed; tp, pp, dp, cp, ep and mbs for short."""
     options: Options = Options(top=0)
+    """Options of every search."""
 
     def points(self) -> Iterator[SweepPoint]:
         """Yield the points of the sweep: batches of clusters of models.
@@ -88,9 +91,11 @@ class SweepRow(Document):
     """The plan of one point, or how far its search is."""
 
     model: str
+    """Catalogue name of the model."""
     cluster: str
     """Name of the cluster."""
     devices: int
+    """Devices, as in the sweep."""
     batch: int
     """Samples per optimizer step."""
     status: RowStatus
@@ -100,8 +105,12 @@ class SweepRow(Document):
     job_id: str | None = None
     """The search for this plan; None: it is known, or waits."""
     step_seconds: float | None = None
+    """Step time of the plan; None: there is none."""
     tokens_per_second: float | None = None
+    """Throughput of the plan; None: there is none."""
     mfu: float | None = None
+    """Model FLOPs utilisation of the plan; None: there is none, or the peak is
+    unknown."""
     peak_bytes: int | None = None
     """Memory of the fullest pipeline rank."""
     reason: str = ""
@@ -112,6 +121,7 @@ class SweepTable(Document):
     """The rows of a sweep: batches of clusters of models, in the order of the request."""
 
     rows: tuple[SweepRow, ...]
+    """One row per model, devices and batch."""
     pareto: tuple[int, ...]
     """Indices of rows that no row of the same model beats: more tokens per second on as
     many devices or fewer, or as many on fewer."""

@@ -47,6 +47,7 @@ class Experts(Document):
     experts: int = Field(ge=1)
     """Routed experts of one layer."""
     experts_per_token: int = Field(ge=1)
+    """Routed experts that process one token."""
     feed_forward: int = Field(ge=1)
     """Hidden size of one routed expert."""
     shared_feed_forward: int = Field(default=0, ge=0)
@@ -64,8 +65,11 @@ class Transformer(Document):
     layers: int = Field(ge=1)
     """Blocks, without those of multi-token prediction."""
     hidden: int = Field(ge=1)
+    """Elements of one token between blocks."""
     heads: int = Field(ge=1)
+    """Heads of queries."""
     kv_heads: int = Field(ge=1)
+    """Heads of keys and values; a divisor of `heads`."""
     head_dim: int = Field(ge=1)
     """Query and key elements of one head; with latent attention, nope + rope."""
     feed_forward: int = Field(ge=0)
@@ -77,13 +81,17 @@ class Transformer(Document):
     tied_embeddings: bool = False
     """Embedding and output layer share their parameters."""
     biases: Biases = "none"
+    """Which linear layers have biases."""
     positions: Positions = "rotary"
+    """How tokens get their positions."""
     learned_positions: int = Field(default=0, ge=0)
     """Number of learned position embeddings."""
     dropout: bool = False
     """Dropout in training, of attention or of hidden states."""
     experts: Experts | None = None
+    """Mixture-of-experts layers; None: all layers are dense."""
     latent_attention: LatentAttention | None = None
+    """Compressed keys and values; None: plain attention."""
     sliding_window: int = Field(default=0, ge=0)
     """Tokens that a windowed layer attends to; 0: all layers attend to all tokens."""
     sliding_every: int = Field(default=2, ge=1)
