@@ -271,6 +271,11 @@ class Store:
         found = self._first(query.order_by(jobs.c.created_at.desc()).limit(1))
         return JobRow(*found) if found else None
 
+    def jobs_of_plan(self, plan_id: str) -> list[JobRow]:
+        """All jobs of a plan, oldest first."""
+        query = SELECT_JOBS.where(jobs.c.plan_id == plan_id)
+        return [JobRow(*row) for row in self._all(query.order_by(jobs.c.created_at))]
+
     def unfinished_jobs(self) -> list[JobRow]:
         """Queued and running jobs, in the order in which they start."""
         query = SELECT_JOBS.where(ACTIVE_JOB)

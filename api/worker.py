@@ -51,6 +51,12 @@ def work(settings: Settings, task: Work | None = None) -> None:
     Raises:
         DocumentError: the database cannot be used.
     """
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    # One line per task and failed connection there; the worker's own lines say it all.
+    for name in ("procrastinate", "psycopg.pool"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     asyncio.run(Worker(settings, task or Search()).run())
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.postgres import Cluster
 from planner.api.settings import Settings
 from planner.api.store import Store
-from tests.api.postgres import Cluster, new_cluster
+from tests.api.postgres import new_cluster
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
+from benchmarks.postgres import Cluster
 from planner.api.news import News
 from planner.api.queues import SharedQueue
 from planner.api.settings import Settings
@@ -23,7 +24,6 @@ from planner.cli.main import main
 from tests.api.documents import job, plan_body
 from tests.api.fakes import Instant
 from tests.api.live import Live, running, until
-from tests.api.postgres import Cluster
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 2.0
