@@ -57,6 +57,8 @@ class Settings(BaseModel):
     share it, and `planner worker` runs the jobs."""
     worker_timeout_seconds: float = Field(default=30.0, gt=0)
     """Seconds without a sign of life after which other workers take a worker's jobs."""
+    worker_heartbeat_file: str = ""
+    """File that a running worker touches every few seconds, for liveness probes; empty: none."""
     keep_plans_days: float = Field(default=0.0, ge=0)
     """Age in days at which plans without measured runs, and unused profiles, are deleted;
     0: never."""

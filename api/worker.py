@@ -12,6 +12,7 @@ import logging
 import signal
 from collections.abc import Iterable
 from datetime import UTC, datetime
+from pathlib import Path
 
 import procrastinate
 import psycopg
@@ -31,6 +32,7 @@ from planner.api.store import Store
 logger = logging.getLogger("planner.api")
 
 HEARTBEATS_PER_TIMEOUT = 4
+SECONDS_BETWEEN_BEATS = 10.0
 SECONDS_BETWEEN_CONNECTIONS = 1.0
 RESCUE_LOCK = 0x72657363
 """Key of the advisory lock of PostgreSQL under which one worker rescues jobs."""
@@ -87,6 +89,7 @@ class Worker:
         self._solvers.plans.warm_up()
         news = News(on_done=self._runner.cancel)
         listener = asyncio.create_task(listen(news, self._settings.database_url))
+        heart = asyncio.create_task(self._beat())
         logger.info("worker: waiting for jobs")
         try:
             while True:
@@ -99,6 +102,7 @@ class Worker:
             logger.info("worker: stopped")
         finally:
             listener.cancel()
+            heart.cancel()
             await self._runner.stop()
             await self._solvers.stop()
             self._store.close()
@@ -109,6 +113,12 @@ class Worker:
         solve = app.task(name=TASK, queue=QUEUE, pass_context=True, retry=retry)
         solve(self._solve)
         return app
+
+    async def _beat(self) -> None:
+        """Show that this process works, whether or not the database does."""
+        while self._settings.worker_heartbeat_file:
+            Path(self._settings.worker_heartbeat_file).touch()
+            await asyncio.sleep(SECONDS_BETWEEN_BEATS)
 
     async def _run_connected(self) -> None:
         """Run jobs until the database fails."""

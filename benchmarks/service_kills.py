@@ -34,7 +34,7 @@ from planner.api.store import Store
 from planner.cli.console import note, table
 from planner.cli.failures import DONE, FAILED
 
-CLUSTER = "2xh100-sxm5-80gb"
+CLUSTER = "1xh100-sxm5-80gb"
 SERVICES, WORKERS = 2, 3
 WORKER_TIMEOUT_SECONDS = 5.0
 PATIENCE_SECONDS = 120.0
@@ -195,7 +195,7 @@ def _start(database: str, folder: Path, log: Any, stack: ExitStack) -> Farm:
 
 def _request(number: int, addresses: Sequence[str], chance: random.Random) -> str:
     """Request a plan until a service accepts it; the id of the plan."""
-    body = {"model": "gpt2", "devices": CLUSTER, "batch": 2 + 2 * number}
+    body = {"model": "gpt2", "devices": CLUSTER, "batch": 1 + number}
     body["sequence"] = 128
     deadline = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < deadline:

@@ -155,13 +155,34 @@ def test_executor_image_has_the_pinned_torch() -> None:
 
 
 def test_compose_file() -> None:
-    """Every service builds from a file that exists, and every named volume is declared."""
+    """Every service has an image or a file to build it from, and every named volume is declared."""
     compose: dict[str, Any] = yaml.safe_load(COMPOSE.read_text(encoding="utf-8"))
     for service in compose["services"].values():
-        context = COMPOSE.parent / service["build"]["context"]
-        assert (context / service["build"]["dockerfile"]).is_file()
-        named = {volume.split(":")[0] for volume in service["volumes"]} - {".."}
-        assert named <= set(compose["volumes"])
+        assert "image" in service or "build" in service
+        if "build" in service:
+            context = COMPOSE.parent / service["build"]["context"]
+            assert (context / service["build"]["dockerfile"]).is_file()
+        named = {volume.split(":")[0] for volume in service.get("volumes", ())}
+        assert named - {".."} <= set(compose["volumes"])
+        assert set(service.get("depends_on", ())) <= set(compose["services"])
+
+
+def test_compose_services_share_one_database() -> None:
+    """Service and workers have the same URL, whose host is the database's service; its image has the driver."""
+    services = yaml.safe_load(COMPOSE.read_text(encoding="utf-8"))["services"]
+    urls = {
+        services[name]["environment"]["PLANNER_DATABASE_URL"]
+        for name in ("api", "worker")
+    }
+    (url,) = urls
+    assert re.fullmatch(r"postgresql://planner:\$\{.+\}@database/planner", url)
+    assert services["worker"]["command"] == ["worker"]
+    assert services["database"]["environment"]["POSTGRES_DB"] == "planner"
+    installs = dict(instructions(ROOT / "docker" / "Dockerfile.api"))
+    assert "postgresql" in str(
+        [rest for _, rest in instructions(ROOT / "docker" / "Dockerfile.api")]
+    )
+    assert installs["ENTRYPOINT"] == '["planner"]'
 
 
 def test_compose_publishes_what_needs_no_keys_to_this_machine_only() -> None:
