@@ -1,4 +1,8 @@
-"""Dependencies of the endpoints: the parts of the service, and parsed headers."""
+"""Dependencies of the endpoints: the parts of the service, and parsed headers.
+
+Those that ask no database are coroutines: FastAPI runs the others on threads, and every
+change of thread takes as long as the work.
+"""
 
 from __future__ import annotations
 
@@ -71,13 +75,13 @@ class StoredResult:
         return Plan.model_validate_json(self.document)
 
 
-def services(request: Request) -> Services:
+async def services(request: Request) -> Services:
     """The parts of the service."""
     found: Services = request.app.state.services
     return found
 
 
-def root(request: Request) -> str:
+async def root(request: Request) -> str:
     """The path prefix of a reverse proxy, for links in documents."""
     return root_of(request.scope)
 
@@ -113,7 +117,7 @@ async def named_job(
     return await parts.jobs.get(job_id)
 
 
-def wait_of(
+async def wait_of(
     request: Request,
     parts: Annotated[Services, Depends(services)],
     prefer: Annotated[str | None, Header(description=PREFER)] = None,
@@ -152,12 +156,12 @@ def _seconds(text: str) -> float | None:
     return seconds if seconds >= 0 and math.isfinite(seconds) else None
 
 
-def client(request: Request) -> str:
+async def client(request: Request) -> str:
     """Name of the client: of its API key, else its address."""
     return client_of(request.scope)
 
 
-def last_event_id(
+async def last_event_id(
     last_event_id: Annotated[str | None, Header(description=LAST_EVENT_ID)] = None,
 ) -> int:
     """Number of the last event that the client received; 0: none.

@@ -14,7 +14,7 @@ from planner.api.documents import LongPlanCreate, LongPredictionCreate
 from planner.api.errors import LimitError, NotReadyError
 from planner.api.profiles import ResolvedProfile
 from planner.api.solver import PredictTask
-from planner.api.store import JobRow
+from planner.api.store import JobRow, PlanRow
 from planner.spec import Forecast, Options, PlanRequest
 
 Result = TypeVar("Result")
@@ -42,8 +42,7 @@ async def find_or_submit(
         QueueFullError: too many jobs are waiting.
         TooManyJobsError: this client has too many jobs.
     """
-    profile, canonical = await run_in_threadpool(_canonical_request, request, parts)
-    known = await run_in_threadpool(parts.store.plan, canonical.id)
+    profile, canonical, known = await run_in_threadpool(_look_up, request, parts)
     if known is not None and known[0].final:
         parts.metrics.plan_requests.inc()
         parts.metrics.cache_hits.inc()
@@ -109,6 +108,14 @@ async def while_connected(
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def _look_up(
+    request: LongPlanCreate, parts: Services
+) -> tuple[ResolvedProfile, PlanRequest, tuple[PlanRow, str] | None]:
+    """The profile, the canonical request, and its stored result if there is one."""
+    profile, canonical = _canonical_request(request, parts)
+    return profile, canonical, parts.store.plan(canonical.id)
 
 
 def _canonical_request(

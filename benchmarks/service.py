@@ -49,6 +49,10 @@ ANSWER_SECONDS = HUGE_SECONDS + 10.0
 HEALTH_SECONDS = 1.0
 MEMORY_BYTES = 2_000_000_000
 """Target of the peak memory of the serving process."""
+LIMITED: dict[str, Any] = {
+    "model": "llama-3.1-405b",
+    "options": {"time_limit_seconds": HUGE_SECONDS / 2},
+}
 HEADER = ("case", "figure", "value", "target", "result")
 
 
@@ -128,27 +132,46 @@ def starts(seconds: float) -> list[Row]:
 
 def cached(seconds: float) -> list[Row]:
     """GET and POST of a known plan beside a route that does nothing."""
-    with running_service() as service, empty_route() as empty:
+    with running_service() as service, empty_service() as empty:
         with Client(service.address) as client:
             plan = client.plan(PLAN, timeout_seconds=300)
         assert isinstance(plan, Plan)
+        nothing = Route(empty.address, "GET", "/readyz")
         routes = {
             "GET of a plan": Route(service.address, "GET", f"/v1/plans/{plan.id}"),
             "POST of a known plan": Route(service.address, "POST", "/v1/plans", PLAN),
         }
-        tops = {name: top_rate(route, seconds) for name, route in routes.items()}
-        top = top_rate(empty, seconds)
+        top = top_rate(nothing, seconds)
         half = top.rate / 2
-        quiet = steady(empty, seconds, half)
+        cost_ms = processor_ms(nothing, empty.pid, seconds)
+        name = "empty route"
         rows = [
-            Row("empty route", "top rate", top.rate, "/s", None, top.errors),
-            Row("empty route", f"p99 at {half:.0f}/s", *_p99(quiet), None),
+            Row(name, "processor per answer", cost_ms, "ms", None),
+            Row(name, "top rate", top.rate, "/s", None, top.errors),
         ]
         for name, route in routes.items():
-            rows.append(Row(name, "top rate", tops[name].rate, "/s", None))
-            rows += _beside(name, route, empty, half, seconds)
-            rows += _beside(name, route, empty, tops[name].rate / 2, seconds)
+            cost = processor_ms(route, service.pid, seconds)
+            own_top = top_rate(route, seconds)
+            rows.append(Row(name, "processor per answer", cost, "ms", None))
+            rows.append(Row(name, "top rate", own_top.rate, "/s", None, own_top.errors))
+            rows += _beside(name, route, nothing, half, seconds)
+            rows += _beside(name, route, nothing, own_top.rate / 2, seconds)
     return rows
+
+
+def processor_ms(route: Route, pid: int, seconds: float) -> float:
+    """Processor time of the server per answer, which a busy machine hardly changes."""
+    before = cpu_seconds(pid)
+    load = one_by_one(route, seconds)
+    return 1000 * (cpu_seconds(pid) - before) / len(load.latencies_seconds)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the processor time of a process so far, of user and system."""
+    text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    fields = text.rpartition(")")[2].split()
+    user, system = int(fields[11]), int(fields[12])
+    return (user + system) / os.sysconf("SC_CLK_TCK")
 
 
 def _beside(
@@ -239,9 +262,14 @@ class Pulse:
 
 def many_devices() -> dict[str, Any]:
     """A million devices."""
-    limit = {"time_limit_seconds": HUGE_SECONDS / 2}
     devices = {"devices": "1000000xh100-sxm5-80gb", "batch": 1_000_000}
-    return PLAN | devices | {"model": "llama-3.1-405b", "options": limit}
+    return PLAN | devices | LIMITED
+
+
+def most_devices() -> dict[str, Any]:
+    """As many devices as the service plans for."""
+    devices = {"devices": "131072xh100-sxm5-80gb", "batch": 131_072}
+    return PLAN | devices | LIMITED
 
 
 def many_alternatives() -> dict[str, Any]:
@@ -251,6 +279,16 @@ def many_alternatives() -> dict[str, Any]:
 
 def many_layers() -> dict[str, Any]:
     """A profile of 100,000 layers."""
+    return layers_request(100_000)
+
+
+def most_layers() -> dict[str, Any]:
+    """As many layers as the service plans for."""
+    return layers_request(10_000)
+
+
+def layers_request(count: int) -> dict[str, Any]:
+    """A request with a profile of so many layers."""
     row = {
         "micro_batch_size": 1,
         "sequence_length": 128,
@@ -273,7 +311,7 @@ def many_layers() -> dict[str, Any]:
             "parameters": 1000,
             "measurements": [row],
         }
-        for index in range(100_000)
+        for index in range(count)
     ]
     device = {"id": "cpu-rank", "memory_bytes": 1 << 34, "reserved_bytes": 0}
     link = {"latency_seconds": 1e-5, "bandwidth_bytes_per_second": 1e9}
@@ -310,8 +348,10 @@ def many_fields() -> dict[str, Any]:
 
 HUGE: dict[str, Callable[[], dict[str, Any]]] = {
     "1,000,000 devices": many_devices,
+    "131,072 devices": most_devices,
     "1,000 alternatives": many_alternatives,
     "100,000 layers": many_layers,
+    "10,000 layers": most_layers,
     "1,000,000 node groups": many_groups,
     "1,000,000 unknown fields": many_fields,
 }
@@ -334,14 +374,15 @@ def running_service() -> Iterator[Service]:
 
 
 @contextmanager
-def empty_route() -> Iterator[Route]:
+def empty_service() -> Iterator[Service]:
     """Serve a route that does nothing, in a process of its own."""
     port = free_port()
-    with _process(["benchmarks.service_empty", str(port)]):
+    begun = time.monotonic()
+    with _process(["benchmarks.service_empty", str(port)]) as process:
         address = f"http://127.0.0.1:{port}"
         with Client(address) as client:
             client.wait_until_ready(timeout_seconds=60)
-        yield Route(address, "GET", "/readyz")
+        yield Service(address, process.pid, time.monotonic() - begun)
 
 
 @contextmanager

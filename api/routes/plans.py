@@ -31,6 +31,7 @@ from planner.api.dependencies import (
     StoredResult,
     Wait,
     WaitDependency,
+    stored_result,
 )
 from planner.api.documents import (
     Explanation,
@@ -121,9 +122,9 @@ def list_plans(
 
 
 @router.get("/{plan_id}", response_model=Plan | Infeasible, responses=NOT_MODIFIED)
-def get_plan(request: Request, result: ResultDependency) -> Response:
+def get_plan(plan_id: str, request: Request, parts: ServicesDependency) -> Response:
     """Return a plan, or the reasons why no layout fits in memory."""
-    return _answer(request, result, cache="hit")
+    return _answer(request, stored_result(plan_id, parts), cache="hit")
 
 
 @router.delete("/{plan_id}", status_code=204, response_class=Response)

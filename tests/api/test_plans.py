@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import anyio.to_thread
 import pytest
 
 from planner.api.settings import Settings
@@ -262,3 +263,23 @@ def test_the_page_shows_plans_escaped(settings: Settings, journal: Path) -> None
         assert "<script>" not in page.text
         assert "https://" not in page.text
         assert "default-src 'none'" in page.headers["content-security-policy"]
+
+
+def test_a_known_plan_changes_threads_once(
+    settings: Settings, journal: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GET and POST read the database on a thread; headers and settings need none."""
+    changes: list[object] = []
+    run_sync = anyio.to_thread.run_sync
+
+    async def counted(function: Any, *arguments: Any, **options: Any) -> Any:
+        changes.append(function)
+        return await run_sync(function, *arguments, **options)
+
+    with running(settings, Instant(journal)) as live:
+        plan_id = live.plan(plan_body()).json()["id"]
+        monkeypatch.setattr(anyio.to_thread, "run_sync", counted)
+        assert live.get(f"/v1/plans/{plan_id}").status_code == 200
+        assert len(changes) == 1
+        assert live.plan(plan_body()).status_code == 200
+        assert len(changes) == 2
