@@ -29,6 +29,7 @@ PREFER = "`wait=10`: seconds to wait for the plan; `respond-async`: do not (RFC 
 LAST_EVENT_ID = (
     "Number of the last event that was received; the stream begins after it."
 )
+PlanId = Annotated[str, Path(description="Id of the plan, its sha256.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ async def root(request: Request) -> str:
 
 
 def stored_result(
-    plan_id: Annotated[str, Path(description="Id of the plan, its sha256.")],
+    plan_id: PlanId,
     parts: Annotated[Services, Depends(services)],
 ) -> StoredResult:
     """The result with the id in the path.

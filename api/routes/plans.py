@@ -24,6 +24,7 @@ from planner.api.calibration import stored_run
 from planner.api.cursors import cursor_of, number_of
 from planner.api.dependencies import (
     ClientDependency,
+    PlanId,
     ResultDependency,
     RootDependency,
     Services,
@@ -122,7 +123,7 @@ def list_plans(
 
 
 @router.get("/{plan_id}", response_model=Plan | Infeasible, responses=NOT_MODIFIED)
-def get_plan(plan_id: str, request: Request, parts: ServicesDependency) -> Response:
+def get_plan(plan_id: PlanId, request: Request, parts: ServicesDependency) -> Response:
     """Return a plan, or the reasons why no layout fits in memory."""
     return _answer(request, stored_result(plan_id, parts), cache="hit")
 
