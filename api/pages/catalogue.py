@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 
-from planner.api.pages.templates import page
+from planner.api.pages.rendering import page
 from planner.profiler.catalogue import entry, names
 from planner.spec.devices import catalogue
 

@@ -11,7 +11,7 @@ from pydantic import JsonValue
 
 from planner.api.dependencies import ServicesDependency, stored_result
 from planner.api.pages.plan import plan_context
-from planner.api.pages.templates import page
+from planner.api.pages.rendering import page
 from planner.spec import Plan
 from planner.spec.plan_diff import PlanDiff, plan_diff
 

@@ -11,7 +11,7 @@ from planner.api.dependencies import JobDependency, ServicesDependency
 from planner.api.documents import FINISHED
 from planner.api.jobs import view_of
 from planner.api.pages.fields import answers_of
-from planner.api.pages.templates import page
+from planner.api.pages.rendering import page
 from planner.api.store import JobRow
 from planner.spec import PlanRequest
 from planner.spec.words import counted

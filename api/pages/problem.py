@@ -9,7 +9,7 @@ from planner import errors as planner_errors
 from planner.api import errors as service_errors
 from planner.api.documents import ProblemDocument
 from planner.api.errors import NotFoundError, ServiceError
-from planner.api.pages.templates import page
+from planner.api.pages.rendering import page
 from planner.errors import PlannerError
 
 router = APIRouter()

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 from markupsafe import Markup
 
-from planner.api.pages.templates import page
+from planner.api.pages.rendering import page
 
 router = APIRouter()
 

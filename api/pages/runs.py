@@ -12,7 +12,7 @@ from fastapi.responses import HTMLResponse
 from planner.api.calibration import stored_run
 from planner.api.cursors import cursor_of, number_of
 from planner.api.dependencies import Services, ServicesDependency
-from planner.api.pages.templates import page
+from planner.api.pages.rendering import page
 from planner.api.store import PlanRow
 from planner.spec.calibration import CalibrationTable, Residuals, shipped
 

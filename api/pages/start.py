@@ -27,7 +27,7 @@ from planner.api.pages.fields import (
     request_of,
 )
 from planner.api.pages.jobs import subject
-from planner.api.pages.templates import page
+from planner.api.pages.rendering import page
 from planner.api.planning import find_or_submit
 from planner.api.store import JobRow
 from planner.errors import DocumentError, PlannerError, Problem

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from planner.api.caching import REVALIDATE, cacheable
 from planner.api.errors import NotFoundError
-from planner.api.pages.templates import static_text
+from planner.api.pages.rendering import static_text
 
 router = APIRouter()
 

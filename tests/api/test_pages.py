@@ -16,7 +16,7 @@ from planner.api.pages.fields import (
     filled,
     request_of,
 )
-from planner.api.pages.templates import web
+from planner.api.pages.rendering import web
 from planner.api.settings import Settings
 from planner.errors import Problem
 from planner.export import TARGETS

@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from planner.api.pages.rendering import render
 from planner.api.pages.stage_map import stage_map
-from planner.api.pages.templates import render
 from planner.spec import Layout, Plan, PlanRequest
 from planner.spec.plan import PlannedLayer, RankMemory, RankPlacement, Stage
 from tests.api.documents import GIB, cluster, four_equal_layers, job
