@@ -14,9 +14,11 @@ forked, because the service has threads), imports the search, and answers tasks.
 from __future__ import annotations
 
 import importlib
+import io
 import math
 import multiprocessing
 import os
+import pickle
 import resource
 import signal
 import threading
@@ -44,6 +46,8 @@ SECONDS_BETWEEN_REPORTS = 0.25
 """Better plans are reported at once, other progress at this interval."""
 START_SECONDS = 60.0
 """A process must have imported the search by then."""
+PROFILES_PER_PROCESS = 8
+"""Profiles that a process keeps for its next tasks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +181,7 @@ class SolverProcess:
         self._process.start()
         child_end.close()
         self._ready = False
+        self._profiles: dict[int, ModelProfile] = {}
         self.tasks = 0
         """Number of tasks that it got."""
 
@@ -205,7 +210,7 @@ class SolverProcess:
         """
         self.tasks += 1
         try:
-            self._connection.send(task)
+            self._send(task)
             if not self._ready:
                 outcome = self._receive(START_SECONDS)
                 self._ready = isinstance(outcome, Ready)
@@ -222,6 +227,19 @@ class SolverProcess:
             return None
         assert not isinstance(outcome, Ready | Reported)
         return outcome
+
+    def _send(self, task: Task) -> None:
+        """Send a task, and its profile only if the process has forgotten that: a large
+        profile takes longer to send than a prediction to make."""
+        slots = [
+            slot for slot, known in self._profiles.items() if known is task.profile
+        ]
+        slot = slots[0] if slots else self.tasks % PROFILES_PER_PROCESS
+        self._profiles[slot] = task.profile
+        self._connection.send((slot, None if slots else task.profile))
+        buffer = io.BytesIO()
+        _TaskPickler(buffer, task.profile, slot).dump(task)
+        self._connection.send_bytes(buffer.getvalue())
 
     def _receive(self, seconds: float) -> Message:
         if not self._connection.poll(max(0.0, seconds)):
@@ -250,8 +268,14 @@ def _serve(connection: Connection, work: Work, memory_bytes: int) -> None:
     try:
         work.prepare()
         connection.send(Ready())
+        profiles: dict[int, ModelProfile] = {}
         while True:
-            connection.send(_answer(work, connection.recv(), connection))
+            slot, profile = connection.recv()
+            if profile is not None:
+                profiles[slot] = profile
+            pickled = io.BytesIO(connection.recv_bytes())
+            task = _TaskUnpickler(pickled, profiles).load()
+            connection.send(_answer(work, task, connection))
     except (EOFError, BrokenPipeError):
         return  # the service ended, or does not need the answer any more
     except Exception:
@@ -270,6 +294,30 @@ def _answer(work: Work, task: Task, connection: Connection) -> Outcome:
                 hint="add constraints, or raise max_solver_bytes of the service.",
             )
         )
+
+
+class _TaskPickler(pickle.Pickler):
+    """Writes a number in place of the profile."""
+
+    def __init__(self, file: io.BytesIO, profile: ModelProfile, slot: int) -> None:
+        super().__init__(file)
+        self._profile, self._slot = profile, slot
+
+    def persistent_id(self, obj: Any) -> int | None:
+        """The number of the profile; None for everything else, which is written."""
+        return self._slot if obj is self._profile else None
+
+
+class _TaskUnpickler(pickle.Unpickler):
+    """Reads what `_TaskPickler` has written."""
+
+    def __init__(self, file: io.BytesIO, profiles: dict[int, ModelProfile]) -> None:
+        super().__init__(file)
+        self._profiles = profiles
+
+    def persistent_load(self, pid: Any) -> ModelProfile:
+        """The profile with this number."""
+        return self._profiles[pid]
 
 
 class _Reporter:

@@ -303,3 +303,15 @@ class Timed(Instant):
         report(progress(1, 2.0))
         time.sleep(self.seconds)
         return plan_of(task.request, task.profile)
+
+
+@dataclass(frozen=True)
+class NamesOfProfiles:
+    """Refuses every task, with the name of its model."""
+
+    def prepare(self) -> None:
+        """Nothing is slow here."""
+
+    def __call__(self, task: Task, report: Callable[[Any], None]) -> Answer:
+        """No answer."""
+        raise MismatchError(f"{task.profile.model}.")

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from planner.api.settings import Settings
-from tests.api.documents import plan_body
-from tests.api.fakes import Instant
+from planner.api.solver import PredictTask, Refused, SolverProcess
+from planner.spec import Cluster, Job, ModelProfile, PredictionLayout
+from tests.api.documents import cluster, four_equal_layers, job, plan_body
+from tests.api.fakes import Instant, NamesOfProfiles
 from tests.api.live import running, until
 from tests.api.test_jobs import is_alive
 
@@ -67,3 +69,28 @@ def test_a_dead_spare_is_replaced(
         until(multiprocessing.active_children)
         assert not set(spares) & set(multiprocessing.active_children())
     assert multiprocessing.active_children() == []
+
+
+def test_a_process_keeps_the_profiles_of_its_tasks() -> None:
+    """A profile is sent once; after more profiles than it keeps, each task still has its own."""
+    process = SolverProcess(NamesOfProfiles(), 1 << 33)
+    profiles = [four_equal_layers(f"model {index}") for index in range(12)]
+    try:
+        for index in (0, 0, 1, 0, *range(12), 0, 11, 3):
+            outcome = process.run(task_of(profiles[index]), 60, lambda report: None)
+            assert isinstance(outcome, Refused)
+            assert str(outcome.error).startswith(f"model {index}.")
+    finally:
+        process.close()
+
+
+def task_of(profile: ModelProfile) -> PredictTask:
+    """A prediction on two devices."""
+    return PredictTask(
+        profile,
+        Cluster.model_validate(cluster()),
+        Job.model_validate(job()),
+        PredictionLayout(),
+        model=None,
+        calibration=None,
+    )
