@@ -318,7 +318,7 @@ class ModePolynomials(Document):
     `Measurement.temporary_bytes`."""
     recompute_flops: Polynomial = ()
     """Forward FLOPs that the backward computes again."""
-    recomputed: tuple[int, ...] = ()
+    recomputed: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """Places of the kernels that the backward runs again."""
 
 

@@ -105,6 +105,21 @@ class Instant:
         return plan_of(task.request, task.profile)
 
 
+@dataclass(frozen=True)
+class InstantPlans(Instant):
+    """Answers requests for plans at once, and predictions as the service does."""
+
+    def prepare(self) -> None:
+        """Import the cost model."""
+        Search().prepare()
+
+    def __call__(self, task: Task, report: Callable[[Any], None]) -> Answer:
+        """The plan on one rank, or the true prediction."""
+        if isinstance(task, PlanTask):
+            return super().__call__(task, report)
+        return Search()(task, report)
+
+
 MARKUP = "<script>alert(1)</script>'\"&"
 """What no page may take for markup."""
 
