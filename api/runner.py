@@ -29,7 +29,8 @@ logger = logging.getLogger("planner.api")
 Result = TypeVar("Result")
 
 MAX_DEATHS = 3
-"""A job fails after this many processes died while they ran it alone."""
+"""A job fails after this many processes died while they ran it alone, and one more for
+every other job of which that is true."""
 FIRST_RETRY_SECONDS = 0.5
 LONGEST_RETRY_SECONDS = 15.0
 
@@ -83,7 +84,7 @@ class Runner:
         for job in self._store.take_back(job_ids):
             logger.info("job %s: queued again, because its process died", job.id)
         unfinished = self._store.unfinished_jobs()
-        guilty = [job for job in unfinished if job.deaths >= MAX_DEATHS]
+        guilty = [job for job in unfinished if self._is_guilty(job)]
         for job in guilty:
             error = SolverError(
                 f"{job.deaths} processes died while they ran this job alone.",
@@ -91,6 +92,12 @@ class Runner:
             )
             self._store.finish(job.id, "failed", _problem_json(error))
         return [job for job in unfinished if job not in guilty]
+
+    def _is_guilty(self, job: JobRow) -> bool:
+        """Whether this job is the reason of the deaths, not somebody who kills processes."""
+        if job.deaths < MAX_DEATHS:
+            return False
+        return job.deaths >= MAX_DEATHS + self._store.others_that_died(job)
 
     async def _run(self, job: JobRow) -> None:
         attempt = _Attempt(job)

@@ -361,7 +361,8 @@ class Store:
         """running -> queued, because the process that ran these jobs has died.
 
         A job that ran alone counts the death. Otherwise one of several may be the
-        reason: at most half of them run together from now on, until one is alone.
+        reason: at most half of them run together from now on, until one is alone. They
+        start after all others, which else might never start.
 
         Args:
             job_ids: of all jobs of the process; None: all jobs.
@@ -375,6 +376,8 @@ class Store:
         with self._change() as change:
             query = SELECT_JOBS.where(running).with_for_update()
             found = [JobRow(*row) for row in change.connection.execute(query)]
+            last_turn = select(func.max(jobs.c.turn)).where(ACTIVE_JOB)
+            after_others = (change.connection.scalar(last_turn) or 0) + 1
             half = max(1, len(found) // 2)
             alone = len(found) == 1
             for job in found:
@@ -382,8 +385,23 @@ class Store:
                     jobs.c.id == job.id,
                     company=min(half, job.company or half),
                     deaths=job.deaths + alone,
+                    turn=after_others,
                 )
         return found
+
+    def others_that_died(self, job: JobRow) -> int:
+        """Number of other jobs, in the time of this one, that died alone too.
+
+        With many of them it is not the job that kills processes.
+        """
+        in_its_time = jobs.c.finished_at.is_(None) | (
+            jobs.c.finished_at > job.created_at
+        )
+        query = select(func.count()).where(
+            jobs.c.id != job.id, jobs.c.deaths > 0, in_its_time
+        )
+        found = self._first(query)
+        return int(found[0]) if found else 0
 
     def events(self, job_id: str, *, after: int) -> list[EventRow]:
         """Events of a job after number `after`."""

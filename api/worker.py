@@ -240,8 +240,11 @@ class Worker:
     async def _retry(self, jobs: Iterable[QueuedJob]) -> None:
         for queued in jobs:
             assert queued.id is not None
+            job = await asyncio.to_thread(self._store.job, _job_id(queued))
             await self._app.job_manager.retry_job_by_id_async(
-                queued.id, retry_at=datetime.now(UTC)
+                queued.id,
+                retry_at=datetime.now(UTC),
+                priority=None if job is None else -job.turn,
             )
 
 

@@ -83,6 +83,37 @@ def test_only_a_job_that_ran_alone_counts_a_death(store: Store) -> None:
     assert (last.company, last.deaths) == (2, 0)
 
 
+def test_kills_of_many_jobs_are_nobodys_fault(
+    settings_of: SettingsOf, journal: Path, tmp_path: Path
+) -> None:
+    """Three jobs that died alone three times each are not given up: somebody kills processes."""
+    settings = settings_of()
+    with running(settings, Gated(journal, tmp_path / "gate")) as live:
+        ids = [
+            live.plan(plan_body(job=job(global_batch_size=size)), wait=0).json()["id"]
+            for size in (8, 16, 24)
+        ]
+    with closing(Store(settings.database)) as left:
+        for death in range(3):
+            for each in ids:
+                left.start_job(each, f"{death}")
+                left.take_back()
+        assert names(left.unfinished_jobs()) == ids
+    (tmp_path / "gate").touch()
+    with running(settings, Gated(journal, tmp_path / "gate")) as live:
+        for each in ids:
+            until(lambda each=each: status(live, each) == "succeeded")
+
+
+def test_a_job_that_died_starts_after_the_others(store: Store) -> None:
+    """Otherwise a job that kills every process would hold all others back."""
+    for job_id in ("bad", "next", "last"):
+        add(store, job_id, job_id)
+    store.start_job("bad", "first")
+    store.take_back()
+    assert names(store.unfinished_jobs()) == ["next", "last", "bad"]
+
+
 def test_innocent_jobs_survive_three_kills(
     settings_of: SettingsOf, journal: Path, tmp_path: Path
 ) -> None:
