@@ -52,13 +52,8 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 @pytest.fixture(scope="module")
 def interface(live: Live) -> Any:
-    """The OpenAPI document of the service.
-
-    Without predictions, whose bodies take minutes to generate: those of plans have the
-    same documents, and mutations below cover the rest.
-    """
-    document = schemathesis.openapi.from_url(f"{live.client.base_url}/openapi.json")
-    return document.exclude(operation_id="create_prediction")
+    """The OpenAPI document of the service."""
+    return schemathesis.openapi.from_url(f"{live.client.base_url}/openapi.json")
 
 
 @schemathesis.pytest.from_fixture("interface").parametrize()
