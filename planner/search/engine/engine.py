@@ -503,10 +503,14 @@ class Search:
         prices = self.pricing.prices(row, option, is_split=is_split)
         if lower_bound(prices, order, self.limit).nanoseconds >= self.limit:
             return
-        cuts = RuleCuts(prices, order).sizes
+        cuts = [*RuleCuts(prices, order).sizes]
+        least = self.pricing.least(row, is_split=is_split)
+        if least is not None:
+            cuts += RuleCuts(least, order).sizes
         if len(cut) == stages:
-            cuts = tuple(dict.fromkeys((cut, *cuts)))
-        solver = RowSolver(self._item(row, option, prices, cuts))
+            cuts.append(cut)
+        distinct = tuple(dict.fromkeys(cuts))
+        solver = RowSolver(self._item(row, option, prices, distinct))
         self._keep(solver, solver.solve(self.limit, from_any_cut=True))
 
     def _expand_order(self, node: Node, item: Item, *, moves: bool) -> bool:

@@ -30,13 +30,16 @@ DEPENDENT = ("data", "micro_batches", "split", "schedule")
 
 def solve_neighbours(search: Search) -> None:
     """Solve the layouts around the best one that may be faster, and keep the best plan."""
-    assert search.best is not None
     best = search.best
+    assert best is not None
     cut = tuple(map(len, best.stage_map))
     if not is_synthesized(best.schedule.name):
         for _, option in search.pricing.undominated(best.row):
             if option != best.option:
                 search.solve_from_any_cut(best.row, option, cut)
+    best = search.best
+    assert best is not None
+    cut = tuple(map(len, best.stage_map))
     for row in _promising_rows(search, best):
         search.solve_from_any_cut(row, best.option, cut)
 

@@ -131,7 +131,7 @@ class CutSolver:
         if best is None or not moves:
             return best
         if from_any_cut:
-            return self._improve(best)
+            return self._improve_every_cut(best)
         if PROMISING * limit < best.total < NEARLY_PROMISING * limit:
             best = self._rebalanced(best)
         if best.total > PROMISING * limit:
@@ -284,6 +284,16 @@ class CutSolver:
             costs.layers[layer][mode] for layer, mode in solution.stage_map[stage]
         ]
         return sum(one.forward_ticks + one.backward_ticks for one in layers)
+
+    def _improve_every_cut(self, best: Solution) -> Solution:
+        """Return the best stage map that moves reach from the best cut, or any other."""
+        found = [self._improve(best)]
+        for sizes in self.cuts:
+            self.cutoff = float("inf")
+            start = self.evaluate(sizes)
+            if start is not None and start is not best:
+                found.append(self._improve(start))
+        return min(found, key=lambda each: each.total)
 
     def _improve(self, best: Solution) -> Solution:
         """Return the best stage map that moves of one layer reach."""
