@@ -614,8 +614,9 @@ def _read(kind: type[Answered], response: httpx2.Response) -> Answered:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))
+        reason = f"{place}: {first['msg']}" if place else first["msg"]
         raise ResponseError(
-            f"is no answer of a planning service: {place}: {first['msg']}.",
+            f"does not answer as a planning service: {reason}.",
             url=str(response.request.url),
             status=response.status_code,
             hint="pass the address of `planner serve`, of the same release.",

@@ -369,7 +369,7 @@ def test_a_run_is_reported_to_the_service_of_its_plan(
         )
         assert unknown.code == 1
         assert unknown.json["plan_id"] == request.id
-        assert "answered 404" in unknown.err
+        assert "there is no plan" in unknown.err
         body = request.model_dump(
             mode="json", by_alias=True, include={"profile", "cluster", "job", "options"}
         )

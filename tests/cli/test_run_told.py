@@ -61,7 +61,7 @@ ANSWERS = {
     "broken": "answered 500: [1]",
     "page": "does not answer as a planning service",
     "list": "does not answer as a planning service",
-    "noise": "does not answer: SSH-2.0",
+    "noise": "does not answer: Server disconnected",
 }
 
 
