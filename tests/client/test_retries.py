@@ -209,8 +209,18 @@ def test_problems_become_exceptions_of_the_planner() -> None:
         (problem(422, "documents-do-not-match"), MismatchError, None, "not valid"),
         (problem(500, "solver-failed"), ResponseError, "solver-failed", "500"),
         (httpx2.Response(403, text="<p>no</p>"), RefusedError, None, "<p>no</p>"),
-        (httpx2.Response(200, text="<p>hi</p>"), ResponseError, None, "does not answer as"),
-        (httpx2.Response(200, json={"id": 1}), ResponseError, None, "does not answer as"),
+        (
+            httpx2.Response(200, text="<p>hi</p>"),
+            ResponseError,
+            None,
+            "does not answer as",
+        ),
+        (
+            httpx2.Response(200, json={"id": 1}),
+            ResponseError,
+            None,
+            "does not answer as",
+        ),
         (
             httpx2.Response(302, headers={"Location": "http://else"}),
             ResponseError,
