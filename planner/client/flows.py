@@ -435,7 +435,7 @@ class Flows:
 
 
 class Follower:
-    """The events of one job, over as many connections as it takes.
+    """The events of one job, from one connection or several.
 
     Args:
         flows: of the service.
@@ -594,7 +594,7 @@ def _result(response: httpx2.Response) -> Plan | Infeasible:
 
 
 class _Result(Answer):
-    """What tells the two kinds of results apart."""
+    """Distinguishes the two kinds of results."""
 
     status: str = ""
 

@@ -370,7 +370,7 @@ def test_the_table_has_ratios_and_notes() -> None:
 
 @pytest.mark.parametrize(("ours", "is_slower"), [(2.0, False), (2.01, True)])
 def test_a_slower_plan_fails(ours: float, is_slower: bool) -> None:
-    """A plan that is slower under the other model is told by the exit code."""
+    """A plan that is slower under the other model sets the exit code."""
     theirs = Outcome(2.0, "")
     row = Row(PlannerCase("calculon", "tiny"), theirs, Outcome(ours, ""))
     assert row.is_slower is is_slower
