@@ -19,13 +19,17 @@ from typing import Protocol
 
 from sqlalchemy import Connection
 
-from planner.api.documents import JobProgress, JobView, ProblemDocument
 from planner.api.errors import NotFoundError, NotReadyError
 from planner.api.metrics import Metrics
 from planner.api.news import News
 from planner.api.solvers import Solvers
 from planner.api.store import EventRow, JobCounts, JobRow, Store
 from planner.spec import PlanRequest, canonical_json
+from planner.spec.answers import (
+    JobProgress,
+    JobView,
+    ProblemDocument,
+)
 
 logger = logging.getLogger("planner.api")
 

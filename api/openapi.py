@@ -6,8 +6,10 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from planner.api.documents import ProblemDocument
 from planner.api.examples import add_examples
+from planner.spec.answers import (
+    ProblemDocument,
+)
 
 
 def complete(app: FastAPI) -> None:

@@ -22,7 +22,6 @@ from starlette.routing import Match
 
 from planner.api.body_errors import LocatedError
 from planner.api.database import StoreError
-from planner.api.documents import ErrorItem, ProblemDocument
 from planner.api.errors import (
     InternalError,
     MethodError,
@@ -34,6 +33,10 @@ from planner.api.errors import (
 from planner.api.limits import MOST_PROBLEMS
 from planner.api.links import path_within
 from planner.errors import DocumentError, PlannerError, Problem
+from planner.spec.answers import (
+    ErrorItem,
+    ProblemDocument,
+)
 from planner.spec.document import path_of
 
 logger = logging.getLogger("planner.api")

@@ -31,8 +31,11 @@ from sqlalchemy import (
 from sqlalchemy.dialects import postgresql, sqlite
 
 from planner.api.database import Database
-from planner.api.documents import FINISHED, JobStatus
 from planner.api.tables import ACTIVE, events, jobs, measurements, plans, profiles
+from planner.spec.answers import (
+    FINISHED,
+    JobStatus,
+)
 
 LARGEST_INTEGER = 2**63 - 1
 """Largest integer of both databases."""

@@ -8,12 +8,14 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
 from planner.api.dependencies import JobDependency, ServicesDependency
-from planner.api.documents import FINISHED
 from planner.api.jobs import view_of
 from planner.api.pages.fields import answers_of
 from planner.api.pages.rendering import page
 from planner.api.store import JobRow
 from planner.spec import PlanRequest
+from planner.spec.answers import (
+    FINISHED,
+)
 from planner.spec.words import counted
 
 router = APIRouter()

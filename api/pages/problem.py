@@ -7,10 +7,12 @@ from fastapi.responses import HTMLResponse
 
 from planner import errors as planner_errors
 from planner.api import errors as service_errors
-from planner.api.documents import ProblemDocument
 from planner.api.errors import NotFoundError, ServiceError
 from planner.api.pages.rendering import page
 from planner.errors import PlannerError
+from planner.spec.answers import (
+    ProblemDocument,
+)
 
 router = APIRouter()
 

@@ -14,8 +14,10 @@ from planner.api.dependencies import (
     RootDependency,
     ServicesDependency,
 )
-from planner.api.documents import JobView
 from planner.api.jobs import view_of
+from planner.spec.answers import (
+    JobView,
+)
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 

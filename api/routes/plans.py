@@ -36,13 +36,9 @@ from planner.api.dependencies import (
 )
 from planner.api.documents import (
     Explanation,
-    JobView,
     MeasurementList,
-    MeasurementView,
     PlanCreate,
-    PlanPage,
     PlanQuery,
-    PlanSummary,
     StageMap,
 )
 from planner.api.errors import JobCancelledError, NotFoundError
@@ -54,6 +50,12 @@ from planner.api.store import LARGEST_INTEGER, JobRow, MeasurementRow, PlanRow
 from planner.api.timeline import TimelineQuery, pictured, predicted_step, traced
 from planner.errors import DocumentError, MismatchError
 from planner.spec import Infeasible, MeasuredRun, Plan
+from planner.spec.answers import (
+    JobView,
+    MeasurementView,
+    PlanPage,
+    PlanSummary,
+)
 
 logger = logging.getLogger("planner.api")
 

@@ -9,9 +9,15 @@ from fastapi import APIRouter, Path, Request, Response
 from planner.api.bodies import DocumentRoute
 from planner.api.caching import FOREVER, NOT_MODIFIED, cacheable
 from planner.api.dependencies import RootDependency, ServicesDependency
-from planner.api.documents import CatalogueProfile, ProfileCreate, ProfileSummary
+from planner.api.documents import (
+    CatalogueProfile,
+    ProfileCreate,
+)
 from planner.api.profiles import ResolvedProfile
 from planner.spec import ModelProfile
+from planner.spec.answers import (
+    ProfileSummary,
+)
 
 router = APIRouter(prefix="/v1/profiles", tags=["profiles"], route_class=DocumentRoute)
 

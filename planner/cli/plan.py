@@ -31,8 +31,8 @@ from planner.spec.units import percent, seconds
 from planner.spec.words import written
 
 if TYPE_CHECKING:
-    from planner.client import JobState
     from planner.search import Progress as SearchProgress
+    from planner.spec.answers import JobView
 
 DEFAULTS = Options()
 EXPORT_OF_RUNTIME = {
@@ -147,7 +147,7 @@ def _search(
     with Progress("searching") as progress:
         if server is not None:
 
-            def show(job: JobState) -> None:
+            def show(job: JobView) -> None:
                 _show_job(job, progress)
 
             return plan_by_server(server, question, options, calibration, show)
@@ -184,7 +184,7 @@ def _solve(
     return plan(request, question.profile, callbacks=callbacks)
 
 
-def _show_job(job: JobState, progress: Progress) -> None:
+def _show_job(job: JobView, progress: Progress) -> None:
     """Show the progress of a service's search."""
     if job.progress is None:
         progress.update(0, 1, f"layouts  {job.status}")

@@ -664,6 +664,7 @@ def _post(measured: MeasuredRun, address: str) -> None:
 
     with Client(address) as client:
         stored = client.add_measurement(measured)
+    assert stored.error is not None  # only of runs that an earlier release stored
     longer = percent(stored.error)
     note(f"stored as {stored.url}: the step took {longer} longer than predicted")
 

@@ -20,7 +20,8 @@ from planner.spec.calibration import CalibrationTable
 from planner.version import __version__
 
 if TYPE_CHECKING:
-    from planner.client import Client, JobState
+    from planner.client import Client
+    from planner.spec.answers import JobView
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -42,7 +43,7 @@ def plan_by_server(
     question: Question,
     options: Options,
     calibration: CalibrationTable | None,
-    on_progress: Callable[[JobState], None],
+    on_progress: Callable[[JobView], None],
 ) -> Plan | Infeasible:
     """Return the plan that a service finds.
 

@@ -8,19 +8,13 @@
 >>> with Client("http://localhost:8000") as client:  # doctest: +SKIP
 ...     plan = client.plan(wanted, timeout_seconds=60)
 
-Documents of `planner.spec` go in and come out. Failures are exceptions of
+Documents of `planner.spec` go in and come out; those of `planner.spec.answers` describe
+jobs and what is stored. Failures are exceptions of
 `planner.errors` with field, message and hint; see `planner.client.errors`.
 """
 
 from planner.client.client import AsyncClient, Client
-from planner.client.documents import (
-    JobEvent,
-    JobState,
-    PlanList,
-    PlanSummary,
-    StoredMeasurement,
-    StoredProfile,
-)
+from planner.client.documents import JobEvent
 from planner.client.errors import (
     BusyError,
     ClientError,
@@ -40,14 +34,9 @@ __all__ = [
     "ClientError",
     "JobError",
     "JobEvent",
-    "JobState",
-    "PlanList",
-    "PlanSummary",
     "RefusedError",
     "ResponseError",
     "Retries",
-    "StoredMeasurement",
-    "StoredProfile",
     "UnreachableError",
     "check_address",
 ]

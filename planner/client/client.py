@@ -1,24 +1,19 @@
-"""`Client` and `AsyncClient`: the same methods, to call or to await."""
+"""`Client` and `AsyncClient`: the calls of `Flows`, to call or to await."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from functools import wraps
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import httpx2
 
-from planner.client.documents import (
-    JobEvent,
-    JobState,
-    PlanBody,
-    PlanList,
-    StoredMeasurement,
-    StoredProfile,
-)
+from planner.client.documents import JobEvent
 from planner.client.errors import error_of
 from planner.client.flows import (
     Call,
@@ -26,8 +21,6 @@ from planner.client.flows import (
     Flow,
     Flows,
     Follower,
-    OnProgress,
-    OnRows,
     Outcome,
     Pause,
     Retries,
@@ -36,20 +29,46 @@ from planner.client.flows import (
     arguments_of,
     authorization,
 )
-from planner.spec import (
-    Forecast,
-    Infeasible,
-    MeasuredRun,
-    ModelProfile,
-    Options,
-    Plan,
-    PredictionLayout,
-    Run,
-)
-from planner.spec.plan_diff import PlanDiff
-from planner.spec.sweep import Sweep, SweepTable
 
-T = TypeVar("T")
+Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
+
+
+def _called(
+    flow: Callable[Concatenate[Flows, Arguments], Flow[Result]],
+) -> Callable[Concatenate[Client, Arguments], Result]:
+    """The method of `Client` that drives a flow."""
+
+    @wraps(flow)
+    def method(
+        self: Client, /, *args: Arguments.args, **named: Arguments.kwargs
+    ) -> Result:
+        return self._drive(flow(self._flows, *args, **named))
+
+    _state_result(method)
+    return method
+
+
+def _awaited(
+    flow: Callable[Concatenate[Flows, Arguments], Flow[Result]],
+) -> Callable[Concatenate[AsyncClient, Arguments], Coroutine[Any, Any, Result]]:
+    """The method of `AsyncClient` that drives a flow."""
+
+    @wraps(flow)
+    async def method(
+        self: AsyncClient, /, *args: Arguments.args, **named: Arguments.kwargs
+    ) -> Result:
+        return await self._drive(flow(self._flows, *args, **named))
+
+    _state_result(method)
+    return method
+
+
+def _state_result(method: Callable[..., Any]) -> None:
+    """Let `help` say what the method returns, instead of the flow that finds it."""
+    signature = inspect.signature(method)
+    result = signature.return_annotation.removeprefix("Flow[").removesuffix("]")
+    method.__signature__ = signature.replace(return_annotation=result)  # type: ignore[attr-defined]
 
 
 class Client:
@@ -91,59 +110,21 @@ class Client:
         """Close all connections."""
         self._http.close()
 
-    def wait_until_ready(self, *, timeout_seconds: float) -> None:
-        """Return once the service can plan.
-
-        Raises:
-            ClientError: it is not ready after this time.
-        """
-        self._drive(self._flows.wait_until_ready(timeout_seconds))
-
-    def plan(
-        self,
-        request: PlanBody,
-        *,
-        timeout_seconds: float,
-        options: Options | None = None,
-        on_progress: OnProgress | None = None,
-    ) -> Plan | Infeasible:
-        """Return the fastest plan, or why no layout fits.
-
-        Args:
-            request: `ShortForm`, `PlanRequest`, or the body of POST /v1/plans.
-            timeout_seconds: longest wait; the search of the service then goes on.
-            options: replace those of the request.
-            on_progress: is called about once a second while the search runs.
-
-        Raises:
-            JobError: the search failed, was cancelled, or did not end in time.
-        """
-        flow = self._flows.plan(request, timeout_seconds, options, on_progress)
-        return self._drive(flow)
-
-    def submit(
-        self, request: PlanBody, *, options: Options | None = None
-    ) -> Plan | Infeasible | JobState:
-        """Return the plan if it is known, else the job that searches for it."""
-        return self._drive(self._flows.submit(request, options))
-
-    def wait(
-        self,
-        job_id: str,
-        *,
-        timeout_seconds: float,
-        on_progress: OnProgress | None = None,
-    ) -> Plan | Infeasible:
-        """Return the result of a job; arguments and errors as for `plan`."""
-        return self._drive(self._flows.wait(job_id, timeout_seconds, on_progress))
-
-    def job(self, job_id: str) -> JobState:
-        """Return the state of a job."""
-        return self._drive(self._flows.job(job_id))
-
-    def cancel(self, job_id: str) -> None:
-        """Cancel a job, for all clients that wait for it."""
-        self._drive(self._flows.cancel(job_id))
+    wait_until_ready = _called(Flows.wait_until_ready)
+    plan = _called(Flows.plan)
+    submit = _called(Flows.submit)
+    wait = _called(Flows.wait)
+    job = _called(Flows.job)
+    cancel = _called(Flows.cancel)
+    get_plan = _called(Flows.get_plan)
+    plans = _called(Flows.plans)
+    predict = _called(Flows.predict)
+    diff = _called(Flows.diff)
+    sweep = _called(Flows.sweep)
+    export = _called(Flows.export)
+    add_profile = _called(Flows.add_profile)
+    add_measurement = _called(Flows.add_measurement)
+    runs = _called(Flows.runs)
 
     def events(self, job_id: str, *, after: int = 0) -> Iterator[JobEvent]:
         """Yield the events of a job until it ends; reconnect if the stream breaks.
@@ -167,68 +148,7 @@ class Client:
             if not follower.done:
                 time.sleep(follower.pause_seconds(failure))
 
-    def get_plan(self, plan_id: str) -> Plan | Infeasible:
-        """Return a stored result; an unchanged one is not sent again (ETag)."""
-        return self._drive(self._flows.get_plan(plan_id))
-
-    def plans(self, *, limit: int = 50, cursor: str | None = None) -> PlanList:
-        """Return a page of the list of plans, newest first.
-
-        Args:
-            limit: plans per page, at most 200.
-            cursor: `next` of the previous page; None: the first page.
-        """
-        return self._drive(self._flows.plans(limit, cursor))
-
-    def predict(
-        self, request: PlanBody, layout: PredictionLayout | Mapping[str, Any]
-    ) -> Forecast:
-        """Return step time and memory of one layout.
-
-        Args:
-            request: model, cluster and job, as for `plan`.
-            layout: a document, or its fields by long or short name.
-        """
-        return self._drive(self._flows.predict(request, layout))
-
-    def diff(self, plan_id: str, other_id: str) -> PlanDiff:
-        """Return what differs between two stored plans."""
-        return self._drive(self._flows.diff(plan_id, other_id))
-
-    def sweep(
-        self,
-        sweep: Sweep,
-        *,
-        timeout_seconds: float,
-        on_rows: OnRows | None = None,
-    ) -> SweepTable:
-        """Return the plans of models x clusters x batches.
-
-        Args:
-            sweep: what to plan.
-            timeout_seconds: longest wait; the table then has unfinished rows.
-            on_rows: is called about once a second with the table so far.
-        """
-        flow = self._flows.sweep(sweep, timeout_seconds, on_rows)
-        return self._drive(flow)
-
-    def export(self, plan_id: str, target: str) -> str:
-        """Return a plan in the format of a target of `planner export --list`."""
-        return self._drive(self._flows.export(plan_id, target))
-
-    def add_profile(self, profile: ModelProfile) -> StoredProfile:
-        """Store a profile; requests may then name its id."""
-        return self._drive(self._flows.add_profile(profile))
-
-    def add_measurement(self, measured: MeasuredRun) -> StoredMeasurement:
-        """Store a measured run beside its plan."""
-        return self._drive(self._flows.add_measurement(measured))
-
-    def runs(self) -> tuple[Run, ...]:
-        """Return the measured runs of all plans, for `planner calibrate`."""
-        return self._drive(self._flows.runs())
-
-    def _drive(self, flow: Flow[T]) -> T:
+    def _drive(self, flow: Flow[Result]) -> Result:
         """Do what a flow asks for, until it returns."""
         step = advance(flow)
         while not isinstance(step, Done):
@@ -279,46 +199,21 @@ class AsyncClient:
         """Close all connections."""
         await self._http.aclose()
 
-    async def wait_until_ready(self, *, timeout_seconds: float) -> None:
-        """Return once the service can plan; see `Client.wait_until_ready`."""
-        await self._drive(self._flows.wait_until_ready(timeout_seconds))
-
-    async def plan(
-        self,
-        request: PlanBody,
-        *,
-        timeout_seconds: float,
-        options: Options | None = None,
-        on_progress: OnProgress | None = None,
-    ) -> Plan | Infeasible:
-        """Return the fastest plan, or why no layout fits; see `Client.plan`."""
-        flow = self._flows.plan(request, timeout_seconds, options, on_progress)
-        return await self._drive(flow)
-
-    async def submit(
-        self, request: PlanBody, *, options: Options | None = None
-    ) -> Plan | Infeasible | JobState:
-        """Return the plan if it is known, else the job that searches for it."""
-        return await self._drive(self._flows.submit(request, options))
-
-    async def wait(
-        self,
-        job_id: str,
-        *,
-        timeout_seconds: float,
-        on_progress: OnProgress | None = None,
-    ) -> Plan | Infeasible:
-        """Return the result of a job; see `Client.wait`."""
-        flow = self._flows.wait(job_id, timeout_seconds, on_progress)
-        return await self._drive(flow)
-
-    async def job(self, job_id: str) -> JobState:
-        """Return the state of a job."""
-        return await self._drive(self._flows.job(job_id))
-
-    async def cancel(self, job_id: str) -> None:
-        """Cancel a job, for all clients that wait for it."""
-        await self._drive(self._flows.cancel(job_id))
+    wait_until_ready = _awaited(Flows.wait_until_ready)
+    plan = _awaited(Flows.plan)
+    submit = _awaited(Flows.submit)
+    wait = _awaited(Flows.wait)
+    job = _awaited(Flows.job)
+    cancel = _awaited(Flows.cancel)
+    get_plan = _awaited(Flows.get_plan)
+    plans = _awaited(Flows.plans)
+    predict = _awaited(Flows.predict)
+    diff = _awaited(Flows.diff)
+    sweep = _awaited(Flows.sweep)
+    export = _awaited(Flows.export)
+    add_profile = _awaited(Flows.add_profile)
+    add_measurement = _awaited(Flows.add_measurement)
+    runs = _awaited(Flows.runs)
 
     async def events(self, job_id: str, *, after: int = 0) -> AsyncIterator[JobEvent]:
         """Yield the events of a job until it ends; see `Client.events`."""
@@ -337,52 +232,7 @@ class AsyncClient:
             if not follower.done:
                 await asyncio.sleep(follower.pause_seconds(failure))
 
-    async def get_plan(self, plan_id: str) -> Plan | Infeasible:
-        """Return a stored result; an unchanged one is not sent again (ETag)."""
-        return await self._drive(self._flows.get_plan(plan_id))
-
-    async def plans(self, *, limit: int = 50, cursor: str | None = None) -> PlanList:
-        """Return a page of the list of plans; see `Client.plans`."""
-        return await self._drive(self._flows.plans(limit, cursor))
-
-    async def predict(
-        self, request: PlanBody, layout: PredictionLayout | Mapping[str, Any]
-    ) -> Forecast:
-        """Return step time and memory of one layout; see `Client.predict`."""
-        return await self._drive(self._flows.predict(request, layout))
-
-    async def diff(self, plan_id: str, other_id: str) -> PlanDiff:
-        """Return what differs between two stored plans."""
-        return await self._drive(self._flows.diff(plan_id, other_id))
-
-    async def sweep(
-        self,
-        sweep: Sweep,
-        *,
-        timeout_seconds: float,
-        on_rows: OnRows | None = None,
-    ) -> SweepTable:
-        """Request the plans of a sweep; see `Client.sweep`."""
-        flow = self._flows.sweep(sweep, timeout_seconds, on_rows)
-        return await self._drive(flow)
-
-    async def export(self, plan_id: str, target: str) -> str:
-        """Return a plan in the format of a target of `planner export --list`."""
-        return await self._drive(self._flows.export(plan_id, target))
-
-    async def add_profile(self, profile: ModelProfile) -> StoredProfile:
-        """Store a profile; requests may then name its id."""
-        return await self._drive(self._flows.add_profile(profile))
-
-    async def add_measurement(self, measured: MeasuredRun) -> StoredMeasurement:
-        """Store a measured run beside its plan."""
-        return await self._drive(self._flows.add_measurement(measured))
-
-    async def runs(self) -> tuple[Run, ...]:
-        """Return the measured runs of all plans, for `planner calibrate`."""
-        return await self._drive(self._flows.runs())
-
-    async def _drive(self, flow: Flow[T]) -> T:
+    async def _drive(self, flow: Flow[Result]) -> Result:
         """Do what a flow asks for, until it returns."""
         step = advance(flow)
         while not isinstance(step, Done):

@@ -1,121 +1,27 @@
-"""Answers of the service that are no documents of `planner.spec`, and request bodies.
-
-Unknown fields are ignored, so that this client also reads a newer service. A test compares
-the fields with the service's OpenAPI document.
-"""
+"""Bodies of requests, and events of jobs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
-
-from pydantic import BaseModel, ConfigDict
+from typing import Any
 
 from planner.errors import LayoutError
-from planner.spec import Options, PlanRequest, PredictionLayout, ShortForm
+from planner.spec import Document, Options, PlanRequest, PredictionLayout, ShortForm
 from planner.spec.constraint_words import full_name
 
 PlanBody = ShortForm | PlanRequest | Mapping[str, Any]
 """A planning request: in the short form, as a canonical request, or as the plain body."""
 
 
-class Answer(BaseModel):
-    """Base class: immutable, and open for fields of newer services."""
-
-    model_config = ConfigDict(
-        extra="ignore", frozen=True, use_attribute_docstrings=True
-    )
-
-
-class JobProgress(Answer):
-    """Progress of a search."""
-
-    layouts_considered: int
-    layouts_done: int
-    elapsed_seconds: float
-
-
-class JobState(Answer):
-    """A search of the service."""
-
-    id: str
-    status: Literal[
-        "queued", "running", "succeeded", "infeasible", "failed", "cancelled"
-    ]
-    plan_id: str
-    """Id of the plan, known before it is found."""
-    progress: JobProgress | None = None
-    incumbent: float | None = None
-    """Step time of the best plan so far, in seconds."""
-    bound: float | None = None
-    """Lower bound of the step time of every plan, in seconds."""
-    gap: float | None = None
-    """(incumbent - bound) / incumbent."""
-    problem: dict[str, Any] | None = None
-    """Problem document of a job that failed."""
-    created_at: str
-    """RFC 3339, UTC."""
-    started_at: str | None = None
-    finished_at: str | None = None
-
-    @property
-    def finished(self) -> bool:
-        """Whether the search has ended, in whatever way."""
-        return self.status not in ("queued", "running")
-
-
-class JobEvent(Answer):
+class JobEvent(Document):
     """An event of a job: queued, started, incumbent, progress or done."""
 
     number: int
     """From 1; the stream resumes after it."""
     name: str
+    """Kind of event."""
     data: dict[str, Any]
-
-
-class PlanSummary(Answer):
-    """A plan in the list of plans."""
-
-    id: str
-    status: Literal["succeeded", "infeasible"]
-    model: str
-    devices: int
-    step_seconds: float | None
-    """None: no layout fits in memory."""
-    created_at: str
-    """RFC 3339, UTC."""
-
-
-class PlanList(Answer):
-    """A page of the list of plans, newest first."""
-
-    plans: tuple[PlanSummary, ...]
-    next: str | None = None
-    """Cursor of the next page; None on the last one."""
-
-
-class StoredProfile(Answer):
-    """A profile that the service has stored."""
-
-    id: str
-    """Its sha256: the `profile_id` of a request."""
-    model: str
-    device: str
-    layers: int
-    parameters: int
-    """Elements, shared parameters counted once."""
-
-
-class StoredMeasurement(Answer):
-    """A measured run that the service has stored beside its plan."""
-
-    id: int
-    plan_id: str
-    median_step_seconds: float
-    predicted_step_seconds: float
-    error: float
-    """Measured step time / predicted step time - 1."""
-    url: str
+    """What has changed."""
 
 
 def plan_body(request: PlanBody, options: Options | None = None) -> dict[str, Any]:
@@ -127,7 +33,7 @@ def plan_body(request: PlanBody, options: Options | None = None) -> dict[str, An
     """
     body = _documents(request)
     if options is not None:
-        body["options"] = _plain(options)
+        body["options"] = plain(options)
     return body
 
 
@@ -143,7 +49,7 @@ def prediction_body(
     body = _documents(request)
     body.pop("options", None)
     if isinstance(layout, PredictionLayout):
-        body["layout"] = _plain(layout)
+        body["layout"] = plain(layout)
     else:
         body["layout"] = _full_names(layout)
     return body
@@ -151,18 +57,18 @@ def prediction_body(
 
 def _documents(request: PlanBody) -> dict[str, Any]:
     if not isinstance(request, PlanRequest):
-        return _plain(request) if isinstance(request, ShortForm) else dict(request)
+        return plain(request) if isinstance(request, ShortForm) else dict(request)
     body: dict[str, Any] = {}
     if request.model is not None:
         body["model"] = request.model
     elif request.profile is not None:
-        body["profile"] = _plain(request.profile)
+        body["profile"] = plain(request.profile)
     else:
         body["profile_id"] = request.profile_id
     for name in ("cluster", "job", "options", "calibration"):
         document = getattr(request, name)
         if document is not None:
-            body[name] = _plain(document)
+            body[name] = plain(document)
     return body
 
 
@@ -183,5 +89,6 @@ def _full_names(layout: Mapping[str, Any]) -> dict[str, Any]:
     return named
 
 
-def _plain(document: BaseModel) -> dict[str, Any]:
+def plain(document: Document) -> dict[str, Any]:
+    """Return a document as JSON data, without fields that are null."""
     return document.model_dump(mode="json", by_alias=True, exclude_none=True)

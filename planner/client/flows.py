@@ -21,20 +21,16 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from itertools import count
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 from urllib.parse import quote
 
 import httpx2
 from pydantic import BaseModel, RootModel, ValidationError
 
 from planner.client.documents import (
-    Answer,
     JobEvent,
-    JobState,
     PlanBody,
-    PlanList,
-    StoredMeasurement,
-    StoredProfile,
+    plain,
     plan_body,
     prediction_body,
 )
@@ -48,7 +44,6 @@ from planner.client.errors import (
 )
 from planner.errors import DocumentError, PlannerError
 from planner.spec import (
-    Document,
     Forecast,
     Infeasible,
     MeasuredRun,
@@ -58,11 +53,17 @@ from planner.spec import (
     PredictionLayout,
     Run,
 )
+from planner.spec.answers import (
+    JobView,
+    MeasurementView,
+    PlanPage,
+    ProfileSummary,
+)
 from planner.spec.plan_diff import PlanDiff
 from planner.spec.sweep import Sweep, SweepTable
 
 T = TypeVar("T")
-Answered = TypeVar("Answered", bound=BaseModel)
+Read = TypeVar("Read", bound=BaseModel)
 
 KEY_VARIABLE = "PLANNER_API_KEY"
 """Environment variable with the API key, if the service needs one.
@@ -148,7 +149,7 @@ Step = Call | Pause
 Outcome = httpx2.Response | httpx2.RequestError | None
 """Of a step: a response, the reason why there is none, or nothing after a pause."""
 Flow = Generator[Step, httpx2.Response | None, T]
-OnProgress = Callable[[JobState], None]
+OnProgress = Callable[[JobView], None]
 OnRows = Callable[[SweepTable], None]
 
 
@@ -206,7 +207,7 @@ def check_address(address: str | None, *, option: str) -> None:
 
 
 class Flows:
-    """The requests to one service.
+    """The calls of one service: the methods of `Client` and `AsyncClient`.
 
     Args:
         address: of the service, ``http://HOST:PORT``, with the prefix of a proxy if any.
@@ -219,8 +220,12 @@ class Flows:
         self.retries = retries or Retries()
         self._tagged = _Tagged()
 
-    def wait_until_ready(self, timeout_seconds: float) -> Flow[None]:
-        """Ask until the service is ready."""
+    def wait_until_ready(self, *, timeout_seconds: float) -> Flow[None]:
+        """Return once the service can plan.
+
+        Raises:
+            ClientError: it is not ready after this time.
+        """
         call = Call("GET", "/readyz")
         deadline = time.monotonic() + timeout_seconds
         while True:
@@ -240,94 +245,124 @@ class Flows:
     def plan(
         self,
         request: PlanBody,
+        *,
         timeout_seconds: float,
-        options: Options | None,
-        on_progress: OnProgress | None,
+        options: Options | None = None,
+        on_progress: OnProgress | None = None,
     ) -> Flow[Plan | Infeasible]:
-        """Request a plan, and wait until it is found."""
+        """Return the fastest plan, or why no layout fits.
+
+        Args:
+            request: `ShortForm`, `PlanRequest`, or the body of POST /v1/plans.
+            timeout_seconds: longest wait; the search of the service then goes on.
+            options: replace those of the request.
+            on_progress: is called about once a second while the search runs.
+
+        Raises:
+            JobError: the search failed, was cancelled, or did not end in time.
+        """
         deadline = time.monotonic() + timeout_seconds
         longest = LONGEST_WAIT_SECONDS if on_progress is None else POLL_SECONDS
         wait_seconds = min(longest, timeout_seconds)
-        call = _plan_call(plan_body(request, options), wait_seconds)
+        body = plan_body(request, options)
+        call = _waiting_call("/v1/plans", body, wait_seconds)
         response = yield from self._exchange(call, deadline)
         if response.status_code != 202:
             return _result(response)
-        job = _read(JobState, response)
+        job = _answer(JobView, response)
         return (yield from self._wait(job, deadline, on_progress))
 
     def submit(
-        self, request: PlanBody, options: Options | None
-    ) -> Flow[Plan | Infeasible | JobState]:
-        """Request a plan without a wait."""
-        response = yield from self._exchange(
-            _plan_call(plan_body(request, options), wait_seconds=0.0)
-        )
+        self, request: PlanBody, *, options: Options | None = None
+    ) -> Flow[Plan | Infeasible | JobView]:
+        """Return the plan if it is known, else the job that searches for it."""
+        body = plan_body(request, options)
+        call = _waiting_call("/v1/plans", body, wait_seconds=0.0)
+        response = yield from self._exchange(call)
         if response.status_code == 202:
-            return _read(JobState, response)
+            return _answer(JobView, response)
         return _result(response)
 
     def wait(
-        self, job_id: str, timeout_seconds: float, on_progress: OnProgress | None
+        self,
+        job_id: str,
+        *,
+        timeout_seconds: float,
+        on_progress: OnProgress | None = None,
     ) -> Flow[Plan | Infeasible]:
-        """Wait until a job ends."""
+        """Return the result of a job; arguments and errors as for `plan`."""
         deadline = time.monotonic() + timeout_seconds
-        job = yield from self.job(job_id, deadline)
+        job = yield from self._job(job_id, deadline)
         return (yield from self._wait(job, deadline, on_progress))
 
-    def job(self, job_id: str, deadline: float | None = None) -> Flow[JobState]:
-        """Read the state of a job."""
-        call = Call("GET", _path("jobs", job_id))
-        response = yield from self._exchange(call, deadline)
-        return _read(JobState, response)
+    def job(self, job_id: str) -> Flow[JobView]:
+        """Return the state of a job."""
+        return (yield from self._job(job_id, deadline=None))
 
     def cancel(self, job_id: str) -> Flow[None]:
-        """Cancel a job."""
+        """Cancel a job, for all clients that wait for it."""
         yield from self._exchange(Call("DELETE", _path("jobs", job_id)))
 
     def get_plan(self, plan_id: str) -> Flow[Plan | Infeasible]:
-        """Read a stored result."""
+        """Return a stored result; an unchanged one is not sent again (ETag)."""
         response = yield from self._exchange(Call("GET", _path("plans", plan_id)))
         return _result(response)
 
-    def plans(self, limit: int, cursor: str | None) -> Flow[PlanList]:
-        """Read a page of the list of plans."""
-        parameters: dict[str, str | int] = {"limit": limit}
-        if cursor is not None:
-            parameters["cursor"] = cursor
-        call = Call("GET", "/v1/plans", parameters=parameters)
-        response = yield from self._exchange(call)
-        return _read(PlanList, response)
+    def plans(self, *, limit: int = 50, cursor: str | None = None) -> Flow[PlanPage]:
+        """Return a page of the list of plans, newest first.
+
+        Args:
+            limit: plans per page, at most 200.
+            cursor: `next` of the previous page; None: the first page.
+        """
+        response = yield from self._exchange(_page_call("/v1/plans", limit, cursor))
+        return _answer(PlanPage, response)
 
     def predict(
         self, request: PlanBody, layout: PredictionLayout | Mapping[str, Any]
     ) -> Flow[Forecast]:
-        """Predict one layout."""
+        """Return step time and memory of one layout.
+
+        Args:
+            request: model, cluster and job, as for `plan`.
+            layout: a document, or its fields by long or short name.
+        """
         body = prediction_body(request, layout)
         # A prediction waits for a free solver, behind those of other clients.
         seconds = LONGEST_WAIT_SECONDS + RESPONSE_SECONDS
         call = Call("POST", "/v1/predictions", body, timeout_seconds=seconds)
         response = yield from self._exchange(call)
-        return _read(Forecast, response)
+        return _document(Forecast, response)
 
     def diff(self, plan_id: str, other_id: str) -> Flow[PlanDiff]:
-        """Compare two plans."""
+        """Return what differs between two stored plans."""
         path = _path("plans", plan_id, "diff")
         call = Call("GET", path, parameters={"other": other_id})
         response = yield from self._exchange(call)
-        return _read(PlanDiff, response)
+        return _document(PlanDiff, response)
 
     def sweep(
-        self, sweep: Sweep, timeout_seconds: float, on_rows: OnRows | None
+        self,
+        sweep: Sweep,
+        *,
+        timeout_seconds: float,
+        on_rows: OnRows | None = None,
     ) -> Flow[SweepTable]:
-        """Request a sweep until all its searches have ended."""
+        """Return the plans of models x clusters x batches.
+
+        Args:
+            sweep: what to plan.
+            timeout_seconds: longest wait; the table then has unfinished rows.
+            on_rows: is called about once a second with the table so far.
+        """
         deadline = time.monotonic() + timeout_seconds
         longest = LONGEST_WAIT_SECONDS if on_rows is None else POLL_SECONDS
         while True:
             left_seconds = max(0.0, deadline - time.monotonic())
             wait_seconds = min(longest, left_seconds)
-            call = _waiting_call("/v1/sweeps", _plain(sweep), wait_seconds)
+            call = _waiting_call("/v1/sweeps", plain(sweep), wait_seconds)
             response = yield from self._exchange(call, deadline)
-            table = _read(SweepTable, response)
+            table = _document(SweepTable, response)
             if on_rows is not None:
                 on_rows(table)
             if table.finished or time.monotonic() >= deadline:
@@ -335,33 +370,37 @@ class Flows:
             yield Pause(min(POLL_SECONDS, left_seconds))
 
     def export(self, plan_id: str, target: str) -> Flow[str]:
-        """Read a plan in the format of another framework."""
+        """Return a plan in the format of a target of `planner export --list`."""
         call = Call("GET", _path("plans", plan_id, "exports", target))
         response = yield from self._exchange(call)
         return response.text
 
-    def add_profile(self, profile: ModelProfile) -> Flow[StoredProfile]:
-        """Store a profile."""
-        response = yield from self._exchange(
-            Call("POST", "/v1/profiles", _plain(profile))
-        )
-        return _read(StoredProfile, response)
+    def add_profile(self, profile: ModelProfile) -> Flow[ProfileSummary]:
+        """Store a profile; requests may then name its id."""
+        call = Call("POST", "/v1/profiles", plain(profile))
+        response = yield from self._exchange(call)
+        return _answer(ProfileSummary, response)
 
-    def add_measurement(self, measured: MeasuredRun) -> Flow[StoredMeasurement]:
+    def add_measurement(self, measured: MeasuredRun) -> Flow[MeasurementView]:
         """Store a measured run beside its plan."""
         path = _path("plans", measured.plan_id, "measurements")
         # Sent twice, a run would count twice.
-        call = Call("POST", path, _plain(measured), repeatable=False)
+        call = Call("POST", path, plain(measured), repeatable=False)
         response = yield from self._exchange(call)
-        return _read(StoredMeasurement, response)
+        return _answer(MeasurementView, response)
 
     def runs(self) -> Flow[tuple[Run, ...]]:
-        """Read the measured runs of all plans."""
+        """Return the measured runs of all plans, for `planner calibrate`."""
         response = yield from self._exchange(Call("GET", "/v1/runs"))
-        return _read(_Runs, response).root
+        return _document(_Runs, response).root
+
+    def _job(self, job_id: str, deadline: float | None) -> Flow[JobView]:
+        call = Call("GET", _path("jobs", job_id))
+        response = yield from self._exchange(call, deadline)
+        return _answer(JobView, response)
 
     def _wait(
-        self, job: JobState, deadline: float, on_progress: OnProgress | None
+        self, job: JobView, deadline: float, on_progress: OnProgress | None
     ) -> Flow[Plan | Infeasible]:
         """Look at a job until it has a result."""
         while not job.finished:
@@ -371,19 +410,19 @@ class Flows:
             if left_seconds <= 0:
                 raise self._job_error(job, "has not ended in time; it goes on.")
             yield Pause(min(POLL_SECONDS, left_seconds))
-            job = yield from self.job(job.id, deadline)
+            job = yield from self._job(job.id, deadline)
         if job.status in ("succeeded", "infeasible"):
             return (yield from self.get_plan(job.plan_id))
         if job.problem is not None:
+            problem = job.problem.model_dump(mode="json")
             url = self._job_url(job)
-            status = int(job.problem.get("status", 500))
-            raise error_of_problem(job.problem, url=url, status=status)
+            raise error_of_problem(problem, url=url, status=job.problem.status)
         raise self._job_error(job, f"was {job.status}.")
 
-    def _job_url(self, job: JobState) -> str:
+    def _job_url(self, job: JobView) -> str:
         return f"{self.address}{_path('jobs', job.id)}"
 
-    def _job_error(self, job: JobState, message: str) -> JobError:
+    def _job_error(self, job: JobView, message: str) -> JobError:
         hint = "request the plan again to wait for it."
         return JobError(message, url=self._job_url(job), hint=hint)
 
@@ -563,10 +602,6 @@ def _may_pass(call: Call, response: httpx2.Response) -> bool:
     return refused or call.repeatable
 
 
-def _plan_call(body: dict[str, Any], wait_seconds: float) -> Call:
-    return _waiting_call("/v1/plans", body, wait_seconds)
-
-
 def _waiting_call(path: str, body: dict[str, Any], wait_seconds: float) -> Call:
     """A POST whose response the service may delay."""
     prefer = f"wait={wait_seconds:g}" if wait_seconds else "respond-async"
@@ -579,21 +614,24 @@ def _waiting_call(path: str, body: dict[str, Any], wait_seconds: float) -> Call:
     )
 
 
+def _page_call(path: str, limit: int, cursor: str | None) -> Call:
+    parameters: dict[str, str | int] = {"limit": limit}
+    if cursor is not None:
+        parameters["cursor"] = cursor
+    return Call("GET", path, parameters=parameters)
+
+
 def _path(*parts: str) -> str:
     return "/".join(["/v1", *(quote(part, safe="") for part in parts)])
 
 
-def _plain(document: Document) -> dict[str, Any]:
-    return document.model_dump(mode="json", by_alias=True, exclude_none=True)
-
-
 def _result(response: httpx2.Response) -> Plan | Infeasible:
-    if _read(_Result, response).status == "infeasible":
-        return _read(Infeasible, response)
-    return _read(Plan, response)
+    if _answer(_Result, response).status == "infeasible":
+        return _document(Infeasible, response)
+    return _document(Plan, response)
 
 
-class _Result(Answer):
+class _Result(BaseModel):
     """Distinguishes the two kinds of results."""
 
     status: str = ""
@@ -603,14 +641,29 @@ class _Runs(RootModel[tuple[Run, ...]]):
     """Measured runs."""
 
 
-def _read(kind: type[Answered], response: httpx2.Response) -> Answered:
-    """The body of a response.
+def _answer(kind: type[Read], response: httpx2.Response) -> Read:
+    """The body of a response, without fields that only a newer service knows.
 
     Raises:
         ResponseError: it is not what a planner's service answers.
     """
+    return _read(kind, response, extra="ignore")
+
+
+def _document(kind: type[Read], response: httpx2.Response) -> Read:
+    """The body of a response: a document, of which no field may be ignored.
+
+    Raises:
+        ResponseError: it is not what a planner's service answers.
+    """
+    return _read(kind, response, extra="forbid")
+
+
+def _read(
+    kind: type[Read], response: httpx2.Response, *, extra: Literal["ignore", "forbid"]
+) -> Read:
     try:
-        return kind.model_validate_json(response.content)
+        return kind.model_validate_json(response.content, extra=extra)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"]))

@@ -12,7 +12,6 @@ import pytest
 from starlette.datastructures import Headers
 
 from planner.api.app import create_app
-from planner.api.documents import ProblemDocument
 from planner.api.guard import is_foreign, needed_scope
 from planner.api.keys import (
     SCOPES,
@@ -29,6 +28,9 @@ from planner.api.settings import Settings
 from planner.cli.main import main
 from planner.client import Client, RefusedError
 from planner.errors import DocumentError
+from planner.spec.answers import (
+    ProblemDocument,
+)
 from tests.api.documents import plan_body
 from tests.api.fakes import Instant
 from tests.api.live import Live, running

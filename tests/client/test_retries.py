@@ -35,6 +35,7 @@ JOB = {
     "id": "j",
     "status": "running",
     "plan_id": "p",
+    "events_url": "/v1/jobs/j/events",
     "created_at": "2026-01-01T00:00:00Z",
     "field_of_a_newer_service": 1,
 }
@@ -271,7 +272,14 @@ def test_jobs_that_end_without_a_result() -> None:
     with Script(cancelled).client() as client, pytest.raises(JobError, match="cancel"):
         client.wait("j", timeout_seconds=1)
     errors = [{"field": "profile", "message": "is of another device.", "hint": "h"}]
-    reason = {"code": "documents-do-not-match", "status": 422, "errors": errors}
+    reason = {
+        "type": "/problems/documents-do-not-match",
+        "title": "Documents do not match",
+        "status": 422,
+        "detail": "profile: is of another device.",
+        "code": "documents-do-not-match",
+        "errors": errors,
+    }
     failed = httpx2.Response(200, json=JOB | {"status": "failed", "problem": reason})
     with Script(failed).client() as client, pytest.raises(MismatchError, match="devic"):
         client.wait("j", timeout_seconds=1)
@@ -391,3 +399,14 @@ def test_paths_are_quoted() -> None:
         client.job("../plans?x=1")
     assert script.requests[0].url.raw_path == b"/v1/jobs/..%2Fplans%3Fx%3D1"
     assert json.loads(script.replies[0].content)["id"] == "j"  # type: ignore[union-attr]
+
+
+def test_fields_of_newer_services(plan: Plan) -> None:
+    """Unknown fields of lists are ignored; those of a plan could change what it means."""
+    page = {"plans": [], "next": None, "of_a_newer_service": 1}
+    with Script(httpx2.Response(200, json=page)).client() as client:
+        assert client.plans().plans == ()
+    document = plan.model_dump(mode="json", by_alias=True) | {"newer": 1}
+    newer = Script(httpx2.Response(200, json=document))
+    with newer.client() as client, pytest.raises(ResponseError, match="newer"):
+        client.get_plan(plan.id)
