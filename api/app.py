@@ -18,6 +18,7 @@ from planner.api.guard import Guard
 from planner.api.hosts import names_of
 from planner.api.jobs import Jobs, Queue
 from planner.api.keys import keys_of
+from planner.api.known_answers import AnswerFromMemory, KnownAnswers
 from planner.api.links import path_within
 from planner.api.metrics import Metrics
 from planner.api.middleware import BodyLimit, Head, RequestContext
@@ -77,25 +78,30 @@ def create_app(
         redirect_slashes=False,
         telemetry={"exclude": is_probe, **(telemetry or {})},
     )
-    app.state.metrics = Metrics()
+    metrics = Metrics()
+    answers = KnownAnswers(shared=bool(settings.database_url))
+    app.state.metrics, app.state.answers = metrics, answers
     app.state.large_bodies = LargeBodies()
     problems.install(app, pages.problem_page)
+    # A request is compared with all routes before its own: the frequent ones are first.
     for routes in (
-        profiles,
+        health,
         plans,
-        diffs,
-        sweeps,
         jobs,
         predictions,
+        profiles,
         measurements,
         catalogue,
         exports,
-        health,
+        diffs,
+        sweeps,
     ):
         app.include_router(routes.router)
     app.include_router(pages.router)
     keys = keys_of(settings.keys_file, settings.keys)
     names = names_of(settings.allowed_hosts, host=settings.host, has_keys=bool(keys))
+    # The last one is called first.
+    app.add_middleware(AnswerFromMemory, answers=answers, metrics=metrics)
     app.add_middleware(Head)
     app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(Guard, keys=keys, names=names)
@@ -115,6 +121,7 @@ def _lifespan(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.services = parts = _assemble(settings, work, app.state.metrics)
+        parts.store.on_delete = app.state.answers.clear
         sweeper = asyncio.create_task(
             sweep_regularly(parts.store, settings, parts.metrics)
         )

@@ -47,7 +47,7 @@ def cacheable(
     headers["ETag"] = tag
     if location:
         headers["Content-Location"] = location
-    if _matches(request.headers.get("if-none-match", ""), tag):
+    if matches(request.headers.get("if-none-match", ""), tag):
         return Response(status_code=304, headers=headers)
     return Response(body, media_type=media_type, headers=headers)
 
@@ -82,6 +82,7 @@ def check_if_match(request: Request, tag: str) -> None:
     )
 
 
-def _matches(header: str, tag: str) -> bool:
+def matches(header: str, tag: str) -> bool:
+    """Whether a header ``If-None-Match`` has the ETag."""
     tags = [each.strip().removeprefix("W/") for each in header.split(",")]
     return tag in tags or "*" in tags

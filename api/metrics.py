@@ -58,6 +58,11 @@ class Metrics:
             "planner_running_solves", "Running solver processes.", registry=registry
         )
 
+    def count_known_plan(self) -> None:
+        """Count a request for a plan that was known."""
+        self.plan_requests.inc()
+        self.cache_hits.inc()
+
     @property
     def mean_solve_seconds(self) -> float:
         """Mean run time of a solver process; 0 before the first."""

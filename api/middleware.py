@@ -105,7 +105,10 @@ class BodyLimit:
             await problem_response(Request(scope), refusal)(scope, receive, send)
             return
         body = _Body(receive, limit)
-        await self._app(scope, body.receive, send)
+        try:
+            await self._app(scope, body.receive, send)
+        except CarriedError as carried:  # a middleware, not a route, has read the body
+            await problem_response(Request(scope), carried.error)(scope, receive, send)
 
 
 class _Body:

@@ -44,8 +44,7 @@ async def find_or_submit(
     """
     profile, canonical, known = await run_in_threadpool(_look_up, request, parts)
     if known is not None and known[0].final:
-        parts.metrics.plan_requests.inc()
-        parts.metrics.cache_hits.inc()
+        parts.metrics.count_known_plan()
         return StoredResult(*known)
     if not repeat_failed:
         last = await run_in_threadpool(parts.store.last_job, canonical.id)

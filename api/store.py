@@ -161,6 +161,8 @@ class Store:
         self._database = Database(place)
         self.on_event: Callable[[str, str], None] = lambda job_id, name: None
         """Called after each event of a job in a SQLite file; PostgreSQL notifies."""
+        self.on_delete: Callable[[], None] = lambda: None
+        """Called after plans or profiles were deleted through this object."""
 
     def close(self) -> None:
         """Close and unlock the database."""
@@ -453,7 +455,9 @@ class Store:
             connection.execute(
                 delete(measurements).where(measurements.c.plan_id == plan_id)
             )
-            return _delete_plans(connection, plans.c.id == plan_id) > 0
+            deleted = _delete_plans(connection, plans.c.id == plan_id)
+        self.on_delete()
+        return deleted > 0
 
     def sweep(self, *, plans_before: str | None, jobs_before: str | None) -> Swept:
         """Delete old rows.
@@ -478,6 +482,7 @@ class Store:
             if jobs_before is not None:
                 old_jobs = _delete_jobs(connection, jobs.c.finished_at < jobs_before)
                 deleted = Swept(deleted.plans, deleted.profiles, old_jobs)
+        self.on_delete()
         return deleted
 
     # Private
