@@ -27,6 +27,7 @@ from planner.api.profiles import Profiles
 from planner.api.queues import LocalQueue, SharedQueue
 from planner.api.retention import sweep_regularly
 from planner.api.routes import (
+    calibrations,
     catalogue,
     diffs,
     exports,
@@ -90,6 +91,7 @@ def create_app(
         jobs,
         predictions,
         profiles,
+        calibrations,
         measurements,
         catalogue,
         exports,

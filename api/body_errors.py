@@ -25,9 +25,7 @@ from planner.api.documents import (
 from planner.api.errors import Limits, ServiceError, status_of
 from planner.api.limits import MOST_PROBLEMS
 from planner.errors import DocumentError, PlannerError, Problem, UnknownNameError
-from planner.spec.answers import (
-    ProblemDocument,
-)
+from planner.spec.answers import ProblemDocument
 from planner.spec.constraint_words import SHORT_NAMES, full_name
 from planner.spec.document import Location, located_problems, path_of, problems_of
 from planner.spec.job import CONSTRAINTS, DIVISION

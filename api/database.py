@@ -28,7 +28,7 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 
 from planner.errors import DocumentError, RunError
 
-NEWEST_VERSION = "2"
+NEWEST_VERSION = "3"
 """Revision of the newest file in `planner.api.migrations.versions`."""
 BUSY_SECONDS = 10.0
 """A writer of the SQLite file waits this long for another process."""

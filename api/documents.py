@@ -15,6 +15,7 @@ from pydantic import (
     model_validator,
 )
 
+from planner.api.limits import LONGEST_NAME
 from planner.spec import (
     CalibrationTable,
     Cluster,
@@ -67,8 +68,33 @@ class ProfileCreate(RootModel[ModelProfile | CatalogueProfile]):
         return CatalogueProfile if names_model_only else ModelProfile
 
 
+class CalibrationFit(Document):
+    """Request for a fit to the measured runs of this service."""
+
+    name: str = Field(min_length=1, max_length=LONGEST_NAME)
+    """Name of the calibration."""
+
+
+class CalibrationCreate(RootModel[CalibrationTable | CalibrationFit]):
+    """A calibration, as `planner calibrate` writes it, or the name of one to fit."""
+
+    @staticmethod
+    def kind_of(data: Any) -> type[Document]:
+        """Which of the two a body is: only a calibration has constants."""
+        names_it_only = (
+            isinstance(data, dict)
+            and "constants" not in data
+            and "intervals" not in data
+        )
+        return CalibrationFit if names_it_only else CalibrationTable
+
+
 class _ShortRequest(ShortForm):
     """The fields that every request in the short form has."""
+
+    calibration_id: str | None = None
+    """Id of a stored calibration (POST /v1/calibrations); null: that of the service's
+    release."""
 
     @field_validator("fix")
     @classmethod
@@ -93,6 +119,7 @@ class ShortPlanCreate(_ShortRequest):
             model=self.model,
             cluster=self.cluster(),
             job=self.job(),
+            calibration_id=self.calibration_id,
             options=self.options,
         )
 
@@ -119,6 +146,7 @@ class ShortPredictionCreate(_ShortRequest):
             model=self.model,
             cluster=self.cluster(),
             job=self.job(),
+            calibration_id=self.calibration_id,
             layout=layout_of(self.layout),
         )
 
@@ -149,15 +177,21 @@ SOURCES: dict[str, str] = {
 """Fields that a request can name its profile by, with their type in JSON."""
 
 
-def _exactly_one_source() -> dict[str, JsonValue]:
-    """The JSON Schema of the rule that a request has one of `SOURCES`, not null.
+CALIBRATIONS: dict[str, str] = {"calibration": "object", "calibration_id": "string"}
+"""Fields that a request can state its calibration by, with their type in JSON."""
+
+
+def _rules_of_sources() -> dict[str, JsonValue]:
+    """The JSON Schema of the rule that a request has one of `SOURCES`, not null, and at
+    most one of `CALIBRATIONS`.
 
     It is no ``oneOf``, which generators of clients take for a union of documents.
     """
     no_source: dict[str, JsonValue] = {name: {"type": "null"} for name in SOURCES}
     wrong: list[JsonValue] = [{"properties": no_source}]
-    for pair in combinations(SOURCES, 2):
-        types: dict[str, JsonValue] = {name: {"type": SOURCES[name]} for name in pair}
+    types_of = SOURCES | CALIBRATIONS
+    for pair in (*combinations(SOURCES, 2), tuple(CALIBRATIONS)):
+        types: dict[str, JsonValue] = {name: {"type": types_of[name]} for name in pair}
         wrong.append({"required": list(pair), "properties": types})
     return {"not": {"anyOf": wrong}}
 
@@ -168,7 +202,7 @@ class _LongRequest(Document):
     Exactly one of `profile`, `profile_id` and `model` is the source of the profile.
     """
 
-    model_config = ConfigDict(json_schema_extra=_exactly_one_source())
+    model_config = ConfigDict(json_schema_extra=_rules_of_sources())
 
     profile: ModelProfile | None = None
     """Profile of the model, as `planner profile` writes it."""
@@ -181,8 +215,10 @@ class _LongRequest(Document):
     job: Job
     """What is trained."""
     calibration: CalibrationTable | None = None
-    """Constants of the cost model, as `planner calibrate` writes them; null: those of the
-    service's release."""
+    """Constants of the cost model, as `planner calibrate` writes them; null: those of
+    `calibration_id`, or of the service's release."""
+    calibration_id: str | None = None
+    """Id of a stored calibration (POST /v1/calibrations), instead of `calibration`."""
 
     @model_validator(mode="after")
     def _has_one_source(self) -> Self:
@@ -197,6 +233,14 @@ class _LongRequest(Document):
             raise ValueError(
                 f"the request has {found}; "
                 "send exactly one of profile, profile_id and model"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_one_calibration(self) -> Self:
+        if self.calibration is not None and self.calibration_id is not None:
+            raise ValueError(
+                "the request has calibration and calibration_id; send one of them"
             )
         return self
 
@@ -266,13 +310,13 @@ def is_short_form(data: Any) -> bool:
     return not isinstance(data, dict) or LONG_FIELDS.isdisjoint(data)
 
 
-class PlanQuery(Document):
-    """Parameters of the list of plans."""
+class PageQuery(Document):
+    """Parameters of a list that is read in pages."""
 
     cursor: str | None = None
     """`next` of the previous page; none: the first page."""
     limit: int = Field(default=50, ge=1, le=200)
-    """Plans per page."""
+    """Entries per page."""
 
 
 class StageMap(Document):
@@ -342,5 +386,5 @@ class Readiness(Document):
     """Jobs that are being solved."""
 
 
-Answer = Plan | Infeasible | Forecast
+Answer = Plan | Infeasible | Forecast | CalibrationTable
 """What a solver process returns."""

@@ -52,6 +52,18 @@ SHORT_SUMMARY = "Short form: a catalogue model, devices and batch"
 LONG_SUMMARY = "Long form: documents for cluster and job"
 
 PROFILE: dict[str, Any] = {"model": "gpt2", "sequence_length": 1024, "dtype": "bf16"}
+RESIDUALS = {"low": -0.2, "high": 0.2}
+INTERVAL = {"time": RESIDUALS, "memory": RESIDUALS}
+CALIBRATION: dict[str, Any] = {
+    "name": "our cluster",
+    "measured_runs": 12,
+    "constants": {"step_seconds": 0.05, "inter_node_fraction": 0.7},
+    "intervals": {
+        "runtime": INTERVAL,
+        "architecture": INTERVAL,
+        "neither": INTERVAL,
+    },
+}
 PLAN_ID = "5aa50f48916b0f6f2f6a3f2c1f4f0d0f5c9f0e0a3b7d6c5e4f3a2b1c0d9e8f7a"
 JOB_ID = "2f1c8ee0c5f24c0f9a0d6d9c6f6b7a51"
 MEASURED_RUN: dict[str, Any] = {
@@ -77,6 +89,7 @@ PARAMETERS: dict[str, Any] = {
     "plan_id": PLAN_ID,
     "other": PLAN_ID,
     "profile_id": PLAN_ID,
+    "calibration_id": PLAN_ID,
     "job_id": JOB_ID,
     "measurement_id": 1,
     "name": "plan",
@@ -104,6 +117,10 @@ BODIES: dict[str, dict[str, Any]] = {
         "long": _example(LONG_SUMMARY, LONG_PREDICTION),
     },
     "create_sweep": {"sweep": _example("Two clusters and two batches", SWEEP)},
+    "create_calibration": {
+        "document": _example("The calibration.json of planner calibrate", CALIBRATION),
+        "fit": _example("A fit to the stored runs", {"name": "runs of this service"}),
+    },
     "create_profile": {"catalogue": _example("A catalogue model", PROFILE)},
     "create_measurement": {
         "measured": _example("The measured.json of planner run", MEASURED_RUN)

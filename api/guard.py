@@ -6,7 +6,7 @@ by mistake.
     no key    GET /healthz, /readyz, /problems/...
     read      every other GET
     plan      every other method: plan, predict, report, cancel
-    admin     DELETE of stored plans
+    admin     DELETE of stored plans and calibrations
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OPEN_FOLDER = "/problems/"
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
 """Characters that no path has; they could forge lines of the log."""
 SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
-STORED = "/v1/plans/"
+STORED = ("/v1/plans/", "/v1/calibrations/")
 CHALLENGES = ("Bearer", "Basic")
 """Bearer for programs; Basic for browsers, with any user name and the key as password."""
 

@@ -25,11 +25,7 @@ from planner.api.news import News
 from planner.api.solvers import Solvers
 from planner.api.store import EventRow, JobCounts, JobRow, Store
 from planner.spec import PlanRequest, canonical_json
-from planner.spec.answers import (
-    JobProgress,
-    JobView,
-    ProblemDocument,
-)
+from planner.spec.answers import JobProgress, JobView, ProblemDocument
 
 logger = logging.getLogger("planner.api")
 

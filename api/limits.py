@@ -16,6 +16,10 @@ MOST_DEPTH = 32
 """Levels of nested arrays and objects in a body."""
 LONGEST_TEXT = 64 * KIBIBYTE
 """Characters of one string in a body."""
+LONGEST_NAME = 200
+"""Characters of a stored calibration's name."""
+MOST_FITTED_RUNS = 1000
+"""Measured runs that the service fits a calibration to; each takes about 0.03 s."""
 BYTES_PER_VALUE = 8
 """A body of N bytes may have N / BYTES_PER_VALUE values; real documents have 11."""
 SMALL_BODY_BYTES = 64 * KIBIBYTE

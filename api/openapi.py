@@ -7,9 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from planner.api.examples import add_examples
-from planner.spec.answers import (
-    ProblemDocument,
-)
+from planner.spec.answers import ProblemDocument
 
 
 def complete(app: FastAPI) -> None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
 
+from planner.api.calibration import calibration_of, fit_task
 from planner.api.dependencies import Services, StoredResult
 from planner.api.documents import LongPlanCreate, LongPredictionCreate
 from planner.api.errors import LimitError, NotReadyError
 from planner.api.profiles import ResolvedProfile
 from planner.api.solver import PredictTask
 from planner.api.store import JobRow, PlanRow
-from planner.spec import Forecast, Options, PlanRequest
+from planner.spec import CalibrationTable, Forecast, Options, PlanRequest
 
 Result = TypeVar("Result")
 
@@ -70,16 +72,32 @@ async def predict(
         TooManyJobsError: this client has too many predictions.
     """
     found = await run_in_threadpool(parts.profiles.resolve, request)
+    calibration = await run_in_threadpool(calibration_of, request, parts.store)
     task = PredictTask(
         found.profile,
         request.cluster,
         request.job,
         request.layout,
         found.model,
-        request.calibration,
+        calibration,
     )
     answer = await parts.solvers.predict(lambda: task, client)
     assert isinstance(answer, Forecast)
+    return answer
+
+
+async def fit(parts: Services, name: str, client: str) -> CalibrationTable:
+    """A calibration fitted to the stored runs. Cancelling the call ends the fit.
+
+    Raises:
+        DocumentError: no stored run can be used.
+        LimitError: there are too many.
+        QueueFullError: too many predictions are waiting.
+        TooManyJobsError: this client has too many predictions.
+    """
+    make_task = partial(fit_task, name, parts.store, parts.profiles.get)
+    answer = await parts.solvers.predict(make_task, client)
+    assert isinstance(answer, CalibrationTable)
     return answer
 
 
@@ -130,7 +148,7 @@ def _canonical_request(
         request.job,
         options,
         model=resolved.model,
-        calibration=request.calibration,
+        calibration=calibration_of(request, parts.store),
     )
     return resolved, canonical
 

@@ -33,10 +33,7 @@ from planner.api.errors import (
 from planner.api.limits import MOST_PROBLEMS
 from planner.api.links import path_within
 from planner.errors import DocumentError, PlannerError, Problem
-from planner.spec.answers import (
-    ErrorItem,
-    ProblemDocument,
-)
+from planner.spec.answers import ErrorItem, ProblemDocument
 from planner.spec.document import path_of
 
 logger = logging.getLogger("planner.api")

@@ -31,7 +31,7 @@ from typing import Any, Protocol
 
 from planner.api.documents import Answer
 from planner.api.errors import SolverError
-from planner.errors import PlannerError
+from planner.errors import DocumentError, PlannerError
 from planner.spec import (
     CalibrationTable,
     Cluster,
@@ -40,7 +40,9 @@ from planner.spec import (
     Plan,
     PlanRequest,
     PredictionLayout,
+    Run,
 )
+from planner.spec.calibration import shipped
 
 SECONDS_BETWEEN_REPORTS = 0.25
 """Better plans are reported at once, other progress at this interval."""
@@ -70,7 +72,16 @@ class PredictTask:
     calibration: CalibrationTable | None
 
 
-Task = PlanTask | PredictTask
+@dataclass(frozen=True, slots=True)
+class FitTask:
+    """Fit a calibration to measured runs, from that of this release."""
+
+    runs: tuple[Run, ...]
+    name: str
+    """Of the calibration."""
+
+
+Task = PlanTask | PredictTask | FitTask
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +148,9 @@ class Search:
         importlib.import_module("planner.check")
 
     def __call__(self, task: Task, report: Callable[[Any], None]) -> Answer:
-        """Plan or predict."""
+        """Plan, predict or fit."""
+        if isinstance(task, FitTask):
+            return _fitted(task)
         from planner.search import Callbacks, plan, predict
 
         if isinstance(task, PredictTask):
@@ -155,6 +168,21 @@ class Search:
         if isinstance(answer, Plan):
             _check(answer, task.profile)
         return answer
+
+
+def _fitted(task: FitTask) -> CalibrationTable:
+    from planner.calibrate.fit import fit
+    from planner.calibrate.run_errors import run_errors
+
+    prior = shipped()
+    errors = run_errors(task.runs, prior)
+    usable = [error.run for error in errors if not error.failure]
+    if not usable:
+        raise DocumentError(
+            "the cost model can predict none of the measured runs.",
+            hint=f"the first one: {errors[0].failure}",
+        )
+    return fit(usable, prior).model_copy(update={"name": task.name})
 
 
 def _check(plan: Plan, profile: ModelProfile) -> None:
@@ -231,6 +259,10 @@ class SolverProcess:
     def _send(self, task: Task) -> None:
         """Send a task, and its profile only if the process has forgotten that: a large
         profile takes longer to send than a prediction to make."""
+        if isinstance(task, FitTask):
+            self._connection.send((0, None))
+            self._connection.send_bytes(pickle.dumps(task))
+            return
         slots = [
             slot for slot, known in self._profiles.items() if known is task.profile
         ]

@@ -1,4 +1,4 @@
-"""Profiles, plans, jobs, events and measured runs in a database.
+"""Profiles, calibrations, plans, jobs, events and measured runs in a database.
 
 The status of a job changes by compare-and-set: the first of solver, client and shutdown
 to finish a job decides its status. Every attempt has a random id, so that a process that
@@ -31,11 +31,16 @@ from sqlalchemy import (
 from sqlalchemy.dialects import postgresql, sqlite
 
 from planner.api.database import Database
-from planner.api.tables import ACTIVE, events, jobs, measurements, plans, profiles
-from planner.spec.answers import (
-    FINISHED,
-    JobStatus,
+from planner.api.tables import (
+    ACTIVE,
+    calibrations,
+    events,
+    jobs,
+    measurements,
+    plans,
+    profiles,
 )
+from planner.spec.answers import FINISHED, JobStatus
 
 LARGEST_INTEGER = 2**63 - 1
 """Largest integer of both databases."""
@@ -56,6 +61,18 @@ class PlanRow:
     step_seconds: float | None
     final: bool
     """False: the search ended without proof that no layout fits, and is repeated."""
+    created_at: str
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationRow:
+    """A stored calibration, without its document."""
+
+    number: int
+    id: str
+    name: str
+    version: int
+    measured_runs: int
     created_at: str
 
 
@@ -131,8 +148,12 @@ class Swept:
     jobs: int
 
 
+CALIBRATION_FIELDS = tuple(field.name for field in fields(CalibrationRow))
 PLAN_FIELDS = tuple(field.name for field in fields(PlanRow))
 JOB_FIELDS = tuple(field.name for field in fields(JobRow))
+SELECT_CALIBRATIONS = select(
+    *(calibrations.c[name] for name in CALIBRATION_FIELDS)
+).where(calibrations.c.document.is_not(None))
 SELECT_PLANS = select(*(plans.c[name] for name in PLAN_FIELDS))
 SELECT_JOBS = select(*(jobs.c[name] for name in JOB_FIELDS))
 SELECT_MEASUREMENTS = select(
@@ -162,7 +183,7 @@ class Store:
         self.on_event: Callable[[str, str], None] = lambda job_id, name: None
         """Called after each event of a job in a SQLite file; PostgreSQL notifies."""
         self.on_delete: Callable[[], None] = lambda: None
-        """Called after plans or profiles were deleted through this object."""
+        """Called after plans, profiles or calibrations were deleted through this object."""
 
     def close(self) -> None:
         """Close and unlock the database."""
@@ -195,6 +216,58 @@ class Store:
             select(profiles.c.document).where(profiles.c.id == _id(profile_id))
         )
         return found[0] if found else None
+
+    # Calibrations
+
+    def add_calibration(
+        self, calibration_id: str, *, name: str, measured_runs: int, document: str
+    ) -> bool:
+        """Store the next version of a calibration; False if it is stored already.
+
+        A calibration that was deleted becomes the version that it was.
+        """
+        this = calibrations.c.id == calibration_id
+        deleted = calibrations.c.document.is_(None)
+        restore = update(calibrations).where(this, deleted).values(document=document)
+        last = select(func.coalesce(func.max(calibrations.c.version), 0))
+        last = last.where(calibrations.c.name == name)
+        row = {
+            "id": calibration_id,
+            "name": name,
+            "version": 1 + last.scalar_subquery(),
+            "measured_runs": measured_runs,
+            "document": document,
+            "created_at": now(),
+        }
+        while True:
+            with self._database.write() as connection:
+                if _changes(connection, restore):
+                    return True
+                if connection.execute(select(calibrations.c.id).where(this)).first():
+                    return False
+                # Another replica may store the same version at this moment.
+                if _add(connection, calibrations, row):
+                    return True
+
+    def calibration(self, calibration_id: str) -> tuple[CalibrationRow, str] | None:
+        """A calibration and its JSON."""
+        query = SELECT_CALIBRATIONS.add_columns(calibrations.c.document)
+        found = self._first(query.where(calibrations.c.id == _id(calibration_id)))
+        return (CalibrationRow(*found[:-1]), found[-1]) if found else None
+
+    def calibrations(self, *, before: int | None, limit: int) -> list[CalibrationRow]:
+        """Calibrations, newest first, older than number `before`."""
+        query = SELECT_CALIBRATIONS.order_by(calibrations.c.number.desc()).limit(limit)
+        if before is not None:
+            query = query.where(calibrations.c.number < before)
+        return [CalibrationRow(*row) for row in self._all(query)]
+
+    def delete_calibration(self, calibration_id: str) -> None:
+        """Delete the document of a calibration; its version is not used again."""
+        this = calibrations.c.id == calibration_id
+        with self._database.write() as connection:
+            connection.execute(update(calibrations).where(this).values(document=None))
+        self.on_delete()
 
     # Plans
 

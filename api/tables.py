@@ -1,4 +1,4 @@
-"""Tables of profiles, plans, jobs, events and measured runs, for SQLite and PostgreSQL.
+"""Tables of profiles, calibrations, plans, jobs, events and measured runs, for SQLite and PostgreSQL.
 
 `planner.api.migrations` creates them; a test compares the two.
 """
@@ -16,6 +16,7 @@ from sqlalchemy import (
     MetaData,
     Table,
     Text,
+    UniqueConstraint,
     text,
 )
 
@@ -33,6 +34,20 @@ profiles = Table(
     Column("id", Text, primary_key=True),
     Column("document", Text, nullable=False),
     Column("created_at", Text, nullable=False),
+)
+
+calibrations = Table(
+    "calibrations",
+    metadata,
+    Column("number", NUMBER, primary_key=True),
+    Column("id", Text, nullable=False, unique=True),
+    Column("name", Text, nullable=False),
+    Column("version", Integer, nullable=False),
+    Column("measured_runs", Integer, nullable=False),
+    Column("document", Text),  # null: deleted, but its version is not used again
+    Column("created_at", Text, nullable=False),
+    UniqueConstraint("name", "version", name="one_calibration_per_version"),
+    sqlite_autoincrement=True,
 )
 
 plans = Table(

@@ -13,9 +13,7 @@ from planner.api.pages.fields import answers_of
 from planner.api.pages.rendering import page
 from planner.api.store import JobRow
 from planner.spec import PlanRequest
-from planner.spec.answers import (
-    FINISHED,
-)
+from planner.spec.answers import FINISHED
 from planner.spec.words import counted
 
 router = APIRouter()

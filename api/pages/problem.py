@@ -10,9 +10,7 @@ from planner.api import errors as service_errors
 from planner.api.errors import NotFoundError, ServiceError
 from planner.api.pages.rendering import page
 from planner.errors import PlannerError
-from planner.spec.answers import (
-    ProblemDocument,
-)
+from planner.spec.answers import ProblemDocument
 
 router = APIRouter()
 

@@ -15,9 +15,7 @@ from planner.api.dependencies import (
     ServicesDependency,
 )
 from planner.api.jobs import view_of
-from planner.spec.answers import (
-    JobView,
-)
+from planner.spec.answers import JobView
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 

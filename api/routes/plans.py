@@ -37,8 +37,8 @@ from planner.api.dependencies import (
 from planner.api.documents import (
     Explanation,
     MeasurementList,
+    PageQuery,
     PlanCreate,
-    PlanQuery,
     StageMap,
 )
 from planner.api.errors import JobCancelledError, NotFoundError
@@ -50,12 +50,7 @@ from planner.api.store import LARGEST_INTEGER, JobRow, MeasurementRow, PlanRow
 from planner.api.timeline import TimelineQuery, pictured, predicted_step, traced
 from planner.errors import DocumentError, MismatchError
 from planner.spec import Infeasible, MeasuredRun, Plan
-from planner.spec.answers import (
-    JobView,
-    MeasurementView,
-    PlanPage,
-    PlanSummary,
-)
+from planner.spec.answers import JobView, MeasurementView, PlanPage, PlanSummary
 
 logger = logging.getLogger("planner.api")
 
@@ -112,7 +107,7 @@ async def create_plan(
 def list_plans(
     parts: ServicesDependency,
     root: RootDependency,
-    query: Annotated[PlanQuery, Query()],
+    query: Annotated[PageQuery, Query()],
 ) -> PlanPage:
     """List plans, newest first; `next` is the cursor of the next page."""
     rows = parts.store.plans(before=number_of(query.cursor), limit=query.limit + 1)

@@ -15,9 +15,7 @@ from planner.api.documents import (
 )
 from planner.api.profiles import ResolvedProfile
 from planner.spec import ModelProfile
-from planner.spec.answers import (
-    ProfileSummary,
-)
+from planner.spec.answers import ProfileSummary
 
 router = APIRouter(prefix="/v1/profiles", tags=["profiles"], route_class=DocumentRoute)
 

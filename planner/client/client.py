@@ -123,6 +123,11 @@ class Client:
     sweep = _called(Flows.sweep)
     export = _called(Flows.export)
     add_profile = _called(Flows.add_profile)
+    add_calibration = _called(Flows.add_calibration)
+    fit_calibration = _called(Flows.fit_calibration)
+    calibrations = _called(Flows.calibrations)
+    get_calibration = _called(Flows.get_calibration)
+    delete_calibration = _called(Flows.delete_calibration)
     add_measurement = _called(Flows.add_measurement)
     runs = _called(Flows.runs)
 
@@ -212,6 +217,11 @@ class AsyncClient:
     sweep = _awaited(Flows.sweep)
     export = _awaited(Flows.export)
     add_profile = _awaited(Flows.add_profile)
+    add_calibration = _awaited(Flows.add_calibration)
+    fit_calibration = _awaited(Flows.fit_calibration)
+    calibrations = _awaited(Flows.calibrations)
+    get_calibration = _awaited(Flows.get_calibration)
+    delete_calibration = _awaited(Flows.delete_calibration)
     add_measurement = _awaited(Flows.add_measurement)
     runs = _awaited(Flows.runs)
 

@@ -24,29 +24,37 @@ class JobEvent(Document):
     """What has changed."""
 
 
-def plan_body(request: PlanBody, options: Options | None = None) -> dict[str, Any]:
+def plan_body(
+    request: PlanBody,
+    options: Options | None = None,
+    calibration_id: str | None = None,
+) -> dict[str, Any]:
     """Return the body of POST /v1/plans.
 
     Args:
         request: what to plan.
         options: replace those of the request; None: keep them.
+        calibration_id: of a stored calibration; None: that of the request.
     """
-    body = _documents(request)
+    body = _documents(request, calibration_id)
     if options is not None:
         body["options"] = plain(options)
     return body
 
 
 def prediction_body(
-    request: PlanBody, layout: PredictionLayout | Mapping[str, Any]
+    request: PlanBody,
+    layout: PredictionLayout | Mapping[str, Any],
+    calibration_id: str | None = None,
 ) -> dict[str, Any]:
     """Return the body of POST /v1/predictions: the request's documents and a layout.
 
     Args:
         request: model, cluster and job; its options are not sent.
         layout: a document, or its fields by long or short name.
+        calibration_id: of a stored calibration; None: that of the request.
     """
-    body = _documents(request)
+    body = _documents(request, calibration_id)
     body.pop("options", None)
     if isinstance(layout, PredictionLayout):
         body["layout"] = plain(layout)
@@ -55,9 +63,19 @@ def prediction_body(
     return body
 
 
-def _documents(request: PlanBody) -> dict[str, Any]:
-    if not isinstance(request, PlanRequest):
-        return plain(request) if isinstance(request, ShortForm) else dict(request)
+def _documents(request: PlanBody, calibration_id: str | None) -> dict[str, Any]:
+    if isinstance(request, PlanRequest):
+        body = _documents_of(request)
+    elif isinstance(request, ShortForm):
+        body = plain(request)
+    else:
+        body = dict(request)
+    if calibration_id is not None:
+        body["calibration_id"] = calibration_id
+    return body
+
+
+def _documents_of(request: PlanRequest) -> dict[str, Any]:
     body: dict[str, Any] = {}
     if request.model is not None:
         body["model"] = request.model

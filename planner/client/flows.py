@@ -44,6 +44,7 @@ from planner.client.errors import (
 )
 from planner.errors import DocumentError, PlannerError
 from planner.spec import (
+    CalibrationTable,
     Forecast,
     Infeasible,
     MeasuredRun,
@@ -54,6 +55,8 @@ from planner.spec import (
     Run,
 )
 from planner.spec.answers import (
+    CalibrationPage,
+    CalibrationSummary,
     JobView,
     MeasurementView,
     PlanPage,
@@ -248,6 +251,7 @@ class Flows:
         *,
         timeout_seconds: float,
         options: Options | None = None,
+        calibration_id: str | None = None,
         on_progress: OnProgress | None = None,
     ) -> Flow[Plan | Infeasible]:
         """Return the fastest plan, or why no layout fits.
@@ -256,6 +260,7 @@ class Flows:
             request: `ShortForm`, `PlanRequest`, or the body of POST /v1/plans.
             timeout_seconds: longest wait; the search of the service then goes on.
             options: replace those of the request.
+            calibration_id: of a stored calibration; None: that of the request.
             on_progress: is called about once a second while the search runs.
 
         Raises:
@@ -264,7 +269,7 @@ class Flows:
         deadline = time.monotonic() + timeout_seconds
         longest = LONGEST_WAIT_SECONDS if on_progress is None else POLL_SECONDS
         wait_seconds = min(longest, timeout_seconds)
-        body = plan_body(request, options)
+        body = plan_body(request, options, calibration_id)
         call = _waiting_call("/v1/plans", body, wait_seconds)
         response = yield from self._exchange(call, deadline)
         if response.status_code != 202:
@@ -273,10 +278,14 @@ class Flows:
         return (yield from self._wait(job, deadline, on_progress))
 
     def submit(
-        self, request: PlanBody, *, options: Options | None = None
+        self,
+        request: PlanBody,
+        *,
+        options: Options | None = None,
+        calibration_id: str | None = None,
     ) -> Flow[Plan | Infeasible | JobView]:
-        """Return the plan if it is known, else the job that searches for it."""
-        body = plan_body(request, options)
+        """Return the plan if it is known, else the job; arguments as for `plan`."""
+        body = plan_body(request, options, calibration_id)
         call = _waiting_call("/v1/plans", body, wait_seconds=0.0)
         response = yield from self._exchange(call)
         if response.status_code == 202:
@@ -319,15 +328,20 @@ class Flows:
         return _answer(PlanPage, response)
 
     def predict(
-        self, request: PlanBody, layout: PredictionLayout | Mapping[str, Any]
+        self,
+        request: PlanBody,
+        layout: PredictionLayout | Mapping[str, Any],
+        *,
+        calibration_id: str | None = None,
     ) -> Flow[Forecast]:
         """Return step time and memory of one layout.
 
         Args:
             request: model, cluster and job, as for `plan`.
             layout: a document, or its fields by long or short name.
+            calibration_id: of a stored calibration; None: that of the request.
         """
-        body = prediction_body(request, layout)
+        body = prediction_body(request, layout, calibration_id)
         # A prediction waits for a free solver, behind those of other clients.
         seconds = LONGEST_WAIT_SECONDS + RESPONSE_SECONDS
         call = Call("POST", "/v1/predictions", body, timeout_seconds=seconds)
@@ -380,6 +394,45 @@ class Flows:
         call = Call("POST", "/v1/profiles", plain(profile))
         response = yield from self._exchange(call)
         return _answer(ProfileSummary, response)
+
+    def add_calibration(
+        self, calibration: CalibrationTable
+    ) -> Flow[CalibrationSummary]:
+        """Store a calibration; requests may then name its id."""
+        call = Call("POST", "/v1/calibrations", plain(calibration))
+        response = yield from self._exchange(call)
+        return _answer(CalibrationSummary, response)
+
+    def fit_calibration(self, name: str) -> Flow[CalibrationSummary]:
+        """Fit a calibration to the measured runs of the service, and store it there."""
+        seconds = LONGEST_WAIT_SECONDS + RESPONSE_SECONDS
+        body = {"name": name}
+        call = Call("POST", "/v1/calibrations", body, timeout_seconds=seconds)
+        response = yield from self._exchange(call)
+        return _answer(CalibrationSummary, response)
+
+    def calibrations(
+        self, *, limit: int = 50, cursor: str | None = None
+    ) -> Flow[CalibrationPage]:
+        """Return a page of the list of calibrations, newest first.
+
+        Args:
+            limit: calibrations per page, at most 200.
+            cursor: `next` of the previous page; None: the first page.
+        """
+        call = _page_call("/v1/calibrations", limit, cursor)
+        response = yield from self._exchange(call)
+        return _answer(CalibrationPage, response)
+
+    def get_calibration(self, calibration_id: str) -> Flow[CalibrationTable]:
+        """Return a stored calibration."""
+        call = Call("GET", _path("calibrations", calibration_id))
+        response = yield from self._exchange(call)
+        return _document(CalibrationTable, response)
+
+    def delete_calibration(self, calibration_id: str) -> Flow[None]:
+        """Delete a calibration; plans keep the one that they were made with."""
+        yield from self._exchange(Call("DELETE", _path("calibrations", calibration_id)))
 
     def add_measurement(self, measured: MeasuredRun) -> Flow[MeasurementView]:
         """Store a measured run beside its plan."""

@@ -20,9 +20,11 @@ from planner.spec.calibration import (
     Interval,
     interval_for,
     provenance,
+    shipped,
 )
 from planner.spec.cluster import Cluster
 from planner.spec.devices import catalogue, find_device
+from planner.spec.document import digest
 from planner.spec.job import Job
 from planner.spec.plan import Prediction
 
@@ -73,9 +75,16 @@ class Basis:
         ]
         return CalibrationNote(
             name=notes[0].name,
+            id=self._id,
             measured_runs=min(one.measured_runs for one in notes),
             note=" ".join(one.note for one in notes),
         )
+
+    @property
+    def _id(self) -> str | None:
+        if self.calibration is None or self.calibration == shipped():
+            return None
+        return digest(self.calibration)
 
 
 def with_interval(prediction: Prediction, basis: Basis) -> Prediction:

@@ -89,6 +89,32 @@ class ProfileSummary(Document):
     """Path of the profile."""
 
 
+class CalibrationSummary(Document):
+    """A stored calibration."""
+
+    id: str
+    """sha256 of the calibration's canonical JSON: `calibration_id` of a request."""
+    name: str
+    """Name of the calibration; several versions may share it."""
+    version: int
+    """Counts the calibrations of this name, from 1. A deleted one keeps its number."""
+    measured_runs: int
+    """Runs in the fit."""
+    created_at: str
+    """RFC 3339, UTC."""
+    url: str
+    """Path of the calibration."""
+
+
+class CalibrationPage(Document):
+    """A page of the list of calibrations, newest first."""
+
+    calibrations: tuple[CalibrationSummary, ...]
+    """Calibrations of this page."""
+    next: str | None = None
+    """Cursor of the next page; None on the last one."""
+
+
 class JobProgress(Document):
     """Progress of a search."""
 

@@ -378,6 +378,8 @@ class CalibrationNote(Document):
 
     name: str
     """Name of the calibration."""
+    id: str | None = Field(default=None, exclude_if=_is_none)
+    """sha256 of the calibration; None: the one of the planner's release."""
     measured_runs: int = Field(ge=0)
     """Measured runs of this runtime on this architecture; step time or memory."""
     note: str

@@ -15,9 +15,7 @@ from sqlalchemy.exc import OperationalError
 
 from planner.api.settings import Settings
 from planner.spec import digest
-from planner.spec.answers import (
-    ProblemDocument,
-)
+from planner.spec.answers import ProblemDocument
 from tests.api.documents import cluster, four_equal_layers, job, measurement, plan_body
 from tests.api.fakes import Instant
 from tests.api.live import Live, running

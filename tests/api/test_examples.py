@@ -18,7 +18,7 @@ OPERATIONS = [
     for path, item in create_app().openapi()["paths"].items()
     for method, operation in item.items()
 ]
-LAST = ("delete_plan",)
+LAST = ("delete_plan", "delete_calibration")
 """Operations that the others must precede."""
 
 
@@ -42,7 +42,9 @@ def ids(live: Live) -> dict[str, str]:
     plan_id = answer.json()["id"]
     run = examples["create_measurement"][0] | {"plan_id": plan_id}
     stored = live.post(f"/v1/plans/{plan_id}/measurements", run).json()["id"]
+    store_usable_run(live, run)
     profile = live.post("/v1/profiles", examples["create_profile"][0]).json()["id"]
+    calibration = live.post("/v1/calibrations", examples["create_calibration"][0])
     other = examples["create_plan"][0] | {"batch": 256}
     job = live.post("/v1/plans", other, Prefer="wait=0").json()["id"]
     return {
@@ -50,8 +52,18 @@ def ids(live: Live) -> dict[str, str]:
         "other": plan_id,
         "measurement_id": str(stored),
         "profile_id": profile,
+        "calibration_id": calibration.json()["id"],
         "job_id": job,
     }
+
+
+def store_usable_run(live: Live, run: dict[str, Any]) -> None:
+    """Store a run that a calibration can be fitted to: its blocks recompute alike."""
+    fixed = {"fix": {"recompute": "none"}, "options": {"top": 0}}
+    body = {"model": "llama-3.2-1b", "devices": "8xh100-sxm5-80gb", "batch": 64}
+    plan_id = live.plan(body | {"sequence": 1024} | fixed).json()["id"]
+    own = run | {"plan_id": plan_id}
+    assert live.post(f"/v1/plans/{plan_id}/measurements", own).status_code == 201
 
 
 def bodies(operation: dict[str, Any]) -> list[Any]:

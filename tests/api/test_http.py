@@ -15,9 +15,7 @@ from planner.api.hosts import is_own, names_of
 from planner.api.keys import digest_of
 from planner.api.settings import Settings
 from planner.api.store import Store
-from planner.spec.answers import (
-    ProblemDocument,
-)
+from planner.spec.answers import ProblemDocument
 from tests.api.documents import job, plan_body
 from tests.api.fakes import Gated, Instant
 from tests.api.live import Live, running, until

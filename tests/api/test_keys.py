@@ -28,9 +28,7 @@ from planner.api.settings import Settings
 from planner.cli.main import main
 from planner.client import Client, RefusedError
 from planner.errors import DocumentError
-from planner.spec.answers import (
-    ProblemDocument,
-)
+from planner.spec.answers import ProblemDocument
 from tests.api.documents import plan_body
 from tests.api.fakes import Instant
 from tests.api.live import Live, running
@@ -56,6 +54,8 @@ NEEDED: dict[tuple[str, str], Scope | None] = {
     ("GET", "/v1/exports"): "read",
     ("GET", "/v1/runs"): "read",
     ("GET", "/v1/profiles/q"): "read",
+    ("GET", "/v1/calibrations"): "read",
+    ("GET", "/v1/calibrations/c"): "read",
     ("GET", "/v1/plans"): "read",
     ("GET", "/v1/plans/p"): "read",
     ("GET", "/v1/plans/p/stage-map"): "read",
@@ -72,12 +72,14 @@ NEEDED: dict[tuple[str, str], Scope | None] = {
     ("POST", "/plan"): "plan",
     ("POST", "/jobs/j/cancel"): "plan",
     ("POST", "/v1/profiles"): "plan",
+    ("POST", "/v1/calibrations"): "plan",
     ("POST", "/v1/plans"): "plan",
     ("POST", "/v1/predictions"): "plan",
     ("POST", "/v1/sweeps"): "plan",
     ("POST", "/v1/plans/p/measurements"): "plan",
     ("DELETE", "/v1/jobs/j"): "plan",
     ("PUT", "/healthz"): "plan",
+    ("DELETE", "/v1/calibrations/c"): "admin",
     ("DELETE", "/v1/plans/p"): "admin",
 }
 """The least scope of every route, and of some that there are not."""

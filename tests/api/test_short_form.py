@@ -16,9 +16,7 @@ from planner.api.documents import (
 from planner.api.pages.start import curl_command
 from planner.api.settings import Settings
 from planner.spec import Forecast, Plan, ShortForm, parse
-from planner.spec.answers import (
-    ErrorItem,
-)
+from planner.spec.answers import ErrorItem
 from tests.api.documents import cluster, job, plan_body
 from tests.api.fakes import Instant, Refusing
 from tests.api.live import Live, running

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -249,6 +250,39 @@ def test_a_running_store_is_backed_up(tmp_path: Path) -> None:
             other.execute(f"VACUUM INTO '{copy}'")
         with closing(Store(copy)) as restored:
             assert restored.plan("p") == store.plan("p")
+
+
+def add_calibration(store: Store, calibration_id: str, name: str = "own") -> bool:
+    """Store a calibration."""
+    return store.add_calibration(
+        calibration_id, name=name, measured_runs=3, document=f'{{"of": "{name}"}}'
+    )
+
+
+def test_calibrations_are_numbered_within_their_name(store: Store) -> None:
+    """An equal one is stored once, and a deleted one leaves its version to no other."""
+    assert [add_calibration(store, each) for each in ("a", "a", "b")] == [1, 0, 1]
+    assert add_calibration(store, "c", "other")
+    rows = store.calibrations(before=None, limit=10)
+    assert [(row.id, row.version) for row in rows] == [("c", 1), ("b", 2), ("a", 1)]
+    older = store.calibrations(before=rows[0].number, limit=1)
+    assert [row.id for row in older] == ["b"]
+    store.delete_calibration("b")
+    assert store.calibration("b") is None
+    assert len(store.calibrations(before=None, limit=10)) == 2
+    assert add_calibration(store, "d")
+    assert add_calibration(store, "b")
+    versions = {row.id: row.version for row in store.calibrations(before=None, limit=9)}
+    assert versions == {"a": 1, "b": 2, "c": 1, "d": 3}
+
+
+def test_versions_are_unique_among_writers(store: Store) -> None:
+    """Calibrations of one name that are stored at the same time get a version each."""
+    ids = [f"id{number}" for number in range(24)]
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(lambda each: add_calibration(store, each), ids))
+    rows = store.calibrations(before=None, limit=100)
+    assert sorted(row.version for row in rows) == list(range(1, 25))
 
 
 SCHEMA_BEFORE_ALEMBIC = """

@@ -170,6 +170,27 @@ def test_an_own_calibration_is_part_of_the_request(client: Client) -> None:
     assert seconds[0] > 1.01 * seconds[1]
 
 
+def test_stored_calibrations(client: Client) -> None:
+    """A calibration is stored, named by a request, listed, read and deleted."""
+    own = slower().model_copy(update={"name": "of the client"})
+    stored = client.add_calibration(own)
+    assert (stored.name, stored.version) == ("of the client", 1)
+    assert client.calibrations(limit=1).calibrations == (stored,)
+    assert client.get_calibration(stored.id) == own
+    by_id = {"calibration_id": stored.id}
+    found = client.plan(SHORT, timeout_seconds=60, options=QUICK, **by_id)
+    assert isinstance(found, Plan)
+    assert found.request.calibration == own
+    assert client.submit(SHORT, options=QUICK, **by_id) == found
+    forecast = client.predict(SHORT, {"dp": 2}, calibration_id=stored.id)
+    assert forecast.prediction.calibration.id == stored.id
+    client.delete_calibration(stored.id)
+    with pytest.raises(RefusedError, match="no calibration"):
+        client.get_calibration(stored.id)
+    with pytest.raises(SpecError, match="no measured run"):
+        client.fit_calibration("of no run")
+
+
 def slower() -> CalibrationTable:
     """The constants of the release, but for a longer fixed part of every step."""
     table = shipped()
