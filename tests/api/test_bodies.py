@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx2
 import pytest
+from pydantic import BaseModel
 
-from planner.api import limits
+from planner.api import bodies, limits
+from planner.api.errors import ServiceError
 from planner.api.settings import Settings
 from tests.api.documents import cluster, job, plan_body
 from tests.api.fakes import Instant
@@ -82,6 +85,37 @@ def test_a_flood_is_refused_soon_and_others_are_served(live: Live, flood: str) -
     assert len(document["errors"]) <= limits.MOST_PROBLEMS
     assert len(answer.content) < 50_000
     assert live.get("/healthz").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("[" + ",".join(["0"] * 8192) + "]", {}),
+        ("[" + ",".join(["0"] * 8193) + "]", {"max_body_values": 8192}),
+        (json.dumps(dict.fromkeys(map(str, range(1000)))), {}),
+        (json.dumps(dict.fromkeys(map(str, range(1001)))), {"max_keys": 1000}),
+        ("[" * 32 + "]" * 32, {}),
+        ("[" * 33 + "]" * 33, {"max_depth": 32}),
+        (json.dumps(["a" * 65536]), {}),
+        (json.dumps(["a" * 65537]), {"max_text_characters": 65536}),
+        (json.dumps(["é" * 65537]), {"max_text_characters": 65536}),
+        (json.dumps({"a" * 65537: 0}), {"max_text_characters": 65536}),
+    ],
+    ids=[
+        *("values", "values-above", "keys", "keys-above", "levels", "levels-above"),
+        *("text", "text-above", "text-above-not-ascii", "key-above"),
+    ],
+)
+def test_every_limit_of_a_body_is_exact_and_named(
+    text: str, found: dict[str, int]
+) -> None:
+    """A body at the limit is parsed; one above it is refused by the limit's name."""
+    try:
+        bodies.parsed_json(text.encode())
+        limits_met = {}
+    except ServiceError as error:
+        limits_met = error.limits
+    assert limits_met == found
 
 
 def test_a_long_list_names_its_limit(live: Live) -> None:
@@ -204,17 +238,14 @@ def test_large_bodies_are_validated_once_and_beside_others(
 ) -> None:
     """The health check answers while a large profile is validated."""
     calls: list[int] = []
+    validate = bodies.document_of
 
-    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-        def count(raw: bytes, kind: type[Any]) -> Any:
-            calls.append(len(raw))
-            return function(raw, kind)
+    def validate_beside(raw: bytes, kind: type[Any]) -> Any:
+        calls.append(len(raw))
+        assert live.get("/healthz").status_code == 200
+        return validate(raw, kind)
 
-        return count
-
-    from planner.api import bodies
-
-    monkeypatch.setattr(bodies, "document_of", counted(bodies.document_of))
+    monkeypatch.setattr(bodies, "document_of", validate_beside)
     body = plan_body()["profile"]
     body["layers"] = [body["layers"][0] | {"name": f"l{i}"} for i in range(4000)]
     text = json.dumps(body)
@@ -222,6 +253,29 @@ def test_large_bodies_are_validated_once_and_beside_others(
     answer = send(live, text, "/v1/profiles")
     assert answer.status_code == 201
     assert calls == [len(text)]
+
+
+def test_few_large_bodies_are_parsed_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Others wait, so that the memory of all of them is bounded."""
+    parsing: list[int] = [0]
+    most: list[int] = []
+
+    def parse(raw: bytes, kind: type[Any]) -> Any:
+        parsing[0] += 1
+        most.append(parsing[0])
+        time.sleep(0.05)
+        parsing[0] -= 1
+
+    async def send_six() -> None:
+        large = bodies.LargeBodies()
+        raw = b"0" * (limits.SMALL_BODY_BYTES + 1)
+        await asyncio.gather(*(large.parse(raw, BaseModel) for _ in range(6)))
+
+    monkeypatch.setattr(bodies, "document_of", parse)
+    asyncio.run(send_six())
+    assert max(most) == limits.MOST_LARGE_BODIES
 
 
 @pytest.mark.parametrize("cursor", ["x", "9" * 30, "YmVmb3JlIA==", "\u00e9", "-1"])
