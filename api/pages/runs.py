@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import HTMLResponse
 
 from planner.api.calibration import stored_run
-from planner.api.cursors import cursor_of, number_of
+from planner.api.cursors import read_page
 from planner.api.dependencies import Services, ServicesDependency
 from planner.api.pages.rendering import page
 from planner.api.store import PlanRow
@@ -69,10 +69,8 @@ def show_runs(
     cursor: Annotated[str | None, Query()] = None,
 ) -> HTMLResponse:
     """Measured runs of the newest plans, or of the plans before a cursor."""
-    rows = parts.store.plans(before=number_of(cursor), limit=PLANS_PER_PAGE + 1)
-    shown = rows[:PLANS_PER_PAGE]
-    older = cursor_of(shown[-1].number) if len(rows) > PLANS_PER_PAGE else None
-    runs = [run for row in shown for run in _runs(parts, row)]
+    plans, older = read_page(parts.store.plans, cursor, PLANS_PER_PAGE)
+    runs = [run for row in plans for run in _runs(parts, row)]
     runs.sort(key=lambda each: each.number)
     return page(request, "runs.html", runs=runs, older=older, widest=WIDEST_ERROR)
 

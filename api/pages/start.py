@@ -12,7 +12,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
-from planner.api.cursors import cursor_of, number_of
+from planner.api.cursors import read_page
 from planner.api.dependencies import Services, ServicesDependency, StoredResult
 from planner.api.errors import MediaTypeError, ServiceError, status_of
 from planner.api.examples import SHORT_PLAN
@@ -70,10 +70,8 @@ def list_plans(
     cursor: Annotated[str | None, Query()] = None,
 ) -> HTMLResponse:
     """Plans, newest first, or those before a cursor."""
-    rows = parts.store.plans(before=number_of(cursor), limit=LISTED_PLANS + 1)
-    shown = rows[:LISTED_PLANS]
-    older = cursor_of(shown[-1].number) if len(rows) > LISTED_PLANS else None
-    return page(request, "plans.html", plans=shown, older=older)
+    plans, older = read_page(parts.store.plans, cursor, LISTED_PLANS)
+    return page(request, "plans.html", plans=plans, older=older)
 
 
 @router.post("/plan", response_class=HTMLResponse)

@@ -17,7 +17,7 @@ from planner.api.caching import (
     tag_of,
 )
 from planner.api.calibration import add_calibration, stored_calibration
-from planner.api.cursors import cursor_of, number_of
+from planner.api.cursors import read_page
 from planner.api.dependencies import (
     ClientDependency,
     RootDependency,
@@ -75,14 +75,9 @@ def list_calibrations(
     query: Annotated[PageQuery, Query()],
 ) -> CalibrationPage:
     """List calibrations, newest first; `next` is the cursor of the next page."""
-    before = number_of(query.cursor)
-    rows = parts.store.calibrations(before=before, limit=query.limit + 1)
-    shown = rows[: query.limit]
-    more = len(rows) > query.limit
-    return CalibrationPage(
-        calibrations=tuple(_summary(row, root) for row in shown),
-        next=cursor_of(shown[-1].number) if more else None,
-    )
+    rows, cursor = read_page(parts.store.calibrations, query.cursor, query.limit)
+    summaries = tuple(_summary(row, root) for row in rows)
+    return CalibrationPage(calibrations=summaries, next=cursor)
 
 
 @router.get(

@@ -21,7 +21,7 @@ from planner.api.caching import (
     tag_of,
 )
 from planner.api.calibration import stored_run
-from planner.api.cursors import cursor_of, number_of
+from planner.api.cursors import read_page
 from planner.api.dependencies import (
     ClientDependency,
     PlanId,
@@ -110,13 +110,8 @@ def list_plans(
     query: Annotated[PageQuery, Query()],
 ) -> PlanPage:
     """List plans, newest first; `next` is the cursor of the next page."""
-    rows = parts.store.plans(before=number_of(query.cursor), limit=query.limit + 1)
-    shown = rows[: query.limit]
-    more = len(rows) > query.limit
-    return PlanPage(
-        plans=tuple(_summary(row, root) for row in shown),
-        next=cursor_of(shown[-1].number) if more else None,
-    )
+    rows, cursor = read_page(parts.store.plans, query.cursor, query.limit)
+    return PlanPage(plans=tuple(_summary(row, root) for row in rows), next=cursor)
 
 
 @router.get("/{plan_id}", response_model=Plan | Infeasible, responses=NOT_MODIFIED)
