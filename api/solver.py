@@ -197,12 +197,18 @@ def _check(plan: Plan, profile: ModelProfile) -> None:
 
 
 class SolverProcess:
-    """One solver process, as its parent sees it. `kill` may be called from any thread."""
+    """One solver process, as its parent sees it. `kill` may be called from any thread.
 
-    def __init__(self, work: Work, memory_bytes: int) -> None:
+    Args:
+        work: what it runs.
+        memory_bytes: largest address space.
+        niceness: above that of the service; 0: the same priority.
+    """
+
+    def __init__(self, work: Work, memory_bytes: int, niceness: int = 0) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, child_end = context.Pipe()
-        arguments = (child_end, work, memory_bytes)
+        arguments = (child_end, work, memory_bytes, niceness)
         self._process = context.Process(
             target=_serve, args=arguments, daemon=True, name="planner-solver"
         )
@@ -291,8 +297,11 @@ class SolverProcess:
         self._connection.close()
 
 
-def _serve(connection: Connection, work: Work, memory_bytes: int) -> None:
+def _serve(
+    connection: Connection, work: Work, memory_bytes: int, niceness: int
+) -> None:
     """The main function of the child process."""
+    os.nice(niceness)
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     # Ctrl-C reaches all processes of a terminal; only the service handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -41,6 +41,9 @@ logger = logging.getLogger("planner.api")
 ProgressHandler = Callable[[Reported], None]
 TASKS_PER_PROCESS = 1000
 """A process of predictions is replaced after this many, which bounds its memory."""
+SEARCH_NICENESS = 5
+"""Searches take what the service and predictions leave of the processors: on busy cores
+health checks would wait for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +67,12 @@ class Lane:
         metrics: Metrics,
         *,
         tasks_per_process: int,
+        niceness: int,
     ) -> None:
         self._work, self._settings, self._metrics = work, settings, metrics
         self._slots = settings.concurrency
         self._tasks_per_process = tasks_per_process
+        self._niceness = niceness
         self._threads = ThreadPoolExecutor(self._slots, thread_name_prefix="solver")
         self._waiting: dict[asyncio.Future[None], Place] = {}
         self._running: dict[asyncio.Future[None], Place] = {}
@@ -223,7 +228,8 @@ class Lane:
         raise _died(process.exit_code)
 
     def _new_process(self) -> SolverProcess:
-        return SolverProcess(self._work, self._settings.max_solver_bytes)
+        memory_bytes = self._settings.max_solver_bytes
+        return SolverProcess(self._work, memory_bytes, self._niceness)
 
     def _take_process(self) -> SolverProcess:
         with self._lock:
@@ -254,9 +260,19 @@ class Solvers:
 
     def __init__(self, work: Work, settings: Settings, metrics: Metrics) -> None:
         self._settings, self._metrics = settings, metrics
-        self.plans = Lane(work, settings, metrics, tasks_per_process=1)
+        self.plans = Lane(
+            work,
+            settings,
+            metrics,
+            tasks_per_process=1,
+            niceness=SEARCH_NICENESS,
+        )
         self.predictions = Lane(
-            work, settings, metrics, tasks_per_process=TASKS_PER_PROCESS
+            work,
+            settings,
+            metrics,
+            tasks_per_process=TASKS_PER_PROCESS,
+            niceness=0,
         )
 
     async def predict(self, make_task: Callable[[], Task], client: str) -> Answer:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from planner.api.settings import Settings
 from planner.api.solver import PredictTask, Refused, SolverProcess
+from planner.api.solvers import SEARCH_NICENESS
 from planner.spec import Cluster, Job, ModelProfile, PredictionLayout
 from tests.api.documents import cluster, four_equal_layers, job, plan_body
 from tests.api.fakes import Instant, NamesOfProfiles
@@ -69,6 +70,23 @@ def test_a_dead_spare_is_replaced(
         until(multiprocessing.active_children)
         assert not set(spares) & set(multiprocessing.active_children())
     assert multiprocessing.active_children() == []
+
+
+def test_searches_leave_the_processor_to_the_service(
+    settings_of: Callable[..., Settings], journal: Path
+) -> None:
+    """Their processes have a lower priority; those of predictions have the service's."""
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+
+    def priorities() -> list[int]:
+        found = [process.pid for process in multiprocessing.active_children()]
+        return sorted(
+            os.getpriority(os.PRIO_PROCESS, pid) for pid in found if pid is not None
+        )
+
+    expected = [own, min(19, own + SEARCH_NICENESS)]
+    with running(settings_of(spare_solvers=1), Instant(journal)):
+        until(lambda: priorities() == expected)
 
 
 def test_a_process_keeps_the_profiles_of_its_tasks() -> None:
