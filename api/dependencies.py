@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, TypeVar
 from urllib.request import parse_http_list
 
 from fastapi import Depends, Header, Path, Request
+from pydantic import BaseModel
 
 from planner.api.errors import NotFoundError
 from planner.api.guard import client_of
@@ -22,14 +23,19 @@ from planner.api.profiles import Profiles
 from planner.api.settings import Settings
 from planner.api.solvers import Solvers
 from planner.api.store import JobRow, PlanRow, Store
+from planner.api.stored import read_stored
 from planner.errors import DocumentError
-from planner.spec import Plan
+from planner.spec import Infeasible, Plan
 
 PREFER = "`wait=10`: seconds to wait for the plan; `respond-async`: do not (RFC 7240)."
+PLAN_AGAIN = "plan again: POST /v1/plans."
 LAST_EVENT_ID = (
     "Number of the last event that was received; the stream begins after it."
 )
 PlanId = Annotated[str, Path(description="Id of the plan, its sha256.")]
+
+
+Part = TypeVar("Part", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +67,41 @@ class StoredResult:
     document: str
     """JSON."""
 
-    def plan(self) -> Plan:
-        """The plan.
-
-        Raises:
-            NotFoundError: the result is infeasible.
-        """
+    def check_feasible(self) -> None:
+        """Raise `NotFoundError` if the result is infeasible."""
         if self.row.status == "infeasible":
             raise NotFoundError(
                 "no layout fits in memory, so there is no plan.",
                 field="plan_id",
                 hint=f"GET /v1/plans/{self.row.id} returns the reasons.",
             )
-        return Plan.model_validate_json(self.document)
+
+    def plan(self) -> Plan:
+        """The plan.
+
+        Raises:
+            NotFoundError: the result is infeasible.
+            OutdatedError: an earlier version stored it, and this one refuses it.
+        """
+        self.check_feasible()
+        return self.read(Plan)
+
+    def infeasible(self) -> Infeasible:
+        """The reasons why no layout fits, for a result that is infeasible.
+
+        Raises:
+            OutdatedError: an earlier version stored them, and this one refuses them.
+        """
+        return self.read(Infeasible)
+
+    def read(self, kind: type[Part]) -> Part:
+        """The document, or the part of it that `kind` has.
+
+        Raises:
+            OutdatedError: an earlier version stored it, and this one refuses it.
+        """
+        name = f"the plan {self.row.id}"
+        return read_stored(kind, self.document, name=name, hint=PLAN_AGAIN)
 
 
 async def services(request: Request) -> Services:

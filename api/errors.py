@@ -8,6 +8,7 @@ PlannerError
 ├── MethodError               405  the resource does not support the method
 ├── RequestTimeoutError       408  the request body arrived too slowly
 ├── JobCancelledError         409  a client cancelled the job that this request waits for
+├── OutdatedError             410  an earlier version stored what this one refuses
 ├── PreconditionError         412  the resource does not match If-Match
 ├── BodyTooLargeError         413  the request body exceeds the limit
 ├── MediaTypeError            415  the body is not JSON
@@ -107,6 +108,18 @@ class JobCancelledError(ServiceError):
     status = 409
     code = "job-cancelled"
     title = "The job was cancelled"
+
+
+class OutdatedError(ServiceError):
+    """An earlier version stored a document that this version does not accept.
+
+    New limits and rules apply to stored documents too. Plan again, or store the profile
+    again.
+    """
+
+    status = 410
+    code = "outdated-document"
+    title = "The stored document is outdated"
 
 
 class BodyTooLargeError(ServiceError):

@@ -24,6 +24,7 @@ from planner.api.metrics import Metrics
 from planner.api.news import News
 from planner.api.solvers import Solvers
 from planner.api.store import EventRow, JobCounts, JobRow, Store
+from planner.api.stored import read_stored
 from planner.spec import PlanRequest, canonical_json
 from planner.spec.answers import JobProgress, JobView, ProblemDocument
 
@@ -184,6 +185,16 @@ class Jobs:
         free = self._queue.free_slots(counts.running)
         self._solvers.check_capacity(counts.queued, counts.running, free)
         self._solvers.check_share(client, counts.of_client)
+
+
+def requested(job: JobRow) -> PlanRequest:
+    """The request of a job, without its profile.
+
+    Raises:
+        OutdatedError: an earlier version stored it, and this one refuses it.
+    """
+    hint = "send the request again: POST /v1/plans."
+    return read_stored(PlanRequest, job.request, name=f"the job {job.id}", hint=hint)
 
 
 def view_of(job: JobRow, root: str = "") -> JobView:

@@ -11,6 +11,7 @@ from planner.api.documents import CatalogueProfile, LongPlanCreate, LongPredicti
 from planner.api.errors import LimitError, NotFoundError
 from planner.api.settings import Settings
 from planner.api.store import Store
+from planner.api.stored import read_stored
 from planner.errors import UnknownNameError
 from planner.profiler.catalogue import names
 from planner.profiler.resolve import catalogue_profile
@@ -65,11 +66,17 @@ class Profiles:
 
         Raises:
             NotFoundError: there is no such profile.
+            OutdatedError: an earlier version stored it, and this one refuses it.
         """
         with self._lock:
             profile = self._recent.get(profile_id)
         if profile is None:
-            profile = ModelProfile.model_validate_json(self.document(profile_id))
+            profile = read_stored(
+                ModelProfile,
+                self.document(profile_id),
+                name=f"the profile {profile_id}",
+                hint="make the profile again, and store it: POST /v1/profiles.",
+            )
         self._cache(profile_id, profile)
         return profile
 

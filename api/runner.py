@@ -14,6 +14,7 @@ from typing import TypeVar
 from planner.api.database import StoreError
 from planner.api.documents import Answer
 from planner.api.errors import InternalError, SolverError
+from planner.api.jobs import requested
 from planner.api.metrics import Metrics
 from planner.api.problems import document_of
 from planner.api.profiles import Profiles
@@ -130,7 +131,7 @@ class Runner:
         """Solve a job; what then stores its end, or None if it has been cancelled."""
         job = attempt.job
         try:
-            request = PlanRequest.model_validate_json(job.request)
+            request = requested(job)
             answer = await self._solvers.plans.run(
                 Place(job.turn, job.client, job.company),
                 partial(self._begin, attempt, request),

@@ -8,11 +8,11 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
 from planner.api.dependencies import JobDependency, ServicesDependency
-from planner.api.jobs import view_of
+from planner.api.errors import OutdatedError
+from planner.api.jobs import requested, view_of
 from planner.api.pages.fields import answers_of
 from planner.api.pages.rendering import page
 from planner.api.store import JobRow
-from planner.spec import PlanRequest
 from planner.spec.answers import FINISHED
 from planner.spec.words import counted
 
@@ -27,7 +27,7 @@ async def show_job(job: JobDependency, request: Request) -> Response:
     view = view_of(job)
     if view.plan_url is not None:
         return RedirectResponse(f"/plans/{view.plan_id}", SEE_OTHER)
-    asked = PlanRequest.model_validate_json(job.request)
+    asked = requested(job)
     answers = answers_of(asked)
     return page(
         request,
@@ -48,7 +48,10 @@ async def cancel(job: JobDependency, parts: ServicesDependency) -> RedirectRespo
 
 
 def subject(job: JobRow) -> str:
-    """``gpt2 on 8 devices``."""
-    request = PlanRequest.model_validate_json(job.request)
+    """``gpt2 on 8 devices``; the id of the plan if the request is outdated."""
+    try:
+        request = requested(job)
+    except OutdatedError:
+        return f"plan {job.plan_id[:12]}"
     model = request.model or f"profile {request.profile_id[:12]}"
     return f"{model} on {counted(request.cluster.devices, 'device')}"

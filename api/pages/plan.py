@@ -21,6 +21,8 @@ from planner.api.dependencies import (
     ServicesDependency,
 )
 from planner.api.documents import LongPlanCreate
+from planner.api.errors import OutdatedError
+from planner.api.jobs import requested
 from planner.api.pages.fields import answers_of, own_job
 from planner.api.pages.rendering import gigabytes, page, render
 from planner.api.pages.stage_map import Row, stage_map
@@ -30,7 +32,6 @@ from planner.api.timeline import TimelineQuery, pictured, predicted_step
 from planner.errors import PlannerError
 from planner.export import TARGETS
 from planner.spec import (
-    Infeasible,
     Job,
     Layout,
     ModelProfile,
@@ -102,10 +103,14 @@ def show_plan(
     """A plan, or the reasons why no layout fits in memory."""
     row = result.row
     if row.status == "infeasible":
-        found = Infeasible.model_validate_json(result.document)
-        return page(request, "infeasible.html", row=row, found=found)
+        return page(
+            request,
+            "infeasible.html",
+            row=row,
+            found=result.infeasible(),
+            change=_change_of_job(parts, row.id),
+        )
     plan = result.plan()
-    answers = answers_of(plan.request)
     targets = [_target(name, plan) for name in TARGETS]
     return page(
         request,
@@ -114,11 +119,28 @@ def show_plan(
         created_at=row.created_at,
         targets=targets,
         runs=_runs(parts, plan),
-        change=urlencode(answers) if answers is not None else None,
+        change=_change_of(plan.request),
         copied=_export_path(plan, targets),
         what_if=_what_if(plan),
         picture=None,
     )
+
+
+def _change_of(asked: PlanRequest) -> str | None:
+    """The query of the form with these answers; None: the form has too few fields."""
+    answers = answers_of(asked)
+    return None if answers is None else urlencode(answers)
+
+
+def _change_of_job(parts: Services, plan_id: str) -> str | None:
+    """The same for the request of a plan's last job; None too if there is none."""
+    job = parts.store.last_job(plan_id)
+    if job is None:
+        return None
+    try:
+        return _change_of(requested(job))
+    except OutdatedError:
+        return None
 
 
 @router.get("/plans/{plan_id}/stage-map.svg")

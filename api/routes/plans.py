@@ -258,7 +258,7 @@ def list_measurements(
     result: ResultDependency, parts: ServicesDependency, root: RootDependency
 ) -> MeasurementList:
     """List the measured runs of a plan, newest first, with the error of the prediction."""
-    result.plan()
+    result.check_feasible()
     rows = parts.store.measurements(result.row.id)
     return MeasurementList(
         measurements=tuple(_measurement_view(row, result.row, root) for row in rows)

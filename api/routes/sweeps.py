@@ -18,7 +18,7 @@ from planner.api.dependencies import (
     WaitDependency,
 )
 from planner.api.documents import LongPlanCreate
-from planner.api.errors import QueueFullError, TooManyJobsError
+from planner.api.errors import OutdatedError, QueueFullError, TooManyJobsError
 from planner.api.planning import find_or_submit
 from planner.api.store import JobRow
 from planner.errors import SpecError
@@ -107,24 +107,34 @@ def _row(parts: Services, point: SweepPoint, found: Found) -> SweepRow:
     if isinstance(found, SpecError):
         return row_of(point, status="failed", reason=str(found))
     if isinstance(found, StoredResult):
-        return row_of(point, plan_id=found.row.id, **_result(found))
+        return _row_of_result(point, found)
     job = {"plan_id": found.plan_id, "job_id": found.id}
     if found.status in ("succeeded", "infeasible"):
         stored = parts.store.plan(found.plan_id)
         if stored is not None:
-            return row_of(point, **job, **_result(StoredResult(*stored)))
+            return _row_of_result(point, StoredResult(*stored), job_id=found.id)
         return row_of(point, **job, status="failed", reason="the plan was deleted.")
     reason = _Problem.model_validate_json(found.problem or "{}").detail
     return row_of(point, **job, status=found.status, reason=reason)
+
+
+def _row_of_result(
+    point: SweepPoint, found: StoredResult, job_id: str | None = None
+) -> SweepRow:
+    known: dict[str, Any] = {"plan_id": found.row.id, "job_id": job_id}
+    try:
+        return row_of(point, **known, **_result(found))
+    except OutdatedError as error:
+        return row_of(point, **known, status="failed", reason=str(error))
 
 
 def _result(found: StoredResult) -> dict[str, Any]:
     """The figures of a plan, or why no layout fits."""
     status = found.row.status
     if status == "infeasible":
-        reasons = _Reasons.model_validate_json(found.document).reasons
+        reasons = found.read(_Reasons).reasons
         return {"status": status, "reason": " ".join(reasons)}
-    prediction = _Result.model_validate_json(found.document).prediction
+    prediction = found.read(_Result).prediction
     return {
         "status": status,
         "step_seconds": prediction.step_seconds,

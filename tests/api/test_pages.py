@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 
@@ -53,6 +54,27 @@ def marked_body() -> dict[str, object]:
     body["cluster"]["node_groups"][0]["name"] = MARKUP
     body["cluster"]["node_groups"][0]["device"]["id"] = MARKUP
     return body
+
+
+def test_a_request_that_fits_nowhere_can_be_changed(
+    settings: Settings, journal: Path
+) -> None:
+    """The page leads back to the form with the answers that were sent."""
+    with running(settings, Unfit(journal)) as live:
+        asked: dict[str, object] = {"model": "gpt2", "devices": "2xa100-sxm4-80gb"}
+        asked |= {"batch": 32, "sequence": 1024, "runtime": "megatron-core"}
+        assert live.plan(asked).status_code == 200
+        (row,) = live.get("/v1/plans").json()["plans"]
+        page = read_page(live.get(f"/plans/{row['id']}"))
+        (change,) = [
+            link.attributes["href"]
+            for link in page.all("a")
+            if link.text == "Change this request"
+        ]
+        read_page(live.get(change))
+        answers = dict(parse_qsl(urlsplit(change).query))
+        assert answers["runtime"] == "megatron-core"
+        assert post(live, answers) == (303, f"/plans/{row['id']}")
 
 
 def post(live: Live, answers: dict[str, str]) -> tuple[int, str]:
