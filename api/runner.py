@@ -15,7 +15,7 @@ from planner.api.database import StoreError
 from planner.api.documents import Answer
 from planner.api.errors import InternalError, SolverError
 from planner.api.jobs import requested
-from planner.api.metrics import Metrics
+from planner.api.metrics import SolverMetrics
 from planner.api.problems import document_of
 from planner.api.profiles import Profiles
 from planner.api.settings import Settings
@@ -45,7 +45,7 @@ class Runner:
         profiles: Profiles,
         solvers: Solvers,
         settings: Settings,
-        metrics: Metrics,
+        metrics: SolverMetrics,
     ) -> None:
         self._store, self._profiles, self._solvers = store, profiles, solvers
         self._settings, self._metrics = settings, metrics

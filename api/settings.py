@@ -59,6 +59,9 @@ class Settings(BaseModel):
     """Seconds without a sign of life after which other workers take a worker's jobs."""
     worker_heartbeat_file: str = ""
     """File that a running worker touches every few seconds, for liveness probes; empty: none."""
+    metrics_port: int = Field(default=0, ge=0, le=65535)
+    """Port of the metrics of `planner worker`, on the address `host`; 0: none. Services
+    have them at ``/metrics``."""
     keep_plans_days: float = Field(default=0.0, ge=0)
     """Age in days at which plans without measured runs, and unused profiles, are deleted;
     0: never."""

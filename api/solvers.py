@@ -22,7 +22,7 @@ from planner.api.errors import (
     SolverError,
     TooManyJobsError,
 )
-from planner.api.metrics import Metrics
+from planner.api.metrics import SolverMetrics
 from planner.api.settings import Settings
 from planner.api.solver import (
     Answered,
@@ -64,7 +64,7 @@ class Lane:
         self,
         work: Work,
         settings: Settings,
-        metrics: Metrics,
+        metrics: SolverMetrics,
         *,
         tasks_per_process: int,
         niceness: int,
@@ -258,7 +258,7 @@ class Lane:
 class Solvers:
     """The two lanes. All async methods belong to one event loop."""
 
-    def __init__(self, work: Work, settings: Settings, metrics: Metrics) -> None:
+    def __init__(self, work: Work, settings: Settings, metrics: SolverMetrics) -> None:
         self._settings, self._metrics = settings, metrics
         self.plans = Lane(
             work,

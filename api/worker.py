@@ -19,7 +19,7 @@ import psycopg
 from procrastinate.jobs import Job as QueuedJob
 
 from planner.api.database import StoreError
-from planner.api.metrics import Metrics
+from planner.api.metrics import SolverMetrics
 from planner.api.news import News, listen
 from planner.api.profiles import Profiles
 from planner.api.queues import QUEUE, TASK, queue_app
@@ -51,7 +51,7 @@ def work(settings: Settings, task: Work | None = None) -> None:
         task: what a solver process runs; None: `planner.search`.
 
     Raises:
-        DocumentError: the database cannot be used.
+        DocumentError: the database or the port of the metrics cannot be used.
     """
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -72,7 +72,7 @@ class Worker:
     def __init__(self, settings: Settings, work: Work) -> None:
         self._settings = settings
         self._store = Store(settings.database_url)
-        metrics = Metrics()
+        self._metrics = metrics = SolverMetrics()
         profiles = Profiles(self._store, settings)
         self._solvers = Solvers(work, settings, metrics)
         self._runner = Runner(self._store, profiles, self._solvers, settings, metrics)
@@ -81,7 +81,16 @@ class Worker:
         """Jobs of the queue that this process has begun, and not confirmed as done."""
 
     async def run(self) -> None:
-        """Run jobs until SIGINT or SIGTERM."""
+        """Run jobs until SIGINT or SIGTERM; serve metrics if the settings have a port."""
+        port = self._settings.metrics_port
+        if not port:
+            await self._run()
+            return
+        plans = self._solvers.plans
+        with self._metrics.served(self._settings.host, port, lambda: plans.running):
+            await self._run()
+
+    async def _run(self) -> None:
         this = asyncio.current_task()
         assert this is not None
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -184,6 +184,19 @@ def test_workers_scale_with_the_queue() -> None:
     assert named("Deployment", f"{RELEASE}-worker")["spec"]["replicas"] == 2
 
 
+def test_metrics_of_workers_are_reachable() -> None:
+    """Annotation, port, setting and network policy have the port of the values."""
+    pod = named("Deployment", f"{RELEASE}-worker", worker={"metricsPort": 9123})
+    notes = pod["spec"]["template"]["metadata"]["annotations"]
+    assert notes["prometheus.io/port"] == "9123"
+    worker = container("worker", worker={"metricsPort": 9123})
+    assert {"name": "metrics", "containerPort": 9123} in worker["ports"]
+    assert {"name": "PLANNER_METRICS_PORT", "value": "9123"} in worker["env"]
+    policy = named("NetworkPolicy", f"{RELEASE}-worker", worker={"metricsPort": 9123})
+    (rule,) = policy["spec"]["ingress"]
+    assert rule["ports"] == [{"port": 9123}]
+
+
 def test_pods_are_restricted() -> None:
     """No root, no writable root, no privileges, no token of the cluster, no open network."""
     for name in ("api", "worker"):

@@ -10,6 +10,7 @@ from planner.cli.failures import DONE
 from planner.cli.options import Number, option, verb
 from planner.errors import DocumentError
 
+PORT = Number("N", least=0, below=65536, whole=True, hint="give a port up to 65535")
 COUNT = Number("N", least=1, whole=True, hint="give a whole number, at least 1")
 
 
@@ -23,6 +24,16 @@ COUNT = Number("N", least=1, whole=True, hint="give a whole number, at least 1")
     "--concurrency",
     type=COUNT,
     help="Jobs that run at the same time [default: cores of this machine]",
+)
+@option(
+    "--metrics-port",
+    type=PORT,
+    help="Port of Prometheus metrics; 0: none [default: 0]",
+)
+@option(
+    "--host",
+    metavar="HOST",
+    help="Address of the metrics [default: 127.0.0.1, this machine only]",
 )
 @option(
     "--config",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -12,6 +13,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx2
 import psycopg
 import pytest
 
@@ -24,6 +26,7 @@ from planner.cli.main import main
 from tests.api.documents import job, plan_body
 from tests.api.fakes import Instant
 from tests.api.live import Live, running, until
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 2.0
@@ -66,7 +69,9 @@ class Farm:
         """Ids of the plans that solvers began."""
         return self.journal.read_text().split()
 
-    def add_worker(self, *, seconds: float, concurrency: int = 1) -> None:
+    def add_worker(
+        self, *, seconds: float, concurrency: int = 1, metrics_port: int = 0
+    ) -> None:
         """Start a worker whose solvers need `seconds`."""
         script = self.directory / "worker.py"
         script.write_text(WORKER)
@@ -76,7 +81,10 @@ class Farm:
         ]
         log = self.stack.enter_context((self.directory / "log").open("ab"))
         worker = subprocess.Popen(
-            command, stderr=log, env=os.environ | {"PYTHONPATH": str(ROOT)}
+            command,
+            stderr=log,
+            env=os.environ
+            | {"PYTHONPATH": str(ROOT), "PLANNER_METRICS_PORT": str(metrics_port)},
         )
         self.workers.append(worker)
 
@@ -241,6 +249,35 @@ def test_a_job_that_the_queue_has_lost_is_queued_again(farm: Farm) -> None:
     farm.add_worker(seconds=0.1)
     until(lambda: farm.status(job_id) == "succeeded")
     assert "was missing in the queue" in farm.log()
+
+
+def test_a_worker_has_metrics_of_its_own(farm: Farm) -> None:
+    """Finished jobs, their seconds and running solvers; nothing that only services count."""
+    port = free_port()
+    farm.add_worker(seconds=0.1, metrics_port=port)
+    assert farm.services[0].plan(plan_body()).status_code == 200
+    url = f"http://127.0.0.1:{port}/metrics"
+    succeeded = 'planner_solves_total{status="succeeded"} 1.0'
+    text = until(lambda: succeeded in (found := httpx2.get(url).text) and found)
+    assert "planner_solve_seconds_count 1.0" in text
+    assert "planner_running_solves 0.0" in text
+    assert "planner_queue_length" not in text
+
+
+def test_a_port_of_metrics_that_is_in_use(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The worker does not start, and says which setting to change."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        url = cluster.new_database()
+        code = main(["worker", "--database-url", url, "--metrics-port", port])
+    assert code == 2
+    message = capsys.readouterr().err
+    assert f"metrics_port: cannot listen on 127.0.0.1:{port}" in message
+    assert "hint: give a free port" in message
 
 
 def test_a_worker_needs_postgresql(capsys: pytest.CaptureFixture[str]) -> None:
