@@ -121,6 +121,17 @@ LEAST_TAIL = 1e-3
 """Scale of the tails of memory residuals, if the outer quantiles coincide."""
 NAMES = frozenset(each.name for each in fields(Constants))
 
+DIVISORS = frozenset(
+    each.name
+    for each in fields(Constants)
+    if each.name.endswith("_fraction")
+    and each.name not in ("rail_fraction", "overlap_fraction", "cached_fraction")
+)
+"""Efficiencies that the cost model divides by."""
+LARGEST_LOG = 20.0
+"""Largest magnitude of an offset or a residual: a factor of 5e8."""
+Log = Annotated[float, Field(ge=-LARGEST_LOG, le=LARGEST_LOG)]
+
 OwnerKind = Literal[
     "architecture", "runtime", "format", "source", "runtime x architecture"
 ]
@@ -153,11 +164,11 @@ class RowCounts(Document):
 class Residuals(Document):
     """Distribution of log(measured / predicted) over held-out runs."""
 
-    low: float
+    low: Log
     """10 % quantile."""
-    high: float
+    high: Log
     """90 % quantile."""
-    quantiles: tuple[float, ...] = ()
+    quantiles: tuple[Log, ...] = ()
     """Evenly spaced quantiles in ascending order, such as 5 %, 10 % ... 95 %."""
 
     @model_validator(mode="after")
@@ -271,7 +282,7 @@ class CalibrationTable(Document):
     """Runs in the fit."""
     constants: dict[str, float]
     """Global value of every fitted constant; fields of `Constants`."""
-    offsets: dict[str, dict[str, float]] = Field(default_factory=dict)
+    offsets: dict[str, dict[str, Log]] = Field(default_factory=dict)
     """By constant and owner: log of the owner's value / the global value."""
     owners: dict[str, OwnerKind] = Field(default_factory=dict)
     """What the offsets of a constant belong to."""
@@ -297,6 +308,18 @@ class CalibrationTable(Document):
                 "fit again with this release: `planner calibrate`"
             )
         return table
+
+    @field_validator("constants")
+    @classmethod
+    def _constants_are_possible(cls, constants: dict[str, float]) -> dict[str, float]:
+        for name, value in constants.items():
+            least, most = _range_of(name)
+            if not least <= value <= most:
+                raise ValueError(
+                    f"{name} {value:g} is not between {least:g} and {most:g}; "
+                    "fit again: `planner calibrate`"
+                )
+        return constants
 
     @field_validator("intervals")
     @classmethod
@@ -441,8 +464,18 @@ def constants_for(
 def _bounded(table: CalibrationTable, name: str, value: float) -> float:
     """Return the nearest value within the bounds of a constant."""
     least, most = table.bounds.get(name, (0.0, None))
-    above = max(value, least)
-    return above if most is None else min(above, most)
+    bounded = max(value, least)
+    if most is not None:
+        bounded = min(bounded, most)
+    lowest, highest = _range_of(name)
+    return min(max(bounded, lowest), highest)
+
+
+def _range_of(name: str) -> tuple[float, float]:
+    """Values of a constant for which every prediction is a finite number."""
+    if name.endswith("_bytes"):
+        return 0.0, 1e12
+    return 1e-3 if name in DIVISORS else 0.0, 1e3
 
 
 def pair_name(runtime: str, architecture: str) -> str:

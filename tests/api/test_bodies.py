@@ -129,6 +129,15 @@ def test_a_long_list_names_its_limit(live: Live) -> None:
     assert schemas["Cluster"]["properties"]["node_groups"]["maxItems"] == 256
 
 
+def test_few_of_the_limits_that_a_body_exceeds_are_listed(live: Live) -> None:
+    """As many as problems are."""
+    groups = [GROUP | {"name": "a" * 2000}] * 30
+    text = body_with(cluster={"node_groups": groups})
+    document = refused(send(live, text), 422, "invalid-document")
+    assert len(document["errors"]) == limits.MOST_PROBLEMS
+    assert len(document["limits"]) == limits.MOST_PROBLEMS
+
+
 def test_every_list_and_mapping_has_a_maximum(live: Live) -> None:
     """No array of any schema is unbounded."""
 

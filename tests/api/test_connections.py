@@ -17,7 +17,7 @@ from planner.api.connections import SparseLog
 from planner.api.settings import Settings
 from tests.api.documents import plan_body
 from tests.api.fakes import Gated, Instant
-from tests.api.live import Live, running, until
+from tests.api.live import PATIENCE_SECONDS, Live, running, until
 
 CONNECTIONS = "planner.api.connections."
 
@@ -56,8 +56,11 @@ def wait_until_closed(client: socket.socket) -> None:
 def test_health_is_answered_while_connections_stall(
     settings: Settings, journal: Path, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
-    """Far more stalled connections than the limit: the service has no more than that."""
+    """Far more stalled connections than the limit: the service has no more than that,
+    also before the first deadline."""
     monkeypatch.setattr(CONNECTIONS + "MOST_CONNECTIONS", 50)
+    monkeypatch.setattr(CONNECTIONS + "HEADER_SECONDS", 10 * PATIENCE_SECONDS)
+    monkeypatch.setattr("planner.api.middleware.BODY_SECONDS", 10 * PATIENCE_SECONDS)
     with running(settings, Instant(journal)) as live, stalled(live, 300, sent):
         for _ in range(5):
             answer = httpx2.get(f"{live.client.base_url}/healthz", timeout=10)
@@ -92,6 +95,15 @@ def test_headers_have_a_deadline_that_bytes_do_not_extend(
         with pytest.raises(ConnectionError):
             trickle(client, seconds=5)
         assert time.perf_counter() - begin < 2
+
+
+def test_a_connection_that_sends_nothing_has_a_deadline(
+    settings: Settings, journal: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins with the connection, and not with the first byte."""
+    monkeypatch.setattr(CONNECTIONS + "HEADER_SECONDS", 0.3)
+    with running(settings, Instant(journal)) as live, stalled(live, 1, b"") as [silent]:
+        wait_until_closed(silent)
 
 
 def test_headers_of_a_second_request_have_a_deadline(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from planner.errors import DocumentError
 from planner.spec.calibration import (
@@ -294,6 +295,34 @@ def test_wrong_calibrations_are_refused(changes: dict[str, Any], word: str) -> N
     with pytest.raises(DocumentError) as caught:
         parse(json.dumps(document(**changes)), "calibration.json")
     assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("memory_fraction", 0.0), ("step_seconds", -1.0), ("allocated_factor", 1e30)],
+)
+def test_impossible_constants_are_refused(name: str, value: float) -> None:
+    """Zero divides; negative or huge values make no prediction."""
+    with pytest.raises(ValidationError, match=f"{name} .* is not between"):
+        table(constants={name: value})
+
+
+def test_constants_stay_possible() -> None:
+    """Offsets and bounds of a document cannot make an efficiency zero."""
+    offset = {"matmul_fraction": {"Hopper": -20.0}}
+    bounds = {"matmul_fraction": [0.0, 0.0]}
+    own = table(offsets=offset, bounds=bounds)
+    found = constants_for("nemo", "Hopper", calibration=own)
+    assert found.matmul_fraction == 1e-3
+
+
+@pytest.mark.parametrize("offset", [-21.0, 21.0])
+def test_offsets_and_residuals_are_bounded(offset: float) -> None:
+    """Their exponentials are finite."""
+    with pytest.raises(ValidationError, match="than or equal to"):
+        table(offsets={"matmul_fraction": {"Hopper": offset}})
+    with pytest.raises(ValidationError, match="than or equal to"):
+        Residuals(low=min(offset, 0.0), high=max(offset, 0.0))
 
 
 def test_text_that_is_no_json_is_refused() -> None:
