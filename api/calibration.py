@@ -11,6 +11,7 @@ from planner.api.errors import LimitError, NotFoundError
 from planner.api.limits import LONGEST_NAME, MOST_FITTED_RUNS
 from planner.api.solver import FitTask
 from planner.api.store import CalibrationRow, Store
+from planner.api.stored import read_stored
 from planner.calibrate.own_runs import own_run
 from planner.errors import DocumentError, PlannerError
 from planner.spec import (
@@ -21,11 +22,13 @@ from planner.spec import (
     Run,
     digest,
 )
-from planner.spec.calibration import parse
 
 Request = LongPlanCreate | LongPredictionCreate
 ProfileOf = Callable[[str], ModelProfile]
 """Returns the profile with this id."""
+
+
+FIT_AGAIN = "fit it again: planner calibrate."
 
 
 def calibration_of(request: Request, store: Store) -> CalibrationTable | None:
@@ -33,12 +36,13 @@ def calibration_of(request: Request, store: Store) -> CalibrationTable | None:
 
     Raises:
         NotFoundError: there is no calibration with this id.
-        DocumentError: another release stored it, whose constants are not those of today.
+        OutdatedError: an earlier version stored it, and this one refuses it.
     """
     if request.calibration_id is None:
         return request.calibration
     _, document = stored_calibration(store, request.calibration_id)
-    return parse(document, "calibration_id")
+    name = f"the calibration {request.calibration_id}"
+    return read_stored(CalibrationTable, document, name=name, hint=FIT_AGAIN)
 
 
 def stored_calibration(store: Store, calibration_id: str) -> tuple[CalibrationRow, str]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 from sqlalchemy import (
+    Column,
     ColumnElement,
     Connection,
     Executable,
@@ -148,20 +149,18 @@ class Swept:
     jobs: int
 
 
-CALIBRATION_FIELDS = tuple(field.name for field in fields(CalibrationRow))
-PLAN_FIELDS = tuple(field.name for field in fields(PlanRow))
-JOB_FIELDS = tuple(field.name for field in fields(JobRow))
-SELECT_CALIBRATIONS = select(
-    *(calibrations.c[name] for name in CALIBRATION_FIELDS)
-).where(calibrations.c.document.is_not(None))
-SELECT_PLANS = select(*(plans.c[name] for name in PLAN_FIELDS))
-SELECT_JOBS = select(*(jobs.c[name] for name in JOB_FIELDS))
-SELECT_MEASUREMENTS = select(
-    measurements.c.id,
-    measurements.c.plan_id,
-    measurements.c.document,
-    measurements.c.created_at,
+def _columns(table: Table, row: type[Any]) -> list[Column[Any]]:
+    """The columns of a table that a row has, in the order of its fields."""
+    return [table.c[field.name] for field in fields(row)]
+
+
+SELECT_CALIBRATIONS = select(*_columns(calibrations, CalibrationRow)).where(
+    calibrations.c.document.is_not(None)
 )
+SELECT_PLANS = select(*_columns(plans, PlanRow))
+SELECT_JOBS = select(*_columns(jobs, JobRow))
+SELECT_EVENTS = select(*_columns(events, EventRow))
+SELECT_MEASUREMENTS = select(*_columns(measurements, MeasurementRow))
 ACTIVE_JOB = jobs.c.status.in_(ACTIVE)
 
 
@@ -257,9 +256,7 @@ class Store:
 
     def calibrations(self, *, before: int | None, limit: int) -> list[CalibrationRow]:
         """Calibrations, newest first, older than number `before`."""
-        query = SELECT_CALIBRATIONS.order_by(calibrations.c.number.desc()).limit(limit)
-        if before is not None:
-            query = query.where(calibrations.c.number < before)
+        query = _newest(SELECT_CALIBRATIONS, calibrations, before, limit)
         return [CalibrationRow(*row) for row in self._all(query)]
 
     def delete_calibration(self, calibration_id: str) -> None:
@@ -279,9 +276,7 @@ class Store:
 
     def plans(self, *, before: int | None, limit: int) -> list[PlanRow]:
         """Results, newest first, older than number `before`."""
-        query = SELECT_PLANS.order_by(plans.c.number.desc()).limit(limit)
-        if before is not None:
-            query = query.where(plans.c.number < before)
+        query = _newest(SELECT_PLANS, plans, before, limit)
         return [PlanRow(*row) for row in self._all(query)]
 
     # Jobs
@@ -399,8 +394,8 @@ class Store:
 
         False if this attempt does not run any more.
         """
-        row = {name: getattr(plan, name) for name in PLAN_FIELDS if name != "number"}
-        row["document"] = document
+        row = asdict(plan) | {"document": document}
+        del row["number"]  # numbered by the database
         with self._change() as change:
             if not change.finish(plan.status, None, _this_attempt(job)):
                 return False
@@ -483,8 +478,7 @@ class Store:
 
     def events(self, job_id: str, *, after: int) -> list[EventRow]:
         """Events of a job after number `after`."""
-        query = select(events.c.number, events.c.name, events.c.data)
-        query = query.where(events.c.job_id == job_id, events.c.number > after)
+        query = SELECT_EVENTS.where(events.c.job_id == job_id, events.c.number > after)
         return [EventRow(*row) for row in self._all(query.order_by(events.c.number))]
 
     # Measured runs
@@ -630,6 +624,15 @@ class _Change:
         """Let PostgreSQL notify all processes at the end of the transaction."""
         for job_id, name in self.events:
             self.connection.execute(select(func.pg_notify(CHANNEL, f"{job_id} {name}")))
+
+
+def _newest(
+    query: Select[*tuple[Any, ...]], table: Table, before: int | None, limit: int
+) -> Select[*tuple[Any, ...]]:
+    """The query for rows below a number, the newest first."""
+    if before is not None:
+        query = query.where(table.c.number < before)
+    return query.order_by(table.c.number.desc()).limit(limit)
 
 
 def now() -> str:
