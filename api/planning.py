@@ -21,6 +21,13 @@ from planner.spec import CalibrationTable, Forecast, Options, PlanRequest
 
 Result = TypeVar("Result")
 
+RETRY_SECONDS = "1"
+RETRY_AFTER: dict[str, Any] = {
+    "description": "Seconds to wait before the next request.",
+    "schema": {"type": "integer"},
+}
+"""The header of an unfinished answer, for the OpenAPI document."""
+
 
 async def find_or_submit(
     parts: Services,
@@ -58,6 +65,14 @@ async def find_or_submit(
     # job cancels this request's job too.
     parts.metrics.plan_requests.inc()
     return job
+
+
+def result_of(parts: Services, job: JobRow) -> StoredResult | None:
+    """The result of a job; None: it has none, or that was deleted."""
+    if job.status not in ("succeeded", "infeasible"):
+        return None
+    found = parts.store.plan(job.plan_id)
+    return StoredResult(*found) if found else None
 
 
 async def predict(

@@ -44,7 +44,7 @@ from planner.api.documents import (
 from planner.api.errors import JobCancelledError, NotFoundError
 from planner.api.jobs import view_of
 from planner.api.links import root_of
-from planner.api.planning import find_or_submit
+from planner.api.planning import RETRY_AFTER, RETRY_SECONDS, find_or_submit, result_of
 from planner.api.problems import response_of
 from planner.api.store import LARGEST_INTEGER, JobRow, MeasurementRow, PlanRow
 from planner.api.timeline import TimelineQuery, pictured, predicted_step, traced
@@ -63,10 +63,7 @@ ACCEPTED: dict[int | str, dict[str, Any]] = {
         "description": "The search is still running: follow the job.",
         "headers": {
             "Location": {"description": "The job.", "schema": {"type": "string"}},
-            "Retry-After": {
-                "description": "Seconds to wait before the next request.",
-                "schema": {"type": "integer"},
-            },
+            "Retry-After": RETRY_AFTER,
         },
     }
 }
@@ -293,14 +290,14 @@ def _after_wait(
     request: Request, parts: Services, job: JobRow, wait: Wait, body: PlanCreate
 ) -> Response:
     """The answer at the end of the wait: a plan, a problem, or 202 with the job."""
+    result = result_of(parts, job)
+    if result is not None:
+        return _answer(request, result, cache="fwd=miss; stored")
     if job.status in ("succeeded", "infeasible"):
-        found = parts.store.plan(job.plan_id)
-        if found is None:
-            raise NotFoundError(
-                f"plan {job.plan_id} was deleted in the meantime.",
-                hint="send the request again.",
-            )
-        return _answer(request, StoredResult(*found), cache="fwd=miss; stored")
+        raise NotFoundError(
+            f"plan {job.plan_id} was deleted in the meantime.",
+            hint="send the request again.",
+        )
     if job.status == "cancelled":
         raise JobCancelledError(
             f"job {job.id} was cancelled by a client.", hint="send the request again."
@@ -312,7 +309,7 @@ def _after_wait(
         problem = document_as_sent(body, view.problem)
         request_id = request.scope["request_id"]
         return response_of(problem.model_copy(update={"request_id": request_id}))
-    headers = {"Location": f"/v1/jobs/{job.id}", "Retry-After": "1"}
+    headers = {"Location": f"/v1/jobs/{job.id}", "Retry-After": RETRY_SECONDS}
     if wait.applied:
         headers["Preference-Applied"] = wait.applied
     return Response(

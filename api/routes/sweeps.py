@@ -19,7 +19,7 @@ from planner.api.dependencies import (
 )
 from planner.api.documents import LongPlanCreate
 from planner.api.errors import OutdatedError, QueueFullError, TooManyJobsError
-from planner.api.planning import find_or_submit
+from planner.api.planning import RETRY_AFTER, RETRY_SECONDS, find_or_submit, result_of
 from planner.api.store import JobRow
 from planner.errors import SpecError
 from planner.spec.sweep import (
@@ -33,17 +33,11 @@ from planner.spec.sweep import (
 
 router = APIRouter(prefix="/v1/sweeps", tags=["sweeps"], route_class=DocumentRoute)
 
-RETRY_SECONDS = "1"
 UNFINISHED: dict[int | str, dict[str, Any]] = {
     202: {
         "model": SweepTable,
         "description": "Some searches still run or wait: send the same request again.",
-        "headers": {
-            "Retry-After": {
-                "description": "Seconds to wait before the next request.",
-                "schema": {"type": "integer"},
-            }
-        },
+        "headers": {"Retry-After": RETRY_AFTER},
     }
 }
 
@@ -108,11 +102,11 @@ def _row(parts: Services, point: SweepPoint, found: Found) -> SweepRow:
         return row_of(point, status="failed", reason=str(found))
     if isinstance(found, StoredResult):
         return _row_of_result(point, found)
+    result = result_of(parts, found)
+    if result is not None:
+        return _row_of_result(point, result, job_id=found.id)
     job = {"plan_id": found.plan_id, "job_id": found.id}
     if found.status in ("succeeded", "infeasible"):
-        stored = parts.store.plan(found.plan_id)
-        if stored is not None:
-            return _row_of_result(point, StoredResult(*stored), job_id=found.id)
         return row_of(point, **job, status="failed", reason="the plan was deleted.")
     reason = _Problem.model_validate_json(found.problem or "{}").detail
     return row_of(point, **job, status=found.status, reason=reason)
