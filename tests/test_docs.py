@@ -20,7 +20,8 @@ from docs.outputs import (
     missing_line,
     run,
 )
-from planner.api.documents import PlanCreate
+from planner.api.bodies import document_of
+from planner.api.documents import CalibrationCreate, PlanCreate
 from planner.cli.main import VERBS
 from planner.spec import Job, read
 from planner.spec.cluster_file import read_cluster
@@ -290,12 +291,22 @@ def test_documents_in_the_text_are_valid(tmp_path: Path) -> None:
     assert read_cluster(tmp_path / "cluster.yaml").devices == 8
 
 
+KIND_OF_BODY = {"/v1/plans": PlanCreate, "/v1/calibrations": CalibrationCreate}
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/guides/serve.md"])
 def test_bodies_of_requests_are_valid(page: str) -> None:
     """The service reads every JSON body on the page."""
     text = text_of(ROOT / page)
-    bodies = re.findall(r"-d '(\{.*?\})'", text, re.DOTALL)
-    assert bodies
-    bodies += re.findall(r"^```text\n(\{.*?\})\n```", text, re.MULTILINE | re.DOTALL)
-    for body in bodies:
-        PlanCreate.model_validate_json(body)
+    sent = 0
+    for command in text.split("curl ")[1:]:
+        body = re.search(r"-d '(\{.*?\})'", command, re.DOTALL)
+        path = re.search(r"(/v1/[\w-]+)\s", command)
+        if body is not None and path is not None:
+            document_of(body[1].encode(), KIND_OF_BODY[path[1]])
+            sent += 1
+    assert sent
+    for body in re.finditer(
+        r"^```text\n(\{.*?\})\n```", text, re.MULTILINE | re.DOTALL
+    ):
+        document_of(body[1].encode(), PlanCreate)
