@@ -11,21 +11,18 @@ from fastapi.routing import APIRoute
 from fastapi.telemetry import TelemetryConfig
 from starlette.types import Scope
 
-from planner.api import openapi, pages, problems
-from planner.api.bodies import LargeBodies
+from planner.api import openapi, pages
 from planner.api.dependencies import Services
-from planner.api.guard import Guard
-from planner.api.hosts import names_of
-from planner.api.jobs import Jobs, Queue
-from planner.api.keys import keys_of
-from planner.api.known_answers import AnswerFromMemory, KnownAnswers
-from planner.api.links import path_within
+from planner.api.http import problems
+from planner.api.http.bodies import LargeBodies
+from planner.api.http.guard import Guard
+from planner.api.http.hosts import names_of
+from planner.api.http.keys import keys_of
+from planner.api.http.known_answers import AnswerFromMemory, KnownAnswers
+from planner.api.http.links import path_within
+from planner.api.http.middleware import BodyLimit, Head, RequestContext
 from planner.api.metrics import Metrics
-from planner.api.middleware import BodyLimit, Head, RequestContext
-from planner.api.news import News
 from planner.api.profiles import Profiles
-from planner.api.queues import LocalQueue, SharedQueue
-from planner.api.retention import sweep_regularly
 from planner.api.routes import (
     calibrations,
     catalogue,
@@ -39,11 +36,15 @@ from planner.api.routes import (
     profiles,
     sweeps,
 )
-from planner.api.runner import Runner
 from planner.api.settings import Settings
-from planner.api.solver import Search, Work
-from planner.api.solvers import Solvers
-from planner.api.store import Store
+from planner.api.solving.jobs import Jobs, Queue
+from planner.api.solving.news import News
+from planner.api.solving.queues import LocalQueue, SharedQueue
+from planner.api.solving.runner import Runner
+from planner.api.solving.solver import Search, Work
+from planner.api.solving.solvers import Solvers
+from planner.api.storage.retention import sweep_regularly
+from planner.api.storage.store import Store
 from planner.version import __version__
 
 PROBES = frozenset({"/healthz", "/readyz", "/metrics"})

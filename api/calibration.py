@@ -9,9 +9,9 @@ from pydantic import ValidationError
 from planner.api.documents import LongPlanCreate, LongPredictionCreate
 from planner.api.errors import LimitError, NotFoundError
 from planner.api.limits import LONGEST_NAME, MOST_FITTED_RUNS
-from planner.api.solver import FitTask
-from planner.api.store import CalibrationRow, Store
-from planner.api.stored import read_stored
+from planner.api.solving.solver import FitTask
+from planner.api.storage.store import CalibrationRow, Store
+from planner.api.storage.stored import read_stored
 from planner.calibrate.own_runs import own_run
 from planner.errors import DocumentError, PlannerError
 from planner.spec import (

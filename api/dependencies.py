@@ -15,15 +15,15 @@ from fastapi import Depends, Header, Path, Request
 from pydantic import BaseModel
 
 from planner.api.errors import NotFoundError
-from planner.api.guard import client_of
-from planner.api.jobs import Jobs
-from planner.api.links import root_of
+from planner.api.http.guard import client_of
+from planner.api.http.links import root_of
 from planner.api.metrics import Metrics
 from planner.api.profiles import Profiles
 from planner.api.settings import Settings
-from planner.api.solvers import Solvers
-from planner.api.store import JobRow, PlanRow, Store
-from planner.api.stored import read_stored
+from planner.api.solving.jobs import Jobs
+from planner.api.solving.solvers import Solvers
+from planner.api.storage.store import JobRow, PlanRow, Store
+from planner.api.storage.stored import read_stored
 from planner.errors import DocumentError
 from planner.spec import Infeasible, Plan
 

@@ -15,8 +15,8 @@ from planner.api.dependencies import Services, StoredResult
 from planner.api.documents import LongPlanCreate, LongPredictionCreate
 from planner.api.errors import LimitError, NotReadyError
 from planner.api.profiles import ResolvedProfile
-from planner.api.solver import PredictTask
-from planner.api.store import JobRow, PlanRow
+from planner.api.solving.solver import PredictTask
+from planner.api.storage.store import JobRow, PlanRow
 from planner.spec import CalibrationTable, Forecast, Options, PlanRequest
 
 Result = TypeVar("Result")

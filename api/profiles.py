@@ -10,8 +10,8 @@ from functools import lru_cache
 from planner.api.documents import CatalogueProfile, LongPlanCreate, LongPredictionCreate
 from planner.api.errors import LimitError, NotFoundError
 from planner.api.settings import Settings
-from planner.api.store import Store
-from planner.api.stored import read_stored
+from planner.api.storage.store import Store
+from planner.api.storage.stored import read_stored
 from planner.errors import UnknownNameError
 from planner.profiler.catalogue import names
 from planner.profiler.resolve import catalogue_profile

@@ -9,11 +9,11 @@ import uvicorn
 from fastapi import FastAPI
 
 from planner.api.app import create_app
-from planner.api.connections import BoundedProtocol, SparseLog
-from planner.api.hosts import is_loopback
-from planner.api.keys import keys_of
+from planner.api.http.connections import BoundedProtocol, SparseLog
+from planner.api.http.hosts import is_loopback
+from planner.api.http.keys import keys_of
 from planner.api.settings import Settings
-from planner.api.store import Store
+from planner.api.storage.store import Store
 from planner.errors import DocumentError
 
 SPARSE_LOGGERS = ("uvicorn.error", "planner.api", "asyncio")

@@ -30,7 +30,7 @@ import httpx2
 from benchmarks.arguments import positive_int, positive_seconds, whole_number
 from benchmarks.postgres import Cluster, find_binaries
 from benchmarks.service import free_port
-from planner.api.store import Store
+from planner.api.storage.store import Store
 from planner.cli.console import note, table
 from planner.cli.failures import DONE, FAILED
 

@@ -173,6 +173,22 @@ def off_their_floor(path: Path) -> Iterator[str]:
     )
 
 
+SERVICE_LAYERS = ("storage", "http", "solving", "pages", "routes")
+"""Sub-packages of the service, lowest first."""
+
+
+def test_sub_packages_of_the_service_have_layers() -> None:
+    """None imports one above it."""
+    upward = []
+    for number, layer in enumerate(SERVICE_LAYERS):
+        above = tuple(f"planner.api.{name}" for name in SERVICE_LAYERS[number + 1 :])
+        for path in sources(f"api/{layer}"):
+            for module in imported_modules(iter(ast.walk(tree(path)))):
+                if f"{module}.".startswith(tuple(f"{name}." for name in above)):
+                    upward.append(f"{module_name(path)} imports {module}")
+    assert upward == []
+
+
 def test_every_part_has_its_row() -> None:
     """No row of the floor table names a part that does not exist."""
     missing = [

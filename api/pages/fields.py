@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from planner.api.body_errors import short_field, short_form_problems
 from planner.api.documents import LongPlanCreate, ShortPlanCreate
+from planner.api.http.body_errors import short_field, short_form_problems
 from planner.errors import DocumentError, PlannerError, Problem
 from planner.profiler.catalogue import names
 from planner.spec import Cluster, Job, NodeGroup, Options, PlanRequest, parse

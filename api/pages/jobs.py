@@ -9,10 +9,10 @@ from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
 from planner.api.dependencies import JobDependency, ServicesDependency
 from planner.api.errors import OutdatedError
-from planner.api.jobs import requested, view_of
 from planner.api.pages.fields import answers_of
 from planner.api.pages.rendering import page
-from planner.api.store import JobRow
+from planner.api.solving.jobs import requested, view_of
+from planner.api.storage.store import JobRow
 from planner.spec.answers import FINISHED
 from planner.spec.words import counted
 

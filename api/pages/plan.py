@@ -22,12 +22,12 @@ from planner.api.dependencies import (
 )
 from planner.api.documents import LongPlanCreate
 from planner.api.errors import OutdatedError
-from planner.api.jobs import requested
 from planner.api.pages.fields import answers_of, own_job
 from planner.api.pages.rendering import gigabytes, page, render
 from planner.api.pages.stage_map import Row, stage_map
 from planner.api.pages.start import SEE_OTHER, page_of, sent_fields
 from planner.api.planning import find_or_submit
+from planner.api.solving.jobs import requested
 from planner.api.timeline import TimelineQuery, pictured, predicted_step
 from planner.errors import PlannerError
 from planner.export import TARGETS

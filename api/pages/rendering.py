@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, pass_context
 from jinja2.runtime import Context
 from markupsafe import Markup
 
-from planner.api.links import path_within, root_of
+from planner.api.http.links import path_within, root_of
 from planner.spec.layout_words import layout_line, spans
 from planner.spec.search_words import change_text, cuts_text
 from planner.spec.units import percent, scaled, seconds, significant

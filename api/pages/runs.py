@@ -10,10 +10,10 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import HTMLResponse
 
 from planner.api.calibration import stored_run
-from planner.api.cursors import read_page
 from planner.api.dependencies import Services, ServicesDependency
+from planner.api.http.cursors import read_page
 from planner.api.pages.rendering import page
-from planner.api.store import PlanRow
+from planner.api.storage.store import PlanRow
 from planner.spec.calibration import CalibrationTable, Residuals, shipped
 
 router = APIRouter()

@@ -12,12 +12,11 @@ from fastapi import APIRouter, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
-from planner.api.cursors import read_page
 from planner.api.dependencies import Services, ServicesDependency, StoredResult
 from planner.api.errors import MediaTypeError, ServiceError, status_of
 from planner.api.examples import SHORT_PLAN
-from planner.api.guard import client_of
-from planner.api.jobs import view_of
+from planner.api.http.cursors import read_page
+from planner.api.http.guard import client_of
 from planner.api.pages.fields import (
     FIELDS,
     Answers,
@@ -29,7 +28,8 @@ from planner.api.pages.fields import (
 from planner.api.pages.jobs import subject
 from planner.api.pages.rendering import page
 from planner.api.planning import find_or_submit
-from planner.api.store import JobRow
+from planner.api.solving.jobs import view_of
+from planner.api.storage.store import JobRow
 from planner.errors import DocumentError, PlannerError, Problem
 
 router = APIRouter()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from planner.api.caching import REVALIDATE, cacheable
 from planner.api.errors import NotFoundError
+from planner.api.http.caching import REVALIDATE, cacheable
 from planner.api.pages.rendering import static_text
 
 router = APIRouter()

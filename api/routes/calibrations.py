@@ -8,24 +8,24 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
-from planner.api.bodies import DocumentRoute
-from planner.api.caching import (
-    FOREVER,
-    NOT_MODIFIED,
-    cacheable,
-    check_if_match,
-    tag_of,
-)
 from planner.api.calibration import add_calibration, stored_calibration
-from planner.api.cursors import read_page
 from planner.api.dependencies import (
     ClientDependency,
     RootDependency,
     ServicesDependency,
 )
 from planner.api.documents import CalibrationCreate, CalibrationFit, PageQuery
+from planner.api.http.bodies import DocumentRoute
+from planner.api.http.caching import (
+    FOREVER,
+    NOT_MODIFIED,
+    cacheable,
+    check_if_match,
+    tag_of,
+)
+from planner.api.http.cursors import read_page
 from planner.api.planning import fit, while_connected
-from planner.api.store import CalibrationRow
+from planner.api.storage.store import CalibrationRow
 from planner.spec import CalibrationTable
 from planner.spec.answers import CalibrationPage, CalibrationSummary
 

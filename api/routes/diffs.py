@@ -6,13 +6,13 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
-from planner.api.caching import NOT_MODIFIED, REVALIDATE, cacheable
 from planner.api.dependencies import (
     ResultDependency,
     ServicesDependency,
     stored_result,
 )
 from planner.api.errors import NotFoundError
+from planner.api.http.caching import NOT_MODIFIED, REVALIDATE, cacheable
 from planner.spec.plan_diff import PlanDiff, plan_diff
 
 router = APIRouter(prefix="/v1/plans", tags=["plans"])

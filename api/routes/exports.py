@@ -7,9 +7,9 @@ from urllib.parse import quote
 
 from fastapi import APIRouter, Path, Request, Response
 
-from planner.api.caching import NOT_MODIFIED, REVALIDATE, cacheable
 from planner.api.dependencies import ResultDependency
 from planner.api.errors import NotFoundError
+from planner.api.http.caching import NOT_MODIFIED, REVALIDATE, cacheable
 from planner.errors import UnknownNameError
 from planner.export import TARGETS, Target, find
 from planner.spec import Document

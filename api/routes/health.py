@@ -6,11 +6,11 @@ import importlib
 
 from fastapi import APIRouter, Response
 
-from planner.api.database import StoreError
 from planner.api.dependencies import Services, ServicesDependency
 from planner.api.documents import Health, Readiness
 from planner.api.errors import NotReadyError
 from planner.api.metrics import MEDIA_TYPE
+from planner.api.storage.database import StoreError
 from planner.version import __version__
 
 router = APIRouter(tags=["health"])

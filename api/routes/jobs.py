@@ -14,7 +14,7 @@ from planner.api.dependencies import (
     RootDependency,
     ServicesDependency,
 )
-from planner.api.jobs import view_of
+from planner.api.solving.jobs import view_of
 from planner.spec.answers import JobView
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])

@@ -10,18 +10,7 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
-from planner.api.bodies import DocumentRoute
-from planner.api.body_errors import document_as_sent, errors_as_sent, long_form
-from planner.api.caching import (
-    FOREVER,
-    NOT_MODIFIED,
-    REVALIDATE,
-    cacheable,
-    check_if_match,
-    tag_of,
-)
 from planner.api.calibration import stored_run
-from planner.api.cursors import read_page
 from planner.api.dependencies import (
     ClientDependency,
     PlanId,
@@ -42,11 +31,22 @@ from planner.api.documents import (
     StageMap,
 )
 from planner.api.errors import JobCancelledError, NotFoundError
-from planner.api.jobs import view_of
-from planner.api.links import root_of
+from planner.api.http.bodies import DocumentRoute
+from planner.api.http.body_errors import document_as_sent, errors_as_sent, long_form
+from planner.api.http.caching import (
+    FOREVER,
+    NOT_MODIFIED,
+    REVALIDATE,
+    cacheable,
+    check_if_match,
+    tag_of,
+)
+from planner.api.http.cursors import read_page
+from planner.api.http.links import root_of
+from planner.api.http.problems import response_of
 from planner.api.planning import RETRY_AFTER, RETRY_SECONDS, find_or_submit, result_of
-from planner.api.problems import response_of
-from planner.api.store import LARGEST_INTEGER, JobRow, MeasurementRow, PlanRow
+from planner.api.solving.jobs import view_of
+from planner.api.storage.store import LARGEST_INTEGER, JobRow, MeasurementRow, PlanRow
 from planner.api.timeline import TimelineQuery, pictured, predicted_step, traced
 from planner.errors import DocumentError, MismatchError
 from planner.spec import Infeasible, MeasuredRun, Plan

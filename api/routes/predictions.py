@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 
-from planner.api.bodies import DocumentRoute
-from planner.api.body_errors import errors_as_sent, long_prediction
 from planner.api.dependencies import ClientDependency, ServicesDependency
 from planner.api.documents import PredictionCreate
+from planner.api.http.bodies import DocumentRoute
+from planner.api.http.body_errors import errors_as_sent, long_prediction
 from planner.api.planning import predict, while_connected
 from planner.spec import Forecast
 

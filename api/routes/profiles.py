@@ -6,13 +6,13 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Request, Response
 
-from planner.api.bodies import DocumentRoute
-from planner.api.caching import FOREVER, NOT_MODIFIED, cacheable
 from planner.api.dependencies import RootDependency, ServicesDependency
 from planner.api.documents import (
     CatalogueProfile,
     ProfileCreate,
 )
+from planner.api.http.bodies import DocumentRoute
+from planner.api.http.caching import FOREVER, NOT_MODIFIED, cacheable
 from planner.api.profiles import ResolvedProfile
 from planner.spec import ModelProfile
 from planner.spec.answers import ProfileSummary

@@ -9,7 +9,6 @@ from fastapi import APIRouter, Response
 from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel
 
-from planner.api.bodies import DocumentRoute
 from planner.api.dependencies import (
     ClientDependency,
     Services,
@@ -19,8 +18,9 @@ from planner.api.dependencies import (
 )
 from planner.api.documents import LongPlanCreate
 from planner.api.errors import OutdatedError, QueueFullError, TooManyJobsError
+from planner.api.http.bodies import DocumentRoute
 from planner.api.planning import RETRY_AFTER, RETRY_SECONDS, find_or_submit, result_of
-from planner.api.store import JobRow
+from planner.api.storage.store import JobRow
 from planner.errors import SpecError
 from planner.spec.sweep import (
     Sweep,

@@ -11,7 +11,7 @@ from planner.cli.options import Number, OneOf, option, verb
 from planner.errors import DocumentError, RunError
 
 if TYPE_CHECKING:
-    from planner.api.keys import Scope
+    from planner.api.http.keys import Scope
 
 KEYS = "API keys"
 PORT = Number("N", least=0, below=65536, whole=True, hint="give a port up to 65535")
@@ -123,7 +123,7 @@ def _serve(options: dict[str, Any], config: str | None, as_json: bool) -> int:
 
 def _make_key(scope: Scope, name: str, as_json: bool) -> int:
     """Print the key on stderr and its line on stdout, so that ``>> FILE`` stores no secret."""
-    from planner.api.keys import make_key
+    from planner.api.http.keys import make_key
 
     secret, key = make_key(scope, name)
     if as_json:

@@ -65,7 +65,7 @@ def command(config: str | None, as_json: bool, **settings: Any) -> int:
 
 def _import_work() -> Any:
     try:
-        from planner.api.worker import work
+        from planner.api.solving.worker import work
     except ModuleNotFoundError as error:
         raise DocumentError(
             f"PostgreSQL needs the package {error.name}.",

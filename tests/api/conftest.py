@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.postgres import Cluster
 from planner.api.settings import Settings
-from planner.api.store import Store
+from planner.api.storage.store import Store
 from tests.api.postgres import new_cluster
 
 

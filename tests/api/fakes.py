@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from planner.api.documents import Answer
-from planner.api.solver import PlanTask, PredictTask, Search, Task
+from planner.api.solving.solver import PlanTask, PredictTask, Search, Task
 from planner.errors import MismatchError
 from planner.spec import Infeasible, Layout, ModelProfile, Plan, PlanRequest, Prediction
 from planner.spec.plan import (

@@ -15,7 +15,7 @@ import httpx2
 from planner.api.app import create_app
 from planner.api.serve import PlannerServer, server_of
 from planner.api.settings import Settings
-from planner.api.solver import Work
+from planner.api.solving.solver import Work
 
 PATIENCE_SECONDS = 60.0
 """Only a test that fails waits so long."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from planner.api.keys import make_key
+from planner.api.http.keys import make_key
 from planner.api.pages import standalone_page
 from planner.api.settings import Settings
 from planner.schedule import Durations, build, simulate

@@ -14,7 +14,7 @@ from pydantic import Field
 from planner.api.calibration import fit_task, stored_runs
 from planner.api.errors import LimitError
 from planner.api.settings import Settings
-from planner.api.store import Store
+from planner.api.storage.store import Store
 from planner.calibrate.fit import fit
 from planner.errors import DocumentError
 from planner.profiler.resolve import catalogue_profile

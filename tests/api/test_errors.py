@@ -288,7 +288,7 @@ def test_a_mistake_of_ours_is_a_500_without_a_traceback(
 ) -> None:
     """An unexpected error reaches the client as an id, and the log as a traceback under that id."""
     monkeypatch.setattr(
-        "planner.api.store.Store.plans", lambda *arguments, **named: 1 / 0
+        "planner.api.storage.store.Store.plans", lambda *arguments, **named: 1 / 0
     )
     with running(settings, Instant(journal)) as live:
         answer = live.get("/v1/plans", **{"X-Request-ID": "my-own.id_1"})
@@ -321,7 +321,7 @@ def test_an_unwritable_database_is_not_ready(
             "queue_length": 0,
             "running": 0,
         }
-        monkeypatch.setattr("planner.api.store.Store.check_writable", fail)
+        monkeypatch.setattr("planner.api.storage.store.Store.check_writable", fail)
         assert "disk full" in problem(live.get("/readyz"), 503, "not-ready").detail
         assert live.get("/healthz").status_code == 200
 

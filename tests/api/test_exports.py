@@ -13,7 +13,7 @@ from planner.api.app import create_app
 from planner.api.documents import Answer
 from planner.api.routes.exports import structured
 from planner.api.settings import Settings
-from planner.api.solver import Task
+from planner.api.solving.solver import Task
 from planner.export import TARGETS, find
 from planner.spec import Plan
 from tests.api.documents import plan_body

@@ -17,11 +17,11 @@ import pytest
 
 from planner.api.serve import serve
 from planner.api.settings import Settings
-from planner.api.store import Store
+from planner.api.storage.store import Store
 from planner.errors import DocumentError, RunError
 from tests.api.documents import plan_body
 from tests.api.live import PATIENCE_SECONDS, until
-from tests.api.test_jobs import is_alive
+from tests.api.solving.test_jobs import is_alive
 
 ROOT = Path(__file__).parents[2]
 SERVICE = """

@@ -12,7 +12,7 @@ import pytest
 
 from planner.api.documents import Answer
 from planner.api.settings import Settings
-from planner.api.solver import PlanTask, Task
+from planner.api.solving.solver import PlanTask, Task
 from planner.client import Client
 from planner.errors import DocumentError
 from planner.spec import Cluster, Infeasible, Plan

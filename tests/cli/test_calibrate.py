@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from planner.api.settings import Settings
-from planner.api.solver import PlanTask, Task
+from planner.api.solving.solver import PlanTask, Task
 from planner.calibrate import fit as fits
 from planner.client import Client
 from planner.spec import Plan, Run, ShortForm

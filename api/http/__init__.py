@@ -1,0 +1,1 @@
+"""What every HTTP request passes: connections, access, bodies, errors, caching."""
