@@ -20,8 +20,8 @@ from docs.outputs import (
     missing_line,
     run,
 )
-from planner.api.bodies import document_of
 from planner.api.documents import CalibrationCreate, PlanCreate
+from planner.api.http.bodies import document_of
 from planner.cli.main import VERBS
 from planner.spec import Job, read
 from planner.spec.cluster_file import read_cluster
