@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -18,6 +19,7 @@ import psycopg
 import pytest
 
 from benchmarks.postgres import Cluster
+from planner.api.http.known_answers import SHARED_SECONDS
 from planner.api.settings import Settings
 from planner.api.solving.news import News
 from planner.api.solving.queues import SharedQueue
@@ -152,6 +154,19 @@ def test_a_plan_of_another_replica_is_joined(farm: Farm) -> None:
         answer = farm.services[service].plan(plan_body(job=job(global_batch_size=16)))
         assert answer.status_code == 200
     assert len(farm.begun()) == 1
+
+
+def test_a_plan_deleted_through_another_replica_is_soon_gone(farm: Farm) -> None:
+    """The answer in the memory of one service outlives the plan by two seconds at most."""
+    farm.add_worker(seconds=0.1)
+    path = f"/v1/plans/{farm.services[0].plan(plan_body()).json()['id']}"
+    for service in farm.services:
+        assert [service.get(path).status_code for _ in range(2)] == [200, 200]
+    assert farm.services[0].client.delete(path).status_code == 204
+    begun = time.monotonic()
+    assert farm.services[0].get(path).status_code == 404
+    until(lambda: farm.services[1].get(path).status_code == 404)
+    assert time.monotonic() - begun < 2 * SHARED_SECONDS
 
 
 def test_a_client_of_another_replica_waits_for_the_plan(farm: Farm) -> None:
