@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from dataclasses import dataclass
 from functools import lru_cache
+
+from cachetools import LRUCache
 
 from planner.api.documents import CatalogueProfile, LongPlanCreate, LongPredictionCreate
 from planner.api.errors import LimitError, NotFoundError
@@ -47,13 +48,13 @@ class Profiles:
 
     def __init__(self, store: Store, settings: Settings) -> None:
         self._store, self._settings = store, settings
-        self._recent: OrderedDict[str, ModelProfile] = OrderedDict()
+        self._recent = LRUCache[str, ModelProfile](CACHED_PROFILES)
         self._lock = threading.Lock()
         self._count = lru_cache(CACHED_PROFILES)(_counted)
 
     def add(self, resolved: ResolvedProfile) -> bool:
         """Store a profile; False if it is stored already."""
-        self._cache(resolved.id, resolved.profile)
+        self._remember(resolved.id, resolved.profile)
         # Checked first, because a large profile is slow to serialize.
         if self._store.touch_profile(resolved.id):
             return False
@@ -77,7 +78,7 @@ class Profiles:
                 name=f"the profile {profile_id}",
                 hint="make the profile again, and store it: POST /v1/profiles.",
             )
-        self._cache(profile_id, profile)
+            self._remember(profile_id, profile)
         return profile
 
     def document(self, profile_id: str) -> str:
@@ -154,12 +155,9 @@ class Profiles:
                 limits={"max_devices": self._settings.max_devices},
             )
 
-    def _cache(self, profile_id: str, profile: ModelProfile) -> None:
+    def _remember(self, profile_id: str, profile: ModelProfile) -> None:
         with self._lock:
             self._recent[profile_id] = profile
-            self._recent.move_to_end(profile_id)
-            if len(self._recent) > CACHED_PROFILES:
-                self._recent.popitem(last=False)
 
 
 def _counted(model: str, sequence_length: int, precision: Precision) -> ResolvedProfile:

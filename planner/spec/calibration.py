@@ -130,6 +130,8 @@ DIVISORS = frozenset(
 """Efficiencies that the cost model divides by."""
 LARGEST_LOG = 20.0
 """Largest magnitude of an offset or a residual: a factor of 5e8."""
+MOST_RUNS = 10**9
+"""Databases store the number of runs in 32 bits."""
 Log = Annotated[float, Field(ge=-LARGEST_LOG, le=LARGEST_LOG)]
 
 OwnerKind = Literal[
@@ -278,7 +280,7 @@ class CalibrationTable(Document):
     """Version of this document."""
     name: str
     """Shown with every prediction."""
-    measured_runs: int = Field(ge=0)
+    measured_runs: int = Field(ge=0, le=MOST_RUNS)
     """Runs in the fit."""
     constants: dict[str, float]
     """Global value of every fitted constant; fields of `Constants`."""

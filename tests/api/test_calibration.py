@@ -340,6 +340,14 @@ def test_calibrations_are_listed_read_and_deleted(live: Live) -> None:
     assert kept["request"]["calibration"] == tables[2]
 
 
+def test_a_number_of_runs_that_no_database_stores(live: Live) -> None:
+    """It is refused by the schema, not by the database."""
+    body = shipped().model_dump(mode="json") | {"measured_runs": 2**63}
+    answer = live.post("/v1/calibrations", body)
+    assert (answer.status_code, answer.json()["code"]) == (422, "invalid-document")
+    assert answer.json()["errors"][0]["field"] == "measured_runs"
+
+
 def test_names_of_calibrations_are_short(live: Live) -> None:
     """PostgreSQL cannot index a long one; the answer names the limit."""
     answer = live.post("/v1/calibrations", slower("n" * 201))
