@@ -21,6 +21,7 @@ from planner.cost import StageMap, Workload, workload
 from planner.errors import PlannerError
 from planner.profiler.resolve import catalogue_profile
 from planner.search.engine.bound import lower_bound, traits_of
+from planner.search.engine.capacity import may_beat
 from planner.search.engine.engine import Search
 from planner.search.engine.options import Option, Row
 from planner.search.engine.rule import CutBounds
@@ -125,6 +126,7 @@ def _violations(
     order = search.order(row)
     is_split = traits_of(order).is_split
     prices = search.pricing.prices(row, option, is_split=is_split)
+    least = search.pricing.least(row, is_split=is_split)
     of_cuts = CutBounds(prices.stacks, order)
     known = {
         "work": int(search.bounds_by_work(np.array([index]))[0]),
@@ -137,6 +139,9 @@ def _violations(
         for name, nanoseconds in bounds.items():
             if nanoseconds > step:
                 yield Violation(name, nanoseconds, step, row, option, sizes)
+        priced = [prices] if least is None else [prices, least]
+        if not may_beat(priced, [order], float(step + 1)).all():
+            yield Violation("capacity", step + 1, step, row, option, sizes)
 
 
 if __name__ == "__main__":

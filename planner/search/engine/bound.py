@@ -217,8 +217,9 @@ def first_actions(prices: Prices, order: Order) -> Floats:
 def ways(prices: Prices, order: Order) -> Floats:
     """Return D + U of (W1) of every rank."""
     if splits_backward(order.schedule):
-        starts_late = _starts_late(prices)
-        return first_actions(prices, order) if starts_late else np.zeros(order.ranks)
+        if not starts_late(prices):
+            return np.zeros(order.ranks)
+        return first_actions(prices, order)
     back: Floats = prices.first_backward[: order.ranks] + _hops(prices, order)
     return first_actions(prices, order) + back
 
@@ -231,7 +232,7 @@ def _hops(prices: Prices, order: Order) -> Floats:
     return hops
 
 
-def _starts_late(prices: Prices) -> bool:
+def starts_late(prices: Prices) -> bool:
     """Return whether a step begins on all ranks at once."""
     staggers = prices.costs.work.framework.staggers_steps
     ranks = prices.costs.layout.pipeline_parallel_degree
@@ -249,7 +250,7 @@ class _Model:
         self.speeds = np.broadcast_to(prices.speeds, order.ranks)
         is_plain = order.virtual_stages == order.chunks == 1 and not prices.ranks
         self.is_plain = is_plain and order.schedule in ("1f1b", "gpipe")
-        self.starts_late = _starts_late(prices)
+        self.starts_late = starts_late(prices)
         self.fixed = prices.fixed_tail
 
     def fill(self) -> float:

@@ -1,9 +1,9 @@
-"""Which rows may beat a step at all: capacity of every pipeline rank, for all rows at once.
+"""Which options of rows may beat a step at all: the capacity of every pipeline rank.
 
-With the least prices of a row's options, w the work of a layer of the main kind, a(j)
-its saved bytes in the j-th mode of the lower hull of bytes and time, d(j) the time that
-this mode adds, s its states, and u the units that a rank holds of its stages at one
-moment of its peak:
+Options, and rows that differ in their order alone, are compared at once. With w the work
+of a layer of the main kind, a(j) its saved bytes in the j-th mode of the lower hull of
+bytes and time, d(j) the time that this mode adds, s its states, e its reductions and
+optimizer, and u the units that a rank holds of its stages at one moment of its peak:
 
     (K1)  every stage has a layer, so that at most o stages of a rank, o the number of
           layers of other kinds, have none of the main kind. A rank with n of them holds
@@ -14,8 +14,9 @@ moment of its peak:
           frees max(u) times its bytes at most
     (K4)  so the time of n layers is at least the broken line through (n(j), t(j)),
           t(j) = n(j) w + U(n(j)) (d(1) + ... + d(j)) / max(u)
-    (K5)  a rank has (T - D - U - tail) / M for a micro-batch, as in `bound` (W1); T is
-          impossible if all ranks together take fewer layers than the main kind has
+    (K5)  M micro-batches of a rank have T - D - U, as in `bound` (W1), and with their
+          tail T - D - n e; T is impossible if all ranks together take fewer layers than
+          the main kind has
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ from numpy.typing import NDArray
 from planner.search.engine.bound import (
     Order,
     least_kept,
+    splits_backward,
     stage_ranks,
+    starts_late,
     traits_of,
-    ways,
 )
 from planner.search.engine.hull import lower_hull
 from planner.search.engine.prices import Floats, Prices
@@ -41,142 +43,208 @@ _MANY = 1e15
 _ROUNDING = 1e-9
 
 
+def may_beat(
+    options: Sequence[Prices], orders: Sequence[Order], limit: float
+) -> NDArray[np.bool_]:
+    """Return whether layouts may take less than a limit, [option, order].
+
+    Args:
+        options: prices of layouts that differ in their options alone.
+        orders: of equally many ranks, for every option.
+        limit: nanoseconds.
+    """
+    found = np.ones((len(options), len(orders)), dtype=np.bool_)
+    for replicas in zip(*(each.replicas for each in options), strict=True):
+        found &= _may_beat(replicas, orders, limit)
+    return found
+
+
+def _may_beat(
+    options: Sequence[Prices], orders: Sequence[Order], limit: float
+) -> NDArray[np.bool_]:
+    """Return whether identical replicas may take less than a limit, [option, order]."""
+    count = options[0].micro_batches
+    if count is not None:
+        orders = [order._replace(micro_batches=count) for order in orders]
+    main = _Main.of(options)
+    if (main.work <= 0).any():
+        return np.ones((len(options), len(orders)), dtype=np.bool_)
+    held = _Units.of(orders, main.others)
+    kept = np.stack([least_kept(options[0], order) for order in orders])
+    rooms = main.room - kept
+    times = _Times.of(options, orders, limit)
+    layers = _layers_within(main, held, times.of_pipeline, rooms, main.work)
+    with_tail = main.work + main.tail / times.micro_batches
+    layers_with_tail = _layers_within(main, held, times.of_tail, rooms, with_tail)
+    layers = np.minimum(layers, layers_with_tail)
+    may_beat: NDArray[np.bool_] = layers.sum(axis=2) >= main.count
+    return may_beat & (main.room >= 0).any(axis=2)
+
+
 @dataclass(frozen=True, slots=True)
 class _Main:
-    """The kind with most of the work."""
+    """The kind with most of the work; arrays are [option, 1, 1]."""
 
-    work: float
+    work: Floats
     """Nanoseconds of a layer."""
-    states: float
+    states: Floats
+    tail: Floats
+    """Nanoseconds that a layer adds to the end of its rank's step at least."""
     count: float
     others: int
     """Layers of other kinds."""
     room: Floats
-    """Bytes for states and saved activations, of every rank or of all."""
-    saved: tuple[float, ...]
+    """Bytes for states and saved activations, [option, 1, rank or all]."""
+    saved: tuple[Floats, ...]
     """Bytes per mode of the hull, most first."""
-    added: tuple[float, ...]
+    added: tuple[Floats, ...]
     """Nanoseconds of every mode in addition to the first."""
 
     @classmethod
-    def of(cls, prices: Prices) -> _Main:
-        """Return the main kind of a layout."""
-        kind = int((prices.counts * prices.work).argmax())
-        points = {
-            (float(one.activation_bytes), float(one.backward_ticks))
-            for one in prices.modes[kind]
-        }
-        hull = lower_hull(points)
-        first = hull[0][1]
-        count = float(prices.counts[kind])
+    def of(cls, options: Sequence[Prices]) -> _Main:
+        """Return the main kind of layouts with equal layers."""
+        first = options[0]
+        kind = int((first.counts * first.work).argmax())
+        count = float(first.counts[kind])
+        hulls = [_hull(each, kind) for each in options]
+        modes = range(max(map(len, hulls)))
+        points = [[hull[min(mode, len(hull) - 1)] for hull in hulls] for mode in modes]
+        room = [
+            each.free_of_ranks - float(each.least_temporary[kind]) for each in options
+        ]
         return cls(
-            work=float(prices.work[kind]),
-            states=float(prices.states[kind]),
+            work=_per_option([float(each.work[kind]) for each in options]),
+            states=_per_option([float(each.states[kind]) for each in options]),
+            tail=_per_option([max(0.0, float(each.tails[kind])) for each in options]),
             count=count,
-            others=int(prices.counts.sum() - count),
-            room=prices.free_of_ranks - float(prices.least_temporary[kind]),
-            saved=tuple(saved for saved, _ in hull),
-            added=tuple(spent - first for _, spent in hull),
+            others=int(first.counts.sum() - count),
+            room=np.stack(room)[:, None, :],
+            saved=tuple(_per_option([bytes_ for bytes_, _ in each]) for each in points),
+            added=tuple(_per_option([added for _, added in each]) for each in points),
         )
+
+
+def _hull(prices: Prices, kind: int) -> list[tuple[float, float]]:
+    """Return bytes, and nanoseconds in addition to the shortest, of a kind's modes."""
+    points = {
+        (float(one.activation_bytes), float(one.backward_ticks))
+        for one in prices.modes[kind]
+    }
+    hull = lower_hull(points)
+    shortest = hull[0][1]
+    return [(bytes_, spent - shortest) for bytes_, spent in hull]
+
+
+def _per_option(values: Sequence[float]) -> Floats:
+    return np.array(values)[:, None, None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Units:
-    """Whole micro-batches that every rank holds of its stages."""
+    """Whole micro-batches that every rank holds of its stages, [order, rank]."""
 
     least: Floats
     most: Floats
     before: Floats
     """c of (K1)."""
 
+    @classmethod
+    def of(cls, orders: Sequence[Order], others: int) -> _Units:
+        """Return those of several orders.
 
-def may_beat(prices: Prices, orders: Sequence[Order], limit: float) -> list[bool]:
-    """Return for every order whether a layout may take less than a limit.
-
-    Args:
-        prices: the least of all options; those of rows that differ in order alone.
-        orders: of equally many ranks.
-        limit: nanoseconds.
-    """
-    found = [True] * len(orders)
-    for replicas in prices.replicas:
-        may = _may_beat(replicas, orders, limit)
-        found = [one and other for one, other in zip(found, may, strict=True)]
-    return found
-
-
-def _may_beat(prices: Prices, orders: Sequence[Order], limit: float) -> list[bool]:
-    """Return for every order whether identical replicas may take less than a limit."""
-    count = prices.micro_batches
-    if count is not None:
-        orders = [order._replace(micro_batches=count) for order in orders]
-    main = _Main.of(prices)
-    if main.work <= 0:
-        return [True] * len(orders)
-    if (main.room < 0).all():
-        return [False] * len(orders)
-    units = [_units_of(order, main.others) for order in orders]
-    times = np.stack([_time_of_rank(prices, order, limit) for order in orders])
-    kept = np.stack([least_kept(prices, order) for order in orders])
-    layers = _layers_within(main, units, times, main.room - kept)
-    found: list[bool] = (layers.sum(axis=1) >= main.count).tolist()
-    return found
-
-
-def _time_of_rank(prices: Prices, order: Order, limit: float) -> Floats:
-    """Return nanoseconds that every rank has for one micro-batch: (K5)."""
-    timing = prices.timing(order.virtual_stages)
-    actions = 2 * order.micro_batches * order.virtual_stages * order.chunks
-    left = limit - prices.fixed_tail - actions * timing.waiting
-    time = (left - ways(prices, order)) / order.micro_batches
-    return np.maximum(0.0, prices.speeds * time)
-
-
-def _layers_within(
-    main: _Main, units: Sequence[_Units], times: Floats, rooms: Floats
-) -> Floats:
-    """Return the most layers that every rank takes in a time, [order, rank].
-
-    Args:
-        main: the kind of the layers.
-        units: of every order.
-        times: nanoseconds of every rank.
-        rooms: bytes for states and saved activations of every rank.
-    """
-    least = np.stack([each.least for each in units])
-    most = np.maximum(_ROUNDING, np.stack([each.most for each in units]))
-    before = np.stack([each.before for each in units])
-    taken = np.zeros_like(times)
-    reached_layers = np.zeros_like(times)
-    reached_time = np.zeros_like(times)
-    for saved, added in zip(main.saved, main.added, strict=True):
-        bytes_of_layer = saved * least + main.states
-        room = rooms - saved * before
-        layers = np.maximum(0.0, room / np.maximum(1 / _MANY, bytes_of_layer))
-        takes_any = (bytes_of_layer <= 0) & (room >= 0)
-        layers = np.where(takes_any, _MANY, layers)
-        layers = np.maximum(layers, reached_layers)
-        held = before + layers * least
-        time = layers * main.work + held * added / most
-        time = np.maximum(time, reached_time)
-        share = (times - reached_time) / np.maximum(_ROUNDING, time - reached_time)
-        share = np.clip(share, 0.0, 1.0)
-        taken = taken + share * (layers - reached_layers)
-        reached_layers, reached_time = layers, time
-    whole: Floats = np.floor(taken * (1 + 1e-12) + 1e-9)
-    return whole
+        Args:
+            orders: of equally many ranks.
+            others: layers of other kinds than the main one.
+        """
+        each = [_units_of(order, others) for order in orders]
+        least, most, before = (np.stack(values) for values in zip(*each, strict=True))
+        return cls(least, np.maximum(_ROUNDING, most), before)
 
 
 @lru_cache(maxsize=1 << 14)
-def _units_of(order: Order, others: int) -> _Units:
-    """Return the units of every rank: (K1)."""
+def _units_of(order: Order, others: int) -> tuple[Floats, Floats, Floats]:
+    """Return the least and the most units of every rank, and c: (K1)."""
     by_stage = traits_of(order).units / order.chunks
     ranks = np.array(stage_ranks(order), dtype=np.intp)
     shape = (order.ranks, order.virtual_stages)
     sorted_units = np.sort(by_stage[np.argsort(ranks, kind="stable")].reshape(shape))
     least = sorted_units[:, 0]
     compulsory = max(0, order.virtual_stages - others)
-    sums: NDArray[np.float64] = sorted_units[:, :compulsory].sum(axis=1)
-    return _Units(
-        least=least, most=sorted_units[:, -1], before=sums - compulsory * least
-    )
+    before = sorted_units[:, :compulsory].sum(axis=1) - compulsory * least
+    return least, sorted_units[:, -1], before
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Nanoseconds that ranks have for one micro-batch, [option, order, rank]: (K5)."""
+
+    of_pipeline: Floats
+    """If the pipeline drains after a rank's last micro-batch."""
+    of_tail: Floats
+    """If its reductions and optimizer follow."""
+    micro_batches: Floats
+    """[order, 1]"""
+
+    @classmethod
+    def of(
+        cls, options: Sequence[Prices], orders: Sequence[Order], limit: float
+    ) -> _Times:
+        """Return the time of every rank below a limit in nanoseconds."""
+        ranks = orders[0].ranks
+        counts = np.array([[order.micro_batches] for order in orders], dtype=np.float64)
+        actions = np.array([_actions(order) for order in orders], dtype=np.float64)
+        ends_low = np.array([[not splits_backward(one.schedule)] for one in orders])
+        timings = np.array(
+            [[each.timing(one.virtual_stages) for one in orders] for each in options]
+        )
+        waiting, transfer = timings[..., 0], timings[..., 1]
+        fixed = np.array([[each.fixed_tail] for each in options])
+        left = (limit - fixed - actions * waiting)[..., None]
+        hops = np.arange(ranks) * (waiting + transfer)[..., None]
+        forward = np.stack([each.first_forward[:ranks] for each in options])
+        backward = np.stack([each.first_backward[:ranks] for each in options])
+        down, back = forward[:, None] + hops, backward[:, None] + hops
+        start = down if starts_late(options[0]) else np.zeros_like(down)
+        way = np.where(ends_low, down + back, start)
+        speeds = np.stack([each.speeds for each in options])[:, None]
+        rate = speeds / counts
+        of_pipeline = np.maximum(0.0, (left - way) * rate)
+        of_tail = np.maximum(0.0, (left - start) * rate)
+        return cls(of_pipeline, of_tail, counts)
+
+
+def _actions(order: Order) -> int:
+    """Return the forwards and backwards of a rank."""
+    return 2 * order.micro_batches * order.virtual_stages * order.chunks
+
+
+def _layers_within(
+    main: _Main, held: _Units, times: Floats, rooms: Floats, work: Floats
+) -> Floats:
+    """Return the most layers that every rank takes in a time, [option, order, rank].
+
+    Args:
+        main: the kind of the layers.
+        held: units of every rank.
+        times: nanoseconds of every rank.
+        rooms: bytes for states and saved activations of every rank.
+        work: nanoseconds of a layer.
+    """
+    taken = np.zeros_like(times)
+    reached_layers = np.zeros_like(times)
+    reached_time = np.zeros_like(times)
+    for saved, added in zip(main.saved, main.added, strict=True):
+        bytes_of_layer = saved * held.least + main.states
+        room = rooms - saved * held.before
+        layers = np.maximum(0.0, room / np.maximum(1 / _MANY, bytes_of_layer))
+        takes_any = (bytes_of_layer <= 0) & (room >= 0)
+        layers = np.where(takes_any, _MANY, layers)
+        layers = np.maximum(layers, reached_layers)
+        recomputed = (held.before + layers * held.least) * added / held.most
+        time = np.maximum(layers * work + recomputed, reached_time)
+        share = (times - reached_time) / np.maximum(_ROUNDING, time - reached_time)
+        share = np.clip(share, 0.0, 1.0)
+        taken = taken + share * (layers - reached_layers)
+        reached_layers, reached_time = layers, time
+    whole: Floats = np.floor(taken * (1 + 1e-12) + 1e-9)
+    return whole

@@ -27,7 +27,7 @@ from planner.search.engine.cut import all_cuts_of
 from planner.search.engine.division import given_sizes
 from planner.search.engine.first_plan import find_first_plan
 from planner.search.engine.neighbours import solve_neighbours
-from planner.search.engine.options import Option, OptionGroup, Options, Row
+from planner.search.engine.options import PRICE_COLUMNS, Option, Options, Row
 from planner.search.engine.prices import Floats, Prices, Pricing
 from planner.search.engine.result import Candidate, Progress, Result
 from planner.search.engine.row_bounds import RowBounds
@@ -257,22 +257,55 @@ class Search:
     def _exclude_rows(self) -> None:
         """Drop rows whose ranks together cannot take the model below the limit."""
         below = self.rows[self.row_bounds[self.rows] < self.limit]
-        same: dict[tuple[object, ...], list[int]] = {}
-        for index in below.tolist():
-            row = Row.of(self.table, index)
-            is_split = forbids_recompute(self.space.schedules[row.schedule])
-            same.setdefault((row.degrees, is_split), []).append(index)
-        excluded: list[int] = []
-        for indices in same.values():
-            rows = [Row.of(self.table, index) for index in indices]
-            orders = [self.order(row) for row in rows]
-            is_split = forbids_recompute(orders[0].schedule)
-            prices = self.pricing.least(rows[0], is_split=is_split)
-            if prices is None:
-                continue
-            may = may_beat(prices, orders, float(self.limit))
-            excluded += [i for i, wins in zip(indices, may, strict=True) if not wins]
-        self.is_taken[excluded] = True
+        if not len(below):
+            return
+        for indices in self._alike(below):
+            rows = [Row.of(self.table, index) for index in indices.tolist()]
+            self.is_taken[indices] = True
+            left = indices[self._may_beat_at_best(rows)]
+            if len(left):
+                orders = [
+                    self.order(Row.of(self.table, each)) for each in left.tolist()
+                ]
+                options = self.pricing.undominated(rows[0])
+                may = self._may_beat(rows[0], options, orders).any(axis=0)
+                self.is_taken[left[may]] = False
+
+    def _may_beat_at_best(self, rows: Sequence[Row]) -> NDArray[np.bool_]:
+        """Return whether rows of the same prices may beat the limit at their least."""
+        orders = [self.order(row) for row in rows]
+        is_split = forbids_recompute(orders[0].schedule)
+        least = self.pricing.least(rows[0], is_split=is_split)
+        if least is None:
+            return np.zeros(len(rows), dtype=np.bool_)
+        found: NDArray[np.bool_] = may_beat([least], orders, float(self.limit))[0]
+        return found
+
+    def _may_beat(
+        self,
+        row: Row,
+        options: Sequence[tuple[int, Option]],
+        orders: Sequence[Order],
+    ) -> NDArray[np.bool_]:
+        """Return whether a row's options may beat the limit, [option, order]."""
+        is_split = forbids_recompute(orders[0].schedule)
+        prices = [
+            self.pricing.prices(row, option, is_split=is_split) for _, option in options
+        ]
+        return may_beat(prices, orders, float(self.limit))
+
+    def _alike(self, indices: NDArray[np.intp]) -> list[NDArray[np.intp]]:
+        """Return rows in groups that have the same prices and options."""
+        table = self.table.take(indices)
+        names = self.space.schedules
+        is_split = np.array([forbids_recompute(name) for name in names], dtype=bool)
+        columns = [getattr(table, name) for name in PRICE_COLUMNS]
+        columns += [is_split[table.schedule], *self.options.keys(table).T]
+        keys = np.stack(columns, axis=1)
+        _, groups = np.unique(keys, axis=0, return_inverse=True)
+        order = np.argsort(groups.reshape(-1), kind="stable")
+        ends = np.cumsum(np.bincount(groups.reshape(-1)))
+        return np.split(indices[order], ends[:-1])
 
     def bound_rows(self, indices: Iterable[int]) -> None:
         """Bound some rows over all their options, and queue those below the limit."""
@@ -372,27 +405,21 @@ class Search:
             return True
         row = Row.of(self.table, node.index)
         if options is None:
-            groups = self._promising_groups(node, row)
-            options = self.pricing.undominated(row, groups)
+            options = self._promising_options(row)
         for one in self.bound_options(node, row, options):
             self.push(one)
         self.bounded += len(options)
         self.done += OPTION_WORK * len(options)
         return False
 
-    def _promising_groups(self, node: Node, row: Row) -> Sequence[OptionGroup]:
-        """Return the groups of a row's options whose least prices may beat the limit."""
-        groups = self.options.groups(row)
-        if not node.cuts or all(len(group) <= 2 for group in groups):
-            return groups
-        order = self.order(row)
-        is_split = forbids_recompute(order.schedule)
-        stacks = self.pricing.least_of_groups(row, groups, is_split=is_split)
-        bounds = CutBounds(stacks, order)
-        least = self._rule_bounds(bounds, node.cuts)
-        may_fit = self._may_fit(bounds, node.cuts) & (least >= IMPOSSIBLE)
-        self.done += OPTION_WORK * len(groups)
-        return tuple(compress(groups, may_fit | (least < self.limit)))
+    def _promising_options(self, row: Row) -> list[tuple[int, Option]]:
+        """Return options of a row that may beat the limit and that none dominates."""
+        options = self.pricing.undominated(row)
+        self.done += OPTION_WORK * len(options)
+        if not options:
+            return []
+        may = self._may_beat(row, options, [self.order(row)])
+        return list(compress(options, may[:, 0]))
 
     def bound_options(
         self, node: Node, row: Row, options: Sequence[tuple[int, Option]]

@@ -36,10 +36,6 @@ class Option(NamedTuple):
     rank_order: RankOrder
 
 
-OptionGroup = tuple[tuple[int, Option], ...]
-"""Options of a row, with their places."""
-
-
 class Row(NamedTuple):
     """One row of the table, as Python integers, and its arrangement."""
 
@@ -93,6 +89,11 @@ class Row(NamedTuple):
 
 
 _ROW_COLUMNS = Row._fields[:-1]
+PRICE_COLUMNS = (
+    *Row._fields[:9],
+    *("split", "offload", "larger_shares", "arrangement"),
+)
+"""Columns of a table that decide prices, as `Row.degrees`."""
 
 
 @dataclass
@@ -109,7 +110,6 @@ class Options:
         self._modes: dict[int, frozenset[frozenset[str]]] = {}
         self._known: dict[tuple[object, ...], tuple[Option, ...]] = {}
         self._extremes: dict[tuple[object, ...], tuple[Option, ...]] = {}
-        self._groups: dict[tuple[object, ...], tuple[OptionGroup, ...]] = {}
 
     def of(self, row: Row) -> tuple[Option, ...]:
         """Return every option that the job and the runtime permit, simplest first."""
@@ -142,17 +142,6 @@ class Options:
             if supports.violation(layout, self.work.job) is None:
                 yield option
 
-    def groups(self, row: Row) -> tuple[OptionGroup, ...]:
-        """Return the options of a row in groups that differ in the shard degree alone."""
-        key = self._key(row)
-        if key not in self._groups:
-            groups: dict[Option, list[tuple[int, Option]]] = {}
-            for place, option in enumerate(self.of(row)):
-                alike = option._replace(shard_degree=None)
-                groups.setdefault(alike, []).append((place, option))
-            self._groups[key] = tuple(map(tuple, groups.values()))
-        return self._groups[key]
-
     def extremes(self, row: Row) -> tuple[Option, ...]:
         """Return options that together have the least prices of all options of a row.
 
@@ -171,11 +160,11 @@ class Options:
             by_order.setdefault(option.rank_order, []).append(option)
         found: list[Option] = []
         for options in by_order.values():
-            least, most = smallest_and_largest(row, options)
+            least, most = _smallest_and_largest(row, options)
             chosen = [least, most]
             if self.work.framework.accumulates_whole:
                 sharded = [each for each in options if each.zero_stage < 3]
-                chosen += smallest_and_largest(row, sharded)[1:] if sharded else []
+                chosen += _smallest_and_largest(row, sharded)[1:] if sharded else []
             found += dict.fromkeys(chosen)
         return found
 
@@ -368,7 +357,7 @@ class Options:
         return self._shared[degrees]
 
 
-def smallest_and_largest(row: Row, options: Iterable[Option]) -> tuple[Option, Option]:
+def _smallest_and_largest(row: Row, options: Iterable[Option]) -> tuple[Option, Option]:
     """Return the options of lowest and of highest ZeRO stage and shard degree."""
     replicas = row.data * row.context
 

@@ -27,10 +27,8 @@ from planner.cost.ticks import ticks
 from planner.search.engine.constraints import recompute_modes
 from planner.search.engine.options import (
     Option,
-    OptionGroup,
     Options,
     Row,
-    smallest_and_largest,
 )
 from planner.search.engine.sums import Stack
 from planner.search.engine.unequal import EqualRanks, Ranks, free_bytes, most_shared
@@ -343,37 +341,6 @@ class Pricing:
         options = self.options.extremes(row)
         return self._least_of(row, options, is_split=is_split) if options else None
 
-    def least_of_groups(
-        self, row: Row, groups: Sequence[OptionGroup], *, is_split: bool
-    ) -> tuple[Stack, ...]:
-        """Return the least prices of groups of options, as `stacks` those of options.
-
-        Args:
-            row: of the table.
-            groups: in each, options differ in the shard degree alone. The largest one
-                has the fewest bytes. None is sure to take least time: layers are as
-                fast as under the lowest ZeRO stage, and reductions take no time.
-            is_split: backwards are split, so that no layer recomputes.
-        """
-        key = (row.degrees, tuple(groups), is_split)
-        if key not in self._stacks:
-            each = []
-            for group in groups:
-                extremes = self._extremes_of(row, [option for _, option in group])
-                each.append(self._least_of(row, extremes, is_split=is_split).stacks)
-            self._stacks[key] = tuple(map(Stack.of_options, zip(*each, strict=True)))
-        return self._stacks[key]
-
-    def _extremes_of(self, row: Row, group: Sequence[Option]) -> tuple[Option, ...]:
-        """Return options whose least prices are those of a group, or less."""
-        extremes = smallest_and_largest(row, group)
-        if len(group) == 1:
-            return extremes[:1]
-        order = extremes[0].rank_order
-        others = [each for each in self.options.of(row) if each.rank_order == order]
-        without_gathers, _ = smallest_and_largest(row, others)
-        return tuple(dict.fromkeys((without_gathers, *extremes)))
-
     def _least_of(
         self, row: Row, options: tuple[Option, ...], *, is_split: bool
     ) -> Prices:
@@ -401,30 +368,18 @@ class Pricing:
             self._stacks[key] = tuple(map(Stack.of_options, zip(*each, strict=True)))
         return self._stacks[key]
 
-    def undominated(
-        self, row: Row, groups: Sequence[OptionGroup] | None = None
-    ) -> list[tuple[int, Option]]:
-        """Return options of a row, with their places, that no other one dominates.
-
-        Args:
-            row: of the table.
-            groups: of the options that count; None: all of the row.
-        """
-        if groups is None:
-            groups = self.options.groups(row)
+    def undominated(self, row: Row) -> list[tuple[int, Option]]:
+        """Return options of a row, with their places, that no other one dominates."""
         supports = self.work.framework.supports
         order = row if supports.limits_plans else None
-        key = (row.degrees, order, tuple(groups))
+        key = (row.degrees, order)
         if key not in self._undominated:
-            pairs = sorted(pair for group in groups for pair in group)
-            self._undominated[key] = self._kept(row, pairs)
+            self._undominated[key] = self._kept(row)
         return self._undominated[key]
 
-    def _kept(
-        self, row: Row, options: Sequence[tuple[int, Option]]
-    ) -> list[tuple[int, Option]]:
+    def _kept(self, row: Row) -> list[tuple[int, Option]]:
         kept: list[tuple[int, Option, LayoutCosts]] = []
-        for place, option in options:
+        for place, option in enumerate(self.options.of(row)):
             costs = self._base(row, option, self.options.layout(row, option))
             if not any(dominates(better, costs) for _, _, better in kept):
                 kept = [

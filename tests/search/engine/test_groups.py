@@ -93,7 +93,7 @@ def compare_bounds(
         assert lower_bound(least, order).nanoseconds <= step
         assert row_bound <= step
         assert rule.bound(sizes) <= step
-        assert all(may_beat(least, [order], step + 1))
+        assert may_beat([least, prices], [order], step + 1).all()
     return compared
 
 

@@ -79,7 +79,7 @@ def test_no_recomputation_of_a_cut_beats_its_bound(
         among = bounds.bounds(cuts)[cuts.index(sizes)]
         assert among == pytest.approx(bound)
         limits = [float(step + 1) for step in fitting]
-        assert all(may_beat(priced, [order], limit)[0] for limit in limits), row
+        assert all(may_beat([priced], [order], limit).all() for limit in limits), row
 
 
 CASES = [

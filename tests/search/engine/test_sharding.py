@@ -22,13 +22,12 @@ from planner.cost import (
 )
 from planner.executor.support import check_plan
 from planner.search import plan
-from planner.search.engine.bound import forbids_recompute
+from planner.search.engine.capacity import may_beat
 from planner.search.engine.prices import dominates
-from planner.search.engine.rule import CutBounds
 from planner.search.engine.space import whole_space
 from planner.spec import Plan
 from tests.builders import cluster, job, layer, link, profile, request
-from tests.search.engine.exact import Layouts, random_map
+from tests.search.engine.exact import Layouts, random_map, step_of
 from tests.search.test_runtimes import (
     RUNTIMES,
     SLOWDOWNS,
@@ -134,10 +133,10 @@ def steps_and_bytes(costs: LayoutCosts, stage_map: StageMap) -> tuple[int, ...]:
     SLOWDOWNS,
     st.integers(0, 2**30),
 )
-def test_a_group_of_options_is_never_bounded_above_one_of_them(
+def test_no_option_is_excluded_below_its_step(
     instance: Instance, runtime: str, slowdown: int, seed: int
 ) -> None:
-    """The smallest and the largest shard degree together bound all between, under every cut."""
+    """The capacity of ranks counts reductions and optimizer, whether they are hidden or not."""
     chooser = random.Random(seed)
     machines = with_links(instance.cluster, slowdown)
     with fitted():
@@ -147,22 +146,12 @@ def test_a_group_of_options_is_never_bounded_above_one_of_them(
     for index in chooser.sample(range(count), min(count, 8)):
         row = layouts.row(index)
         order = layouts.order(row)
-        is_split = forbids_recompute(order.schedule)
-        groups = layouts.options.groups(row)
-        every = [pair for group in groups for pair in group]
-        assert sorted(every) == list(enumerate(layouts.options.of(row)))
-        stacks = layouts.pricing.least_of_groups(row, groups, is_split=is_split)
+        options = layouts.options.of(row)
+        prices = [layouts.prices(row, option) for option in options]
         stages = order.ranks * order.virtual_stages
-        stage_map = random_map(layouts.prices(row, every[0][1]), stages, chooser)
-        cut = tuple(map(len, stage_map))
-        least = CutBounds(stacks, order).bounds([cut])
-        for place, group in enumerate(groups):
-            options = [option for _, option in group]
-            of_options = layouts.pricing.stacks(row, options, is_split=is_split)
-            bounds = CutBounds(of_options, order).bounds([cut])
-            assert (least[place] <= bounds * (1 + 1e-12)).all(), (
-                row,
-                group,
-                least[place],
-                bounds,
-            )
+        stage_map = random_map(prices[0], stages, chooser)
+        for place, option in enumerate(options):
+            step = step_of(layouts.pricing.costs(row, option), stage_map)
+            if step is not None:
+                may = may_beat(prices, [order], float(step + 1))
+                assert may[place, 0], (row, option, step)
