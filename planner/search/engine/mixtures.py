@@ -29,7 +29,7 @@ from planner.search.engine.prices import Modes
 
 Choice = tuple[int, ...]
 """Index of the chosen mode, per layer of a group."""
-Hull = list[tuple[float, float]]
+Hull = tuple[tuple[float, float], ...]
 """(Bytes, nanoseconds) of one layer, from the shortest time to fewest bytes."""
 PART = 12
 """Layers whose mixtures are listed at once."""
@@ -73,7 +73,8 @@ class Relaxed:
     """Nanoseconds between two neighbouring modes of one layer."""
 
     @classmethod
-    def of(cls, hulls: Sequence[tuple[Hull, int]]) -> Relaxed:
+    @lru_cache(maxsize=1 << 14)
+    def of(cls, hulls: tuple[tuple[Hull, int], ...]) -> Relaxed:
         """Return the curve of layers.
 
         Args:
@@ -165,7 +166,9 @@ def _within(
     """
     if free < 0:
         return None
-    hulls = [(_hull(modes[one.kind], one.units, largest), one.count) for one in groups]
+    hulls = tuple(
+        (_hull(modes[one.kind], one.units, largest), one.count) for one in groups
+    )
     relaxed = Relaxed.of(hulls)
     least = float(relaxed.within(np.array(free)))
     if least * (1 - ROUNDING) >= known:
@@ -206,7 +209,7 @@ def _hull(modes: Modes, units: float, largest: int) -> Hull:
         for one in modes
         if one.temporary_bytes <= largest
     }
-    return lower_hull(points)
+    return tuple(lower_hull(points))
 
 
 def _undominated(
