@@ -37,7 +37,7 @@ from planner.search.engine.bound import (
     traits_of,
 )
 from planner.search.engine.hull import lower_hull
-from planner.search.engine.prices import Floats, Prices
+from planner.search.engine.prices import Floats, Prices, Timing
 
 _MANY = 1e15
 _ROUNDING = 1e-9
@@ -194,10 +194,7 @@ class _Times:
         counts = np.array([[order.micro_batches] for order in orders], dtype=np.float64)
         actions = np.array([_actions(order) for order in orders], dtype=np.float64)
         ends_low = np.array([[not splits_backward(one.schedule)] for one in orders])
-        timings = np.array(
-            [[each.timing(one.virtual_stages) for one in orders] for each in options]
-        )
-        waiting, transfer = timings[..., 0], timings[..., 1]
+        waiting, transfer = _timings(options, orders)
         fixed = np.array([[each.fixed_tail] for each in options])
         left = (limit - fixed - actions * waiting)[..., None]
         hops = np.arange(ranks) * (waiting + transfer)[..., None]
@@ -211,6 +208,25 @@ class _Times:
         of_pipeline = np.maximum(0.0, (left - way) * rate)
         of_tail = np.maximum(0.0, (left - start) * rate)
         return cls(of_pipeline, of_tail, counts)
+
+
+def _timings(
+    options: Sequence[Prices], orders: Sequence[Order]
+) -> tuple[Floats, Floats]:
+    """Return the waiting of actions and the least transfer, [option, order].
+
+    Sharding moves no rank, so that options of one rank order have equal ones.
+    """
+    is_interleaved = [int(order.virtual_stages > 1) for order in orders]
+    known: dict[frozenset[str], list[Timing]] = {}
+    found = []
+    for prices in options:
+        ranks = frozenset(each.layout.rank_order for each in prices.layouts)
+        if ranks not in known:
+            known[ranks] = [prices.timing(stages) for stages in (1, 2)]
+        found.append(known[ranks])
+    timings = np.array(found)[:, is_interleaved]
+    return timings[..., 0], timings[..., 1]
 
 
 def _actions(order: Order) -> int:

@@ -263,13 +263,14 @@ class Search:
             rows = [Row.of(self.table, index) for index in indices.tolist()]
             self.is_taken[indices] = True
             left = indices[self._may_beat_at_best(rows)]
-            if len(left):
+            # Unequal shares are priced replica by replica: later, if at all.
+            if len(left) and not rows[0].larger_shares:
+                options = list(self.options.of(rows[0]))
                 orders = [
                     self.order(Row.of(self.table, each)) for each in left.tolist()
                 ]
-                options = self.pricing.undominated(rows[0])
-                may = self._may_beat(rows[0], options, orders).any(axis=0)
-                self.is_taken[left[may]] = False
+                left = left[self._may_beat(rows[0], options, orders).any(axis=0)]
+            self.is_taken[left] = False
 
     def _may_beat_at_best(self, rows: Sequence[Row]) -> NDArray[np.bool_]:
         """Return whether rows of the same prices may beat the limit at their least."""
@@ -284,13 +285,13 @@ class Search:
     def _may_beat(
         self,
         row: Row,
-        options: Sequence[tuple[int, Option]],
+        options: Sequence[Option],
         orders: Sequence[Order],
     ) -> NDArray[np.bool_]:
         """Return whether a row's options may beat the limit, [option, order]."""
         is_split = forbids_recompute(orders[0].schedule)
         prices = [
-            self.pricing.prices(row, option, is_split=is_split) for _, option in options
+            self.pricing.prices(row, option, is_split=is_split) for option in options
         ]
         return may_beat(prices, orders, float(self.limit))
 
@@ -414,12 +415,10 @@ class Search:
 
     def _promising_options(self, row: Row) -> list[tuple[int, Option]]:
         """Return options of a row that may beat the limit and that none dominates."""
-        options = self.pricing.undominated(row)
+        options = self.options.of(row)
         self.done += OPTION_WORK * len(options)
-        if not options:
-            return []
-        may = self._may_beat(row, options, [self.order(row)])
-        return list(compress(options, may[:, 0]))
+        may = self._may_beat(row, options, [self.order(row)])[:, 0]
+        return self.pricing.undominated(row, list(compress(enumerate(options), may)))
 
     def bound_options(
         self, node: Node, row: Row, options: Sequence[tuple[int, Option]]

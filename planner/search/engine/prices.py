@@ -368,18 +368,30 @@ class Pricing:
             self._stacks[key] = tuple(map(Stack.of_options, zip(*each, strict=True)))
         return self._stacks[key]
 
-    def undominated(self, row: Row) -> list[tuple[int, Option]]:
-        """Return options of a row, with their places, that no other one dominates."""
+    def undominated(
+        self, row: Row, options: Sequence[tuple[int, Option]] | None = None
+    ) -> list[tuple[int, Option]]:
+        """Return options of a row, with their places, that no other one dominates.
+
+        Args:
+            row: of the table.
+            options: those that count, with their places; None: all of the row.
+        """
+        if options is not None:
+            return self._kept(row, options)
         supports = self.work.framework.supports
         order = row if supports.limits_plans else None
         key = (row.degrees, order)
         if key not in self._undominated:
-            self._undominated[key] = self._kept(row)
+            every = list(enumerate(self.options.of(row)))
+            self._undominated[key] = self._kept(row, every)
         return self._undominated[key]
 
-    def _kept(self, row: Row) -> list[tuple[int, Option]]:
+    def _kept(
+        self, row: Row, options: Sequence[tuple[int, Option]]
+    ) -> list[tuple[int, Option]]:
         kept: list[tuple[int, Option, LayoutCosts]] = []
-        for place, option in enumerate(self.options.of(row)):
+        for place, option in options:
             costs = self._base(row, option, self.options.layout(row, option))
             if not any(dominates(better, costs) for _, _, better in kept):
                 kept = [
