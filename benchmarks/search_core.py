@@ -14,6 +14,9 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from planner.cost import Workload, workload
 from planner.profiler.resolve import catalogue_profile
 from planner.search.engine import engine, prices, rule
@@ -48,8 +51,10 @@ HEADER += ("rows", "options", "solved")
 CLOSE = 1.05
 
 
-def _all_may_beat(prices: object, orders: Sequence[object], limit: float) -> list[bool]:
-    return [True] * len(orders)
+def _all_may_beat(
+    options: Sequence[object], orders: Sequence[object], limit: float
+) -> NDArray[np.bool_]:
+    return np.ones((len(options), len(orders)), dtype=np.bool_)
 
 
 def _not_dominated(better: object, worse: object, *, strictly: bool = False) -> bool:
