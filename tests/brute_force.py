@@ -19,7 +19,7 @@ from planner.check.step import Step
 from planner.cost.mixed import fair_shares
 from planner.errors import LayoutError
 from planner.schedule import Schedule, build
-from planner.search.engine.dealing import deal
+from planner.search.engine.balance import balanced_cut
 from planner.spec.cluster import Cluster
 from planner.spec.devices import domain_of
 from planner.spec.job import WHOLE_PARAMETERS, Job
@@ -412,7 +412,7 @@ def stage_maps(
 def dealt_map(prices: Prices, schedule: Schedule) -> StageMap:
     """The stage map of the rule, for the check's prices."""
     chosen, work = chosen_work(prices)
-    sizes = given_sizes(prices.context, schedule.stages) or deal(
+    sizes = given_sizes(prices.context, schedule.stages) or balanced_cut(
         work, schedule.stage_ranks
     )
     layers = iter(enumerate(chosen))

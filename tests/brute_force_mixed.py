@@ -20,7 +20,7 @@ from planner.cost import workload
 from planner.cost.mixed import fair_shares
 from planner.schedule import Schedule, build
 from planner.search.engine.arrangement import Speeds
-from planner.search.engine.dealing import deal_among
+from planner.search.engine.balance import balanced_cut_among
 from planner.spec.cluster import Cluster
 from planner.spec.job import WHOLE_PARAMETERS, Job
 from planner.spec.layout import Layout
@@ -217,7 +217,7 @@ def _dealt_map(cells: Pricing, schedule: Schedule) -> StageMap:
     ranks = range(len(column.groups))
     maps = [chosen_work(cells.prices(column, rank)) for rank in ranks]
     given = given_sizes(cells.context, schedule.stages)
-    sizes = given or deal_among(
+    sizes = given or balanced_cut_among(
         tuple(work for _, work in maps), tuple(ranks), schedule.stage_ranks
     )
     layers = iter(enumerate(maps[0][0]))

@@ -12,7 +12,7 @@ from planner.check.actions import parse_actions
 from planner.check.price import LayerPrice, Pricing
 from planner.check.step import Step
 from planner.schedule import Schedule
-from planner.search.engine.dealing import deal
+from planner.search.engine.balance import balanced_cut
 from planner.spec.profile import RecomputeMode
 from planner.spec.recompute import MODES
 from tests.brute_force_division import given_sizes
@@ -36,7 +36,7 @@ def ruled_map(cells: Pricing, schedule: Schedule) -> StageMap | None:
         return None
     work = tuple(min(map(_work, modes.values())) for modes in options)
     sizes = given_sizes(prices.context, schedule.stages)
-    sizes = sizes or deal(work, schedule.stage_ranks)
+    sizes = sizes or balanced_cut(work, schedule.stage_ranks)
     actions = parse_actions(schedule.to_text())
     best: tuple[int, StageMap] | None = None
     for mixture in product(*options):

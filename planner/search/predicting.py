@@ -29,13 +29,13 @@ from planner.schedule import (
     find,
     requirements,
 )
+from planner.search.engine.balance import balanced_cut_among
 from planner.search.engine.bound import (
     IMPOSSIBLE,
     Order,
     splits_backward,
     stage_ranks,
 )
-from planner.search.engine.dealing import deal_among
 from planner.search.engine.division import given_sizes, own_sizes
 from planner.search.engine.options import Options, Row
 from planner.search.engine.prices import Prices, Pricing
@@ -78,7 +78,7 @@ def predict(
     name, else by the rule of the runtime if it has one (`engine.division.own_sizes`).
     Otherwise the stage map is the fastest one that fits of those that the search tries
     for this layout; if none fits, the fastest of all. Under schedules that the search
-    does not have, layers are assigned by the rule of `engine.dealing`.
+    does not have, layers are assigned by the rule of `engine.balance`.
 
     All layers have the recompute mode of the layout, or their first one if they do not
     offer it. Under ``per-layer`` they recompute as little as memory requires.
@@ -231,7 +231,7 @@ def _even_cut(costs: LayoutCosts, prices: Prices, order: Order) -> Sizes:
             tuple(max(1, one.forward_ticks + one.backward_ticks) for one in layers)
         )
     devices = tuple(places[id(each.layers)] for each in ranks)
-    return deal_among(tuple(works), devices, stage_ranks(order))
+    return balanced_cut_among(tuple(works), devices, stage_ranks(order))
 
 
 def _rule_prices(costs: LayoutCosts, order: Order) -> Prices:

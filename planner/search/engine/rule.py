@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost import LayerCost
+from planner.search.engine.balance import balanced_cut, balanced_cut_among
 from planner.search.engine.bound import (
     Order,
     Traits,
@@ -37,7 +38,6 @@ from planner.search.engine.bound import (
     stages_of_ranks,
     traits_of,
 )
-from planner.search.engine.dealing import deal, deal_among
 from planner.search.engine.paths import Paths, StageWork, paths_of
 from planner.search.engine.prices import Floats, Prices
 from planner.search.engine.sums import Stack
@@ -328,10 +328,10 @@ class RuleCuts:
         known = self.prices.known_cuts
         ranks = stage_ranks(self.order)
         if ranks not in known:
-            known[ranks] = tuple(self._dealt(ranks))
+            known[ranks] = tuple(self._balanced(ranks))
         yield from known[ranks]
 
-    def _dealt(self, ranks: tuple[int, ...]) -> Iterator[Sizes]:
+    def _balanced(self, ranks: tuple[int, ...]) -> Iterator[Sizes]:
         smallest = [
             min(modes, key=lambda each: each.activation_bytes)
             for modes in self.prices.modes
@@ -342,7 +342,7 @@ class RuleCuts:
             for replicas in self.prices.replicas:
                 speeds = replicas.speeds
                 if len(speeds) == 1:
-                    yield deal(of_layers, ranks)
+                    yield balanced_cut(of_layers, ranks)
                 else:
                     yield _on_unequal_ranks(of_layers, speeds, ranks)
 
@@ -377,7 +377,7 @@ def _on_unequal_ranks(
     distinct = sorted(set(speeds.tolist()), reverse=True)
     times = [tuple(max(1, round(each / speed)) for each in work) for speed in distinct]
     devices = tuple(distinct.index(speed) for speed in speeds.tolist())
-    return deal_among(tuple(times), devices, stage_ranks)
+    return balanced_cut_among(tuple(times), devices, stage_ranks)
 
 
 def _work(cost: LayerCost) -> int:

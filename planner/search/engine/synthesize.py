@@ -3,7 +3,7 @@
 Schedules of the catalogue follow from the numbers of ranks and micro-batches alone. A
 synthesized one follows from the durations of the stages and the memory of the devices:
 
-    (Y1) layers are assigned by the rule of `planner.search.engine.dealing`, and all have
+    (Y1) layers are assigned by the rule of `planner.search.engine.balance`, and all have
          one recompute mode; several stages per rank lie in a loop or in a V, whichever
          has the shorter step                                                   -> Case
     (Y2) the order runs the durations and tails of the stages within the memory that
@@ -53,9 +53,9 @@ from planner.schedule.synthesize import (
     best_shape,
 )
 from planner.schedule.synthesized import NAME
+from planner.search.engine.balance import balanced_cut
 from planner.search.engine.bound import IMPOSSIBLE
 from planner.search.engine.constraints import recompute_modes
-from planner.search.engine.dealing import deal
 from planner.search.engine.division import given_sizes
 from planner.search.engine.result import Candidate
 from planner.search.engine.solve import Item, RowSolver
@@ -173,7 +173,9 @@ class Case:
         costs = costs.under(layout)
         layers = [_in_mode(options, mode) for options in costs.layers]
         works = tuple(each.forward_ticks + each.backward_ticks for each in layers)
-        sizes = given_sizes(costs.work, shape.stages) or deal(works, shape.stage_ranks)
+        sizes = given_sizes(costs.work, shape.stages) or balanced_cut(
+            works, shape.stage_ranks
+        )
         modes = enumerate(each.mode for each in layers)
         stage_map = tuple(tuple(next(modes) for _ in range(size)) for size in sizes)
         return cls(costs, stage_map, order_problem(costs, stage_map, shape))

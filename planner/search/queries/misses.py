@@ -27,9 +27,9 @@ from planner.cost import (
 )
 from planner.schedule import Schedule
 from planner.search.engine.arrangement import RANK_ORDERS
+from planner.search.engine.balance import balanced_cut
 from planner.search.engine.bound import forbids_recompute, traits_of
 from planner.search.engine.cut import all_cuts
-from planner.search.engine.dealing import deal
 from planner.search.engine.division import given_sizes
 from planner.search.engine.engine import Search
 from planner.search.engine.options import Option, Row
@@ -272,7 +272,7 @@ class _LeastMemory:
         prices = self.prices
         bytes_ = np.maximum(1, prices.states + prices.least_activations)
         layers = tuple(int(bytes_[kind]) for kind in prices.kind_of)
-        return deal(layers, self.schedule.stage_ranks)
+        return balanced_cut(layers, self.schedule.stage_ranks)
 
     def _improved(self, best: Need) -> Need:
         """Return the least memory that moves of one layer reach."""
