@@ -53,7 +53,7 @@ class SolverMetrics:
     def served(
         self, host: str, port: int, running: Callable[[], int]
     ) -> Iterator[None]:
-        """Serve the metrics on a port of their own, at any path, for the block.
+        """Serve the metrics on another port, at every path, until the block ends.
 
         Args:
             host: address to listen on.

@@ -68,7 +68,7 @@ async def find_or_submit(
 
 
 def result_of(parts: Services, job: JobRow) -> StoredResult | None:
-    """The result of a job; None: it has none, or that was deleted."""
+    """Return the stored result of a job; None: there is none, or it was deleted."""
     if job.status not in ("succeeded", "infeasible"):
         return None
     found = parts.store.plan(job.plan_id)

@@ -127,13 +127,13 @@ def show_plan(
 
 
 def _change_of(asked: PlanRequest) -> str | None:
-    """The query of the form with these answers; None: the form has too few fields."""
+    """Return the query that fills the form as a request did; None: it lacks fields."""
     answers = answers_of(asked)
     return None if answers is None else urlencode(answers)
 
 
 def _change_of_job(parts: Services, plan_id: str) -> str | None:
-    """The same for the request of a plan's last job; None too if there is none."""
+    """Return the query for the request of a plan's last job; None: there is no job."""
     job = parts.store.last_job(plan_id)
     if job is None:
         return None

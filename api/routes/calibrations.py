@@ -1,4 +1,4 @@
-"""Calibrations: of clients, or fitted to the measured runs that are stored."""
+"""Calibrations that clients send, or that are fitted to the stored measured runs."""
 
 from __future__ import annotations
 

@@ -312,7 +312,7 @@ def test_a_job_has_a_page_that_renews_itself_until_it_ends(
 def test_the_page_of_a_job_follows_its_events_behind_a_proxy(
     settings_of: SettingsOf, journal: Path, tmp_path: Path
 ) -> None:
-    """The addresses of the events, the script and the button have the prefix."""
+    """Addresses of events, script and button begin with the proxy's prefix."""
     settings = settings_of(root_path="/planner")
     with running(settings, Gated(journal, tmp_path / "gate")) as live:
         _, place = post(live, FORM)

@@ -260,25 +260,22 @@ class Search:
         if not len(below):
             return
         for indices in self._alike(below):
-            rows = [Row.of(self.table, index) for index in indices.tolist()]
-            self.is_taken[indices] = True
-            left = indices[self._may_beat_at_best(rows)]
+            row = Row.of(self.table, int(indices[0]))
+            orders = [self.order(Row.of(self.table, int(each))) for each in indices]
+            may = self._may_beat_at_best(row, orders)
             # Unequal shares are priced replica by replica: later, if at all.
-            if len(left) and not rows[0].larger_shares:
-                options = list(self.options.of(rows[0]))
-                orders = [
-                    self.order(Row.of(self.table, each)) for each in left.tolist()
-                ]
-                left = left[self._may_beat(rows[0], options, orders).any(axis=0)]
-            self.is_taken[left] = False
+            if may.any() and not row.larger_shares:
+                options = self.options.of(row)
+                left = list(compress(orders, may))
+                may[may] = self._may_beat(row, options, left).any(axis=0)
+            self.is_taken[indices[~may]] = True
 
-    def _may_beat_at_best(self, rows: Sequence[Row]) -> NDArray[np.bool_]:
-        """Return whether rows of the same prices may beat the limit at their least."""
-        orders = [self.order(row) for row in rows]
+    def _may_beat_at_best(self, row: Row, orders: Sequence[Order]) -> NDArray[np.bool_]:
+        """Return whether a row's least prices may beat the limit, per order."""
         is_split = forbids_recompute(orders[0].schedule)
-        least = self.pricing.least(rows[0], is_split=is_split)
+        least = self.pricing.least(row, is_split=is_split)
         if least is None:
-            return np.zeros(len(rows), dtype=np.bool_)
+            return np.zeros(len(orders), dtype=np.bool_)
         found: NDArray[np.bool_] = may_beat([least], orders, float(self.limit))[0]
         return found
 

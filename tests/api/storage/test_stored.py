@@ -65,7 +65,7 @@ def outdated(live: Live) -> str:
 def test_what_needs_an_outdated_plan_says_so(
     live: Live, outdated: str, path: str
 ) -> None:
-    """The problem names the plan, the field and what to do; pages show it."""
+    """The problem names plan, field and a way out, and the page shows the same."""
     answer = live.get(path.format(outdated), Accept="text/html, application/json")
     assert answer.status_code == 410
     assert "layout.tensor_parallel_degree" in answer.text
