@@ -145,7 +145,7 @@ class AnswerFromMemory:
 
 
 def _has_key(scope: Scope) -> bool:
-    """Whether path and body alone may decide the answer."""
+    """Whether the answer may be known: no query or If-Match, GET or a small POST."""
     if scope["query_string"]:
         return False
     headers = Headers(scope=scope)
@@ -199,7 +199,7 @@ class _Recorder:
         elif message.get("more_body", False):
             self._headers = None
         elif self._headers is not None:
-            self._remember(self._headers, message["body"])
+            self._remember(self._headers, message.get("body", b""))
         await self._send(message)
 
     def _start(self, message: Message) -> None:
@@ -209,6 +209,7 @@ class _Recorder:
             message["status"] == 200
             and headers.get("cache-control") == FOREVER
             and "vary" not in headers
+            and "etag" in headers
             and length < LARGEST_ANSWER_BYTES
         ):
             others = [each for each in headers.raw if each[0] != HIT[0]]

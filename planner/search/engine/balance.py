@@ -7,14 +7,15 @@ layers, and g(s) the device of the rank of stage s. On equal devices there is on
           layers could be cut, every stage would then take the same time. Of several
           such cuts the one whose later stages take longer: then the stages of one round
           are alike, and the first round, which fills the pipeline, is the shortest
-    (E2)  as long as the busiest rank becomes less busy, or the sum of the ranks' squares
-          smaller at a tie: one of its stages gives a layer to another stage, and those
-          between pass one on
+    (E2)  a stage of the busiest rank gives one layer to another stage, and the stages
+          between pass one on. This is repeated while the busiest rank becomes less busy,
+          or stays as busy with a smaller sum of the ranks' squares
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from functools import lru_cache
 
 import numpy as np
@@ -76,7 +77,7 @@ def _in_proportion(
 
 @lru_cache(maxsize=256)
 def _cuts_of(work: tuple[int, ...]) -> EvenCuts:
-    """Return the cuts on equal devices: those into fewer stages are parts of others."""
+    """Return the cuts on equal devices; one into more stages continues a known one."""
     return EvenCuts(np.array([work], dtype=np.int64))
 
 
@@ -101,6 +102,7 @@ class EvenCuts:
         squares[:, *np.tril_indices(works.shape[1], -1)] = np.inf
         self._squares: Floats = squares * (totals / totals[0])[:, None, None]
         """Of a stage, [device, first layer, last layer]."""
+        self._lock = threading.Lock()
         self._begin(())
 
     def sizes(self, kinds: tuple[int, ...]) -> Numbers:
@@ -109,6 +111,11 @@ class EvenCuts:
         Args:
             kinds: device of every stage; at most as many stages as layers.
         """
+        with self._lock:
+            return self._sizes(kinds)
+
+    def _sizes(self, kinds: tuple[int, ...]) -> Numbers:
+        """Return the same, with no other thread at work."""
         shared = min(len(kinds), len(self._kinds))
         if not shared or kinds[:shared] != self._kinds[:shared]:
             self._begin(kinds)

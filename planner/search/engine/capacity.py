@@ -1,22 +1,25 @@
-"""Which options of rows may beat a step at all: the capacity of every pipeline rank.
+"""A quick test: could an option of a row be faster than a limit?
 
-Options, and rows that differ in their order alone, are compared at once. With w the work
-of a layer of the main kind, a(j) its saved bytes in the j-th mode of the lower hull of
-bytes and time, d(j) the time that this mode adds, s its states, e its reductions and
-optimizer, and u the units that a rank holds of its stages at one moment of its peak:
+It is rejected if its pipeline ranks cannot take all layers in time and memory. Options,
+and rows that differ in their order alone, are compared at once. T is the limit, M the
+micro-batches and V the stages per rank. With w the work of a layer of the main kind,
+a(j) its saved bytes in the j-th mode of the lower hull of bytes and time, d(j) the time
+that this mode adds to the one before, s its states, e its reductions and optimizer, and
+u the units that a rank holds of its stages at one moment of its peak:
 
     (K1)  every stage has a layer, so that at most o stages of a rank, o the number of
           layers of other kinds, have none of the main kind. A rank with n of them holds
-          U(n) >= c + n min(u), c so that the V - o smallest u have a layer each
+          U(n) >= c + n min(u). c is what the V - o stages of smallest u, which hold a
+          layer each, have more than min(u): the sum of u - min(u)
     (K2)  n layers fit in mode j if a(j) U(n) + n s <= room; that gives n(j)
     (K3)  with more than n(j - 1) layers, the bytes of the excess are freed at a cost of
           d(j) / (a(j - 1) - a(j)) / max(u) at least, since a layer's recomputation
           frees max(u) times its bytes at most
     (K4)  so the time of n layers is at least the broken line through (n(j), t(j)),
           t(j) = n(j) w + U(n(j)) (d(1) + ... + d(j)) / max(u)
-    (K5)  M micro-batches of a rank have T - D - U, as in `bound` (W1), and with their
-          tail T - D - n e; T is impossible if all ranks together take fewer layers than
-          the main kind has
+    (K5)  a rank starts after D and ends B before the step, as D and U of (W1) in
+          `bound`: its micro-batches have T - D - B, and with their tail T - D - n e. T
+          is impossible if all ranks together take fewer layers than the main kind has
 """
 
 from __future__ import annotations
@@ -98,7 +101,7 @@ class _Main:
     saved: tuple[Floats, ...]
     """Bytes per mode of the hull, most first."""
     added: tuple[Floats, ...]
-    """Nanoseconds of every mode in addition to the first."""
+    """Nanoseconds of every mode in addition to the first: d(1) + ... + d(j)."""
 
     @classmethod
     def of(cls, options: Sequence[Prices]) -> _Main:
@@ -238,6 +241,8 @@ def _layers_within(
     main: _Main, held: _Units, times: Floats, rooms: Floats, work: Floats
 ) -> Floats:
     """Return the most layers that every rank takes in a time, [option, order, rank].
+
+    It follows the broken line of (K4), piece by piece.
 
     Args:
         main: the kind of the layers.

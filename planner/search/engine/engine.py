@@ -263,7 +263,7 @@ class Search:
             row = Row.of(self.table, int(indices[0]))
             orders = [self.order(Row.of(self.table, int(each))) for each in indices]
             may = self._may_beat_at_best(row, orders)
-            # Unequal shares are priced replica by replica: later, if at all.
+            # Exact prices of unequal shares are expensive: they wait for `expand`.
             if may.any() and not row.larger_shares:
                 options = self.options.of(row)
                 left = list(compress(orders, may))
