@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.attack import Case, attack
 from planner.check import check
 from planner.cli.main import main
 from planner.cli.plan_text import prediction_text
@@ -1058,3 +1059,19 @@ def test_sizes_of_another_model_are_refused() -> None:
     known["shared_parameters"] = []
     with pytest.raises(DocumentError, match="transformer has 16 blocks, but layers"):
         parse(ModelProfile, known)
+
+
+def test_a_plan_has_the_cut_that_fits_beside_shared_parameters() -> None:
+    """Every rank counted as if it held the shared embedding once: no cut was found that fits, and 125 s were proven."""
+    case = Case(
+        model="llama-3.2-3b",
+        devices=3,
+        device="a100-sxm4-80gb",
+        batch=32,
+        length=32768,
+        constraints={"virtual_stages_per_rank": 1},
+    )
+    found = attack(case, time_limit=60)
+    assert found.winner is not None
+    assert found.winner.is_optimal
+    assert not found.better

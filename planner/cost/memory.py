@@ -32,6 +32,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import mul
 
 from planner.cost.layers import LayoutCosts
 from planner.cost.pricing import LayerCost
@@ -67,17 +68,22 @@ def held_units(
     costs: LayoutCosts, stages: Sequence[StageLayers], schedule: Schedule
 ) -> tuple[dict[int, int], ...]:
     """By pipeline rank: of each of its stages the micro-batches (or chunks) held when the rank holds most bytes."""
-    unit = [unit_bytes(costs, stages, index) for index in range(len(stages))]
-    ranks = []
-    for rank in range(schedule.ranks):
-        mine = schedule.stages_of(rank)
-        sizes = [unit[stage] for stage in mine]
-        most = max(
-            crests(schedule, rank),
-            key=lambda held: sum(n * size for n, size in zip(held, sizes, strict=True)),
-        )
-        ranks.append(dict(zip(mine, most, strict=True)))
-    return tuple(ranks)
+    ranks = range(schedule.ranks)
+    return tuple(held_units_of_rank(costs, stages, schedule, rank) for rank in ranks)
+
+
+def held_units_of_rank(
+    costs: LayoutCosts, stages: Sequence[StageLayers], schedule: Schedule, rank: int
+) -> dict[int, int]:
+    """Return `held_units` of one pipeline rank, by stage."""
+    mine = schedule.stages_of(rank)
+    sizes = [unit_bytes(costs, stages, stage) for stage in mine]
+
+    def saved_bytes(held: Sequence[int]) -> int:
+        return sum(map(mul, held, sizes))
+
+    most = max(crests(schedule, rank), key=saved_bytes)
+    return dict(zip(mine, most, strict=True))
 
 
 def stage_memory(
@@ -90,19 +96,25 @@ def stage_memory(
         stages: layers of every stage.
         schedule: in which order they run.
     """
+    ranks = range(schedule.ranks)
+    return tuple(memory_of_rank(costs, stages, schedule, rank) for rank in ranks)
+
+
+def memory_of_rank(
+    costs: LayoutCosts, stages: Sequence[StageLayers], schedule: Schedule, rank: int
+) -> RankMemory:
+    """Return `stage_memory` of one pipeline rank.
+
+    It depends on the rank's layers and on what crosses the boundaries of its stages.
+    """
     if find(costs.layout.schedule).is_asynchronous:
         schedule = in_steady_state(schedule)
-    held = held_units(costs, stages, schedule)
-    host = [
-        _host_bytes(costs, stages, schedule, rank) for rank in range(schedule.ranks)
-    ]
+    units = held_units_of_rank(costs, stages, schedule, rank)
+    host_bytes = _host_bytes(costs, stages, schedule, rank)
     running = stages
     if schedule.recompute_stop is not None:
         running = _without_recompute_on_all(costs, stages)
-    return tuple(
-        _rank_memory(costs, stages, running, rank, units, host[rank])
-        for rank, units in enumerate(held)
-    )
+    return _rank_memory(costs, stages, running, rank, units, host_bytes)
 
 
 def without_recompute(

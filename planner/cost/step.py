@@ -33,7 +33,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from operator import add
+from typing import NamedTuple
 
 from planner.cost.chunks import per_chunk
 from planner.cost.groups import has_two_copies
@@ -68,8 +68,18 @@ class Step:
     """Pipeline rank that ends last."""
     simulation: Simulation
     tails: tuple[int, ...]
-    bubble_fraction: float
-    """Idle part of all ranks between the first and the last action of a step."""
+    steady_ticks: float | None = None
+    """Of all micro-batches where steps follow without a flush."""
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle part of all ranks between the first and the last action of a step."""
+        if self.steady_ticks is None:
+            return self.simulation.bubble_fraction
+        busy = self.simulation.busy_seconds
+        if not self.steady_ticks:
+            return 0.0
+        return 1 - sum(busy) / (len(busy) * self.steady_ticks)
 
 
 def schedule_of(costs: LayoutCosts) -> Schedule:
@@ -109,55 +119,87 @@ def choose(costs: LayoutCosts, stage_map: StageMap) -> tuple[StageLayers, ...]:
     )
 
 
+class StageTicks(NamedTuple):
+    """Ticks of a stage's actions, of every chunk of a micro-batch: equation (S1)."""
+
+    forward: tuple[int, ...]
+    backward_input: tuple[int, ...]
+    backward_weight: tuple[int, ...]
+    recompute: tuple[int, ...]
+
+
+def stage_ticks(
+    costs: LayoutCosts, stages: Sequence[StageLayers], stage: int
+) -> StageTicks:
+    """Return what the actions of a stage last without their exchanges."""
+    layers = [cost for _, cost in stages[stage]]
+    forward = sum(cost.forward_ticks for cost in layers)
+    backward = sum(cost.backward_ticks for cost in layers)
+    weight = sum(cost.backward_weight_ticks for cost in layers)
+    recompute = sum(cost.recompute_ticks for cost in layers)
+    chunks = costs.layout.sequence_chunks
+    if chunks > 1:
+        # What recomputes before a chunk's backward lasts as its backward does.
+        recompute = 0
+    elif find(costs.layout.schedule).recompute_modes:
+        kept = without_recompute(costs, stages, stage)
+        least = sum(cost.backward_ticks for cost in kept)
+        recompute = max(0, backward - least)
+        backward = least + recompute
+    backward_input = backward - weight - recompute
+    if chunks == 1:
+        return StageTicks((forward,), (backward_input,), (weight,), (recompute,))
+    of_forward = sum(cost.attention.forward_ticks for cost in layers)
+    of_backward = sum(cost.attention.backward_ticks for cost in layers)
+    return StageTicks(
+        forward=per_chunk([forward], [of_forward], chunks),
+        backward_input=per_chunk([backward_input], [of_backward], chunks),
+        backward_weight=per_chunk([weight], [0], chunks),
+        recompute=(0,) * chunks,
+    )
+
+
 def durations(
     costs: LayoutCosts, stages: Sequence[StageLayers], *, transfers: bool = True
 ) -> Durations:
     """Ticks per stage for the simulator: equation (S1); without transfers to tell what they cost."""
-    boundaries = len(stages) - 1
-    moves = [
-        costs.transfer_ticks(s, stages[s][-1][0]) if transfers else 0
-        for s in range(boundaries)
-    ]
-    weight = [sum(cost.backward_weight_ticks for _, cost in stage) for stage in stages]
-    recompute = [sum(cost.recompute_ticks for _, cost in stage) for stage in stages]
-    backward = [sum(cost.backward_ticks for _, cost in stage) for stage in stages]
-    forward = [sum(cost.forward_ticks for _, cost in stage) for stage in stages]
-    backward_input = [
-        b - w - r for b, w, r in zip(backward, weight, recompute, strict=True)
-    ]
-    if find(costs.layout.schedule).recompute_modes:
-        kept = [without_recompute(costs, stages, s) for s in range(len(stages))]
-        least = [sum(cost.backward_ticks for cost in stage) for stage in kept]
-        recompute = [max(0, b - k) for b, k in zip(backward, least, strict=True)]
-        backward_input = [k - w for k, w in zip(least, weight, strict=True)]
-    chunks, nothing = costs.layout.sequence_chunks, [0] * len(stages)
-    is_joint = bool(boundaries and transfers)
-    waiting = [
-        costs.on_stage(s).waiting_ticks if is_joint else 0
-        for s in range(len(stages))
-        for _ in range(chunks)
-    ]
-    of_forward = [
-        sum(cost.attention.forward_ticks for _, cost in stage) for stage in stages
-    ]
-    of_backward = [
-        sum(cost.attention.backward_ticks for _, cost in stage) for stage in stages
-    ]
-    if (
-        chunks > 1
-    ):  # what recomputes before a chunk's backward lasts as its backward does
-        backward_input = [b - w for b, w in zip(backward, weight, strict=True)]
-        recompute = nothing
+    boundaries = range(len(stages) - 1)
+    moves = [0] * len(boundaries)
+    waiting = [0] * len(stages)
+    if transfers and boundaries:
+        moves = [costs.transfer_ticks(s, stages[s][-1][0]) for s in boundaries]
+        waiting = [costs.on_stage(s).waiting_ticks for s in range(len(stages))]
+    parts = [stage_ticks(costs, stages, s) for s in range(len(stages))]
+    return joined_durations(parts, moves, waiting)
+
+
+def joined_durations(
+    parts: Sequence[StageTicks], moves: Sequence[int], waiting: Sequence[int]
+) -> Durations:
+    """Return the durations of all stages.
+
+    Args:
+        parts: of every stage.
+        moves: ticks of a transfer over every stage boundary.
+        waiting: ticks that every stage's actions wait for its neighbours.
+    """
+    forward: list[int] = []
+    backward_input: list[int] = []
+    backward_weight: list[int] = []
+    recompute: list[int] = []
+    for part, waits in zip(parts, waiting, strict=True):
+        forward += [waits + each for each in part.forward]
+        backward_input += [waits + each for each in part.backward_input]
+        backward_weight += part.backward_weight
+        recompute += part.recompute
     return Durations(
-        forward=tuple(map(add, waiting, per_chunk(forward, of_forward, chunks))),
-        backward_input=tuple(
-            map(add, waiting, per_chunk(backward_input, of_backward, chunks))
-        ),
-        backward_weight=per_chunk(weight, nothing, chunks),
-        recompute=per_chunk(recompute, nothing, chunks),
+        forward=tuple(forward),
+        backward_input=tuple(backward_input),
+        backward_weight=tuple(backward_weight),
+        recompute=tuple(recompute),
         transfer_forward=tuple(moves),
         transfer_backward=tuple(moves),
-        sequence_chunks=chunks,
+        sequence_chunks=len(parts[0].forward),
     )
 
 
@@ -175,12 +217,16 @@ def tail_ticks(
     costs: LayoutCosts, ranks: Sequence[StageLayers]
 ) -> tuple[tuple[int, int], ...]:
     """(gradient reduction, optimizer) of every pipeline rank, by its layers: equations (S3) and (S5)."""
-    return tuple(_tail(costs, ranks, index) for index in range(len(ranks)))
+    return tuple(tail_of_rank(costs, ranks, index) for index in range(len(ranks)))
 
 
-def _tail(
+def tail_of_rank(
     costs: LayoutCosts, ranks: Sequence[StageLayers], index: int
 ) -> tuple[int, int]:
+    """Return `tail_ticks` of one rank.
+
+    It depends on the rank's layers, and on which shared parameters other ranks hold.
+    """
     layers = [cost for _, cost in ranks[index]]
     costs = costs.on_rank(index)
     reduction = (
@@ -271,12 +317,12 @@ def _play(
 ) -> Played:
     simulation = simulate(schedule, durations(costs, stages))
     tails = tuple(sum(parts) for parts in tail_ticks(costs, by_rank(schedule, stages)))
-    step = _ended(costs, simulation, tails)
+    step = ended(costs, simulation, tails)
     return Played(costs, schedule, stages, step)
 
 
-def _ended(costs: LayoutCosts, simulation: Simulation, tails: tuple[int, ...]) -> Step:
-    """The step of a simulation: equations (S4) and (S8)."""
+def ended(costs: LayoutCosts, simulation: Simulation, tails: tuple[int, ...]) -> Step:
+    """Return the step of a simulation and every rank's tail: equations (S4) and (S8)."""
     if find(costs.layout.schedule).is_asynchronous:
         return _steady(simulation, tails)
     totals = [
@@ -285,7 +331,7 @@ def _ended(costs: LayoutCosts, simulation: Simulation, tails: tuple[int, ...]) -
     ]
     total = max(totals)
     last_rank = totals.index(total)
-    return Step(total, last_rank, simulation, tails, simulation.bubble_fraction)
+    return Step(total, last_rank, simulation, tails)
 
 
 def _steady(simulation: Simulation, tails: tuple[int, ...]) -> Step:
@@ -293,10 +339,9 @@ def _steady(simulation: Simulation, tails: tuple[int, ...]) -> Step:
     micro_batches = simulation.schedule.micro_batches
     steady = steady_micro_batches(simulation.durations, micro_batches)
     busy = simulation.busy_seconds
-    idle = 1 - sum(busy) / (len(busy) * steady) if steady else 0.0
     ends = [int(worked) + tail for worked, tail in zip(busy, tails, strict=True)]
     last_rank = ends.index(max(ends))
-    return Step(math.ceil(steady) + max(tails), last_rank, simulation, tails, idle)
+    return Step(math.ceil(steady) + max(tails), last_rank, simulation, tails, steady)
 
 
 def _lasted(costs: LayoutCosts, simulation: Simulation) -> list[int]:
@@ -394,7 +439,7 @@ def _breakdown(
     """Return the mean over pipeline ranks of where each rank's step goes: equation (S7)."""
     tails = tail_ticks(costs, by_rank(schedule, stages))
     free = simulate(schedule, durations(costs, stages, transfers=False))
-    free_step = _ended(costs, free, step.tails).total_ticks
+    free_step = ended(costs, free, step.tails).total_ticks
     totals: Counter[str] = Counter()
     for rank, (reduction, optimizer) in enumerate(tails):
         parts = Counter(

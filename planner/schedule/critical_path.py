@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 
 from planner.errors import LayoutError
 from planner.schedule.actions import Schedule
@@ -70,27 +71,22 @@ class CriticalPath:
 
     def evaluate(self, durations: Durations, tails: Sequence[float] = ()) -> float:
         """Right side of (1): no schedule of this order is shorter at these durations."""
-        counts: list[int] = [count for name in _WORKS for count in getattr(self, name)]
-        counts += [0] * len(self.forward)
-        chunks = len(self.forward) // (len(self.transfer_forward) + 1)
+        seconds = self.seconds_of(durations)
+        lasted: float = sum(map(mul, self.counts, seconds))
+        return lasted + (tails[self.rank] if tails else 0)
+
+    @property
+    def counts(self) -> list[int]:
+        """How often the path has each of `seconds_of`."""
+        works = [count for name in _WORKS for count in getattr(self, name)]
+        nothing = [0] * len(self.forward)
         transfers = (0, *self.transfer_forward, *self.transfer_backward)
-        return (
-            sum(
-                count * seconds
-                for count, seconds in zip(
-                    counts, durations.of_actions(chunks), strict=True
-                )
-                if count
-            )
-            + sum(
-                count * seconds
-                for count, seconds in zip(
-                    transfers, durations.of_transfers(), strict=True
-                )
-                if count
-            )
-            + (tails[self.rank] if tails else 0)
-        )
+        return [*works, *nothing, *transfers]
+
+    def seconds_of(self, durations: Durations) -> list[float]:
+        """Times of every action and transfer, in the order of `counts`."""
+        chunks = len(self.forward) // (len(self.transfer_forward) + 1)
+        return [*durations.of_actions(chunks), *durations.of_transfers()]
 
 
 def critical_path(

@@ -383,12 +383,12 @@ def without_latency(patch: pytest.MonkeyPatch) -> None:
 
 def one_in_flight(patch: pytest.MonkeyPatch) -> None:
     """Every stage holds the activations of one micro-batch."""
-    correct = memory.held_units
+    correct = memory.held_units_of_rank
 
     def wrong(*args: Any) -> Any:
-        return tuple(dict.fromkeys(rank, 1) for rank in correct(*args))
+        return dict.fromkeys(correct(*args), 1)
 
-    patch.setattr(memory, "held_units", wrong)
+    patch.setattr(memory, "held_units_of_rank", wrong)
 
 
 def whole_optimizer(patch: pytest.MonkeyPatch) -> None:

@@ -22,19 +22,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost import (
-    LayerCost,
-    LayoutCosts,
-    StageLayers,
-    StageMap,
-    choose,
-    stage_memory,
-)
+from planner.cost import LayerCost, LayoutCosts, StageMap
 from planner.cost.memory import kept_bytes
-from planner.cost.step import per_column
-from planner.schedule import Schedule, find
+from planner.schedule import find
 from planner.schedule.in_flight import in_flight_vectors
 from planner.schedule.pipedream import in_steady_state
+from planner.search.engine.cut_costs import CutCosts, Replicas, StageKey
 from planner.search.engine.mixtures import Choice, Group, fewest_nanoseconds
 from planner.search.engine.prices import Modes, Prices
 from planner.spec.plan import RankMemory
@@ -108,15 +101,26 @@ class RankLimits:
     def _fewest_nanoseconds(self, units: Sequence[int]) -> RankChoice | None:
         """Return the fastest choice that fits with a number of saved units per stage."""
         free = self.free_bytes
-        groups = []
+        layers: Counter[tuple[int, int]] = Counter()
         for count, kinds, other in zip(
             units, self.kinds, self.other_bytes, strict=True
         ):
             free -= count * -(-other // self.chunks)
-            for kind, times in Counter(kinds).items():
-                groups.append(Group(kind, times, count / self.chunks))
+            layers.update((count, kind) for kind in kinds)
+        groups = [
+            Group(kind, times, count / self.chunks)
+            for (count, kind), times in layers.items()
+        ]
         found = fewest_nanoseconds(groups, self.modes, free)
-        return None if found is None else _placed(self.kinds, found)
+        if found is None:
+            return None
+        left = dict(zip(layers, map(iter, found), strict=True))
+        # Of equal layers those of the highest stages recompute least.
+        chosen = [
+            tuple(next(left[count, kind]) for kind in kinds)
+            for count, kinds in zip(reversed(units), reversed(self.kinds), strict=True)
+        ]
+        return tuple(reversed(chosen))
 
     def _unit_bytes(self, choice: RankChoice) -> list[int]:
         """Return the saved bytes of one unit of every stage."""
@@ -135,15 +139,6 @@ class RankLimits:
         for kinds, chosen in zip(self.kinds, choice, strict=True):
             for kind, mode in zip(kinds, chosen, strict=True):
                 yield self.modes[kind][mode]
-
-
-class _ReplicaClass(NamedTuple):
-    """Identical replicas with the stages of a cut in their fastest modes."""
-
-    costs: LayoutCosts
-    schedule: Schedule
-    stages: Sequence[StageLayers]
-    memory: tuple[RankMemory, ...]
 
 
 class _Device(NamedTuple):
@@ -166,21 +161,21 @@ class _RankChoices(NamedTuple):
 class ModeChooser:
     """Chooses the recompute modes of all ranks for cuts of one layout."""
 
-    def __init__(self, costs: LayoutCosts, schedule: Schedule, prices: Prices) -> None:
+    def __init__(self, cut_costs: CutCosts, prices: Prices) -> None:
         """Prepare the choice.
 
         Args:
-            costs: of the layout.
-            schedule: of its micro-batches.
+            cut_costs: of the layout and its schedule.
             prices: kinds of its layers, and the names of the modes that each may have.
         """
-        self.costs = costs
-        self.schedule = schedule
+        self.cut_costs = cut_costs
+        self.costs = cut_costs.costs
+        self.schedule = cut_costs.schedule
         self.kind_of = prices.kind_of
         self.names = [tuple(one.mode for one in modes) for modes in prices.modes]
         self._firsts = [first for first, _ in prices.costs.kinds]
         self._devices: dict[int, _Device] = {}
-        self._known: dict[tuple[object, ...], list[RankChoice]] = {}
+        self._known: dict[tuple[int, tuple[StageKey, ...]], _RankChoices] = {}
 
     def stage_maps(self, sizes: Sequence[int]) -> list[StageMap]:
         """Return a cut with least recomputation; empty: no choice fits.
@@ -192,18 +187,18 @@ class ModeChooser:
             Several if classes of replicas differ in which choice is fastest.
         """
         fastest = self._fastest(sizes)
-        stages = choose(self.costs, self._stage_map(fastest))
-        classes = []
-        for costs, schedule, layers in per_column(self.costs, self.schedule, stages):
-            memory = stage_memory(costs, layers, schedule)
-            classes.append(_ReplicaClass(costs, schedule, layers, memory))
+        stage_map = self._stage_map(fastest)
+        keys = self.cut_costs.keys(stage_map)
+        replicas: list[Replicas] | None = None
         ranks = []
         for rank in range(self.schedule.ranks):
-            if not all(each.memory[rank].fits_host for each in classes):
-                return []
-            mine = self.schedule.stages_of(rank)
-            start = tuple(fastest[stage] for stage in mine)
-            ranks.append(self._of_rank(rank, classes, start))
+            key = (rank, self.cut_costs.of_rank(keys, rank))
+            if key not in self._known:
+                replicas = replicas or self.cut_costs.replicas(stage_map)
+                mine = self.schedule.stages_of(rank)
+                start = tuple(fastest[stage] for stage in mine)
+                self._known[key] = self._of_rank(rank, replicas, start)
+            ranks.append(self._known[key])
             if not ranks[-1].choices:
                 return []
         return [self._joined(fastest, chosen) for chosen in _combined(ranks)]
@@ -231,36 +226,38 @@ class ModeChooser:
         return self._devices[key]
 
     def _of_rank(
-        self, rank: int, classes: Sequence[_ReplicaClass], start: RankChoice
+        self, rank: int, replicas: Sequence[Replicas], start: RankChoice
     ) -> _RankChoices:
         """Return the choices of a pipeline rank.
 
         Args:
             rank: pipeline rank.
-            classes: of identical replicas.
-            start: its fastest modes in the first class.
+            replicas: every class of identical ones, in their fastest modes.
+            start: the rank's fastest modes in the first class.
         """
-        fastest = {self._device(each.costs.on_rank(rank)).fastest for each in classes}
-        if len(fastest) == 1 and all(each.memory[rank].fits for each in classes):
+        memory = [each.memory(rank) for each in replicas]
+        if not all(row.fits_host for row in memory):
+            return _RankChoices([], [])
+        fastest = {self._device(each.costs.on_rank(rank)).fastest for each in replicas}
+        if len(fastest) == 1 and all(row.fits for row in memory):
             return _RankChoices([start], [])
-        limits = [self._limits(rank, each, start) for each in classes]
-        memory = [(each.other_bytes, each.free_bytes) for each in limits]
-        key = (rank, limits[0].kinds, *memory)
-        if key not in self._known:
-            self._known[key] = _choices(limits, start)
-        return _RankChoices(self._known[key], limits)
+        limits = []
+        for each, row in zip(replicas, memory, strict=True):
+            limits.append(self._limits(rank, each, row, start))
+        return _RankChoices(_choices(limits, start), limits)
 
     def _limits(
-        self, rank: int, replicas: _ReplicaClass, start: RankChoice
+        self, rank: int, replicas: Replicas, memory: RankMemory, start: RankChoice
     ) -> RankLimits:
         """Return what a rank may save, from its memory in some modes.
 
         Args:
             rank: pipeline rank.
-            replicas: one class of replicas.
+            replicas: one class of identical ones.
+            memory: of the rank.
             start: modes that its memory is known for.
         """
-        costs, schedule, stages, memory = replicas
+        costs, schedule, stages = replicas.costs, replicas.schedule, replicas.stages
         if find(costs.layout.schedule).is_asynchronous:
             schedule = in_steady_state(schedule)
         mine = self.schedule.stages_of(rank)
@@ -275,7 +272,7 @@ class ModeChooser:
             chunks=costs.layout.sequence_chunks,
             free_bytes=0,
         )
-        free = memory[rank].capacity_bytes - memory[rank].peak_bytes
+        free = memory.capacity_bytes - memory.peak_bytes
         return replace(limits, free_bytes=free + limits.peak_bytes(start))
 
     def _joined(

@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from planner.cost import LayerCost
 from planner.search.engine.balance import balanced_cut, balanced_cut_among
+from planner.search.engine.best_cut import best_cut
 from planner.search.engine.bound import (
     Order,
     Traits,
@@ -111,6 +112,29 @@ class CutBounds:
         least: Floats = np.min([each.free(cuts) for each in self._replicas], axis=0)
         return least
 
+    def recomputes(self, sizes: Sizes) -> bool:
+        """Return whether a rank with these layers lacks memory in the fastest modes."""
+        cut = _Cuts.of([sizes])
+        return any(bool(each.recomputation(cut).any()) for each in self._replicas)
+
+    def of_stages(self, starts: NDArray[np.intp], ends: NDArray[np.intp]) -> Floats:
+        """Return nanoseconds of every rank with one stage, under one option.
+
+        Args:
+            starts: first layers of stages.
+            ends: layers behind them.
+
+        Returns:
+            [stage, rank]; infinity: the stage does not fit on the rank.
+        """
+        shape = (len(starts), self.order.ranks)
+        cut = _Cuts(
+            np.broadcast_to(starts[:, None], shape),
+            np.broadcast_to(ends[:, None], shape),
+        )
+        most: Floats = np.max([each.of_ranks(cut) for each in self._replicas], axis=0)
+        return most
+
     @cached_property
     def _replicas(self) -> list[_ReplicaBounds]:
         found = []
@@ -137,9 +161,9 @@ class _ReplicaBounds:
             limit: nanoseconds; a bound above it need not be close.
         """
         cut, stack = _Cuts.of(cuts), self.stack
-        recomputation = self._recomputation(cut)
+        recomputation = self.recomputation(cut)
         tails = self._tails(cut)
-        most = self._of_slowest(cut, recomputation, tails)
+        most = self._most(self._of_each_rank(cut, recomputation, tails))
         is_known = stack.staggers_steps or stack.micro_batches is not None
         if is_known or most.min() >= limit:
             return most
@@ -153,10 +177,15 @@ class _ReplicaBounds:
     def times(self, sizes: Sizes) -> Floats:
         """Return nanoseconds of a cut per option, with memory for everything."""
         cut = _Cuts.of([sizes])
-        return self._of_slowest(cut, np.zeros((1, 1)), self._tails(cut))
+        of_each = self._of_each_rank(cut, np.zeros((1, 1)), self._tails(cut))
+        return self._most(of_each)
 
-    def _of_slowest(self, cut: _Cuts, recomputation: Floats, tails: Floats) -> Floats:
-        """Return the step of the rank that takes longest by itself."""
+    def of_ranks(self, cut: _Cuts) -> Floats:
+        """Return nanoseconds of every rank by itself."""
+        return self._of_each_rank(cut, self.recomputation(cut), self._tails(cut))
+
+    def _of_each_rank(self, cut: _Cuts, recomputation: Floats, tails: Floats) -> Floats:
+        """Return the step of every rank by itself, [option or cut, rank]."""
         order, stack = self.order, self.stack
         once = self._of_ranks(cut.of_stages(stack.work)) + recomputation
         timing = stack.timing(order.virtual_stages)
@@ -164,7 +193,8 @@ class _ReplicaBounds:
         waiting = actions * timing.waiting
         busy = once * order.micro_batches / stack.speeds + waiting[:, None]
         if stack.staggers_steps:
-            return self._most(busy + tails)
+            staggered: Floats = busy + tails
+            return staggered
         lowest = cut.starts[:, : order.ranks]
         hops = np.arange(order.ranks) * (timing.waiting + timing.transfer)[:, None]
         before = cut.at(stack.first_forward, lowest) + hops
@@ -172,7 +202,8 @@ class _ReplicaBounds:
         if self._traits.ends_low:
             back = cut.at(stack.first_backward, lowest) + hops
             after = np.maximum(tails, back + stack.fixed_tail[:, None])
-        return self._most(before + busy + after)
+        ends: Floats = before + busy + after
+        return ends
 
     def _longest(
         self, cut: _Cuts, paths: Paths, recomputation: Floats, tails: Floats
@@ -200,7 +231,21 @@ class _ReplicaBounds:
         cut, stack = _Cuts.of(cuts), self.stack
         saved = cut.of_stages(stack.least_saved) * self._units
         states = cut.of_stages(stack.states)
-        free: Floats = stack.free - self._of_ranks(saved + states) - self._others(cut)
+        taken = self._of_ranks(saved + states) + self._others(cut)
+        free: Floats = self._free(cut) - taken
+        return free
+
+    def _free(self, cut: _Cuts) -> Floats:
+        """Return the bytes of every rank for states, activations and temporaries.
+
+        What layers of a rank share is counted with each of them, and free but for one.
+        """
+        free = self.stack.free
+        for place, layers in enumerate(self.stack.shared_layers):
+            up_to = np.searchsorted(layers, np.arange(cut.ends.max() + 1))
+            held = self._of_ranks(cut.of_stages(up_to[None].astype(np.float64)))
+            copies = np.maximum(0.0, held - 1)
+            free = free + copies * self.stack.shared_bytes[:, place, None]
         return free
 
     def _others(self, cut: _Cuts) -> Floats:
@@ -244,13 +289,13 @@ class _ReplicaBounds:
         found: Floats = of_stages[:, stages_of_ranks(self.order)].sum(axis=2)
         return found
 
-    def _recomputation(self, cut: _Cuts) -> Floats:
+    def recomputation(self, cut: _Cuts) -> Floats:
         """Return the least recomputation of every rank for one micro-batch."""
         stack, units = self.stack, self._units
         kept = cut.of_stages(stack.saved) * units
         spared = cut.of_stages(stack.spared) * units
         taken = self._of_ranks(kept - spared + cut.of_stages(stack.states))
-        excess = np.maximum(0.0, taken + self._others(cut) - stack.free)
+        excess = np.maximum(0.0, taken + self._others(cut) - self._free(cut))
         if not excess.any():
             return excess
         layers = cut.of_stages(stack.main) * units
@@ -305,8 +350,14 @@ class RuleCuts:
 
     @cached_property
     def sizes(self) -> tuple[Sizes, ...]:
-        """The distinct cuts of the rule; of one that does not fit, the nearest that does."""
+        """The distinct cuts of the rule; of one that does not fit, the nearest that does.
+
+        With one stage per rank, the best cut where the rule's would recompute.
+        """
         cuts = tuple(dict.fromkeys(self._cuts()))
+        best = self._best(cuts)
+        if best is not None:
+            return (best,)
         free = self.bounds.free(cuts)
         fits: list[bool] = [min(ranks) >= 0 for ranks in free.tolist()]
         if any(fits):
@@ -314,6 +365,17 @@ class RuleCuts:
         if free.sum(axis=1).max() + self._most_freed < 0:
             return cuts
         return tuple(dict.fromkeys(map(self._fitted, cuts)))
+
+    def _best(self, cuts: Sequence[Sizes]) -> Sizes | None:
+        """Return the best cut with one stage per rank, if those of the rule recompute."""
+        ranks = self.order.ranks
+        if ranks == 1 or len(cuts[0]) != ranks:
+            return None
+        if not any(map(self.bounds.recomputes, cuts)):
+            return None
+        most = 2 * max(map(max, cuts)) + 1
+        layers = len(self.prices.kind_of)
+        return best_cut(layers, ranks, most, self.bounds.of_stages)
 
     @property
     def _most_freed(self) -> float:

@@ -11,12 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from planner.cost import LayoutCosts, StageMap, Step, choose, evaluate, rank_memory
+from planner.cost import LayoutCosts, StageMap, Step, choose, rank_memory
 from planner.cost.step import schedule_of
 from planner.schedule import Schedule
 from planner.search.engine.bound import Order
 from planner.search.engine.cut import all_cuts
+from planner.search.engine.cut_costs import CutCosts
 from planner.search.engine.division import given_sizes
+from planner.search.engine.exchanges import exchanges
 from planner.search.engine.options import Option, Row
 from planner.search.engine.prices import Modes, Prices
 from planner.search.engine.recompute import ModeChooser
@@ -106,7 +108,12 @@ class CutSolver:
     @cached_property
     def chooser(self) -> ModeChooser:
         """Chooses the recompute modes of every rank."""
-        return ModeChooser(self.costs, self.schedule, self.prices)
+        return ModeChooser(self.cut_costs, self.prices)
+
+    @cached_property
+    def cut_costs(self) -> CutCosts:
+        """Memory and steps of stage maps."""
+        return CutCosts(self.costs, self.schedule, self.prices.kind_of)
 
     def solve(
         self, limit: int, *, moves: bool = True, from_any_cut: bool = False
@@ -168,19 +175,24 @@ class CutSolver:
 
     def simulate(self, sizes: Sizes) -> Solution | None:
         """Return the fastest stage map of a cut that fits, whatever its bound."""
+        return self._fastest(self._stage_maps(sizes))
+
+    def _fastest(self, stage_maps: Iterable[StageMap]) -> Solution | None:
+        """Return the fastest of some stage maps that fits."""
         best: Solution | None = None
-        for stage_map in self._stage_maps(sizes):
-            stages = choose(self.costs, stage_map)
+        for stage_map in stage_maps:
             self.actions += CUT_WORK
-            memory = rank_memory(self.costs, self.schedule, stages)
-            if not all(row.fits for row in memory):
+            if not self.cut_costs.fits(stage_map):
                 continue
-            step = evaluate(self.costs, self.schedule, stages)
-            self.actions += sum(map(len, self.schedule.actions))
-            found = Solution(stage_map, step)
+            found = self._played(stage_map)
             if best is None or found.total < best.total:
                 best = found
         return best
+
+    def _played(self, stage_map: StageMap) -> Solution:
+        """Return a stage map with its simulated step."""
+        self.actions += sum(map(len, self.schedule.actions))
+        return Solution(stage_map, self.cut_costs.step(stage_map))
 
     def _stage_maps(self, sizes: Sizes) -> Iterator[StageMap]:
         """Yield the stage maps to evaluate for a cut, least recomputation first."""
@@ -274,8 +286,8 @@ class CutSolver:
             cuts.append(tuple(moved))
         if source == target:
             return best
-        found = self._best_of(cuts[:MOST_REBALANCED])
-        return found if found is not None and found.total < best.total else best
+        cuts = self._promising(cuts)[:MOST_REBALANCED]
+        return min(self._faster(cuts, best), default=best, key=lambda each: each.total)
 
     def _nanoseconds(self, solution: Solution, stage: int) -> int:
         """Return the time of a stage for one micro-batch, with its recomputation."""
@@ -296,28 +308,79 @@ class CutSolver:
         return min(found, key=lambda each: each.total)
 
     def _improve(self, best: Solution) -> Solution:
-        """Return the best stage map that moves of one layer reach."""
+        """Return the best stage map that moves of one layer reach, then exchanges."""
         for _ in range(MOST_MOVES):
             self.cutoff = float(best.total)
             better = self._best_neighbour(best)
             if better is None:
-                return best
+                break
+            best = better
+        return self._exchanged(best)
+
+    def _exchanged(self, best: Solution) -> Solution:
+        """Return the best stage map that exchanges of recomputation reach."""
+        if self.modes or max(map(len, self._stages_of_ranks)) == 1:
+            return best
+        for _ in range(MOST_MOVES):
+            better = self._best_exchange(best)
+            if better is None:
+                break
             best = better
         return best
 
+    def _best_exchange(self, best: Solution) -> Solution | None:
+        """Return a faster stage map after an exchange; None: there is none."""
+        path = self.cut_costs.learn(best.step)
+        if path is None:
+            return None
+        (replicas,) = self.cut_costs.replicas(best.stage_map)
+        modes = self.prices.modes
+        for stage_map in exchanges(best.stage_map, replicas, path, modes, self._kinds):
+            if self.cut_costs.is_slower(stage_map, best.total):
+                continue
+            self.actions += CUT_WORK
+            if not self.cut_costs.fits(stage_map):
+                continue
+            found = self._played(stage_map)
+            if found.total < best.total:
+                return found
+            self.cut_costs.learn(found.step)
+        return None
+
+    @cached_property
+    def _stages_of_ranks(self) -> list[tuple[int, ...]]:
+        return [self.schedule.stages_of(rank) for rank in range(self.schedule.ranks)]
+
     def _best_neighbour(self, best: Solution) -> Solution | None:
         """Return a faster stage map with one layer moved; None: there is none."""
-        cuts = self._neighbours(best)
+        cuts = self._promising(self._neighbours(best))[:MOST_NEIGHBOURS]
+        return next(self._faster(cuts, best), None)
+
+    def _promising(self, cuts: Sequence[Sizes]) -> list[Sizes]:
+        """Return the cuts whose bound is below the cutoff, the least first."""
         if not cuts:
-            return None
+            return []
         bounds = self.rule.bounds.bounds(cuts)
         order = np.argsort(bounds, kind="stable")
-        promising = order[bounds[order] < best.total]
-        for place in promising[:MOST_NEIGHBOURS].tolist():
-            found = self.evaluate(cuts[place])
-            if found is not None and found.total < best.total:
-                return found
-        return None
+        return [cuts[place] for place in order[bounds[order] < self.cutoff].tolist()]
+
+    def _faster(self, cuts: Iterable[Sizes], best: Solution) -> Iterator[Solution]:
+        """Yield the stage maps of cuts that are faster than the best so far."""
+        for sizes in cuts:
+            if sizes not in self._known:
+                maps = list(self._stage_maps(sizes))
+                limit = best.total
+                if all(self.cut_costs.is_slower(each, limit) for each in maps):
+                    continue
+                self._known[sizes] = self._fastest(maps)
+            found = self._known[sizes]
+            if found is None:
+                continue
+            if found.total < best.total:
+                best = found
+                yield found
+            else:
+                self.cut_costs.learn(found.step)
 
     def _neighbours(self, best: Solution) -> list[Sizes]:
         """Return cuts with one layer moved.

@@ -76,7 +76,11 @@ class Stack:
     free: Floats
     """Bytes for states, activations and temporaries of layers, [option, rank].
 
-    All ranks have the same number where there is only one."""
+    All ranks have the same number where there is only one. Without what is shared."""
+    shared_layers: tuple[tuple[int, ...], ...]
+    """Layers that share parameters, which a rank with several of them holds once."""
+    shared_bytes: Floats
+    """Of the states of one copy, [option, shared parameters]."""
     speeds: Floats
     """Of every rank: a rank takes 1 / speed times as long, [option, rank] or as `free`."""
     fixed_tail: Floats
@@ -157,13 +161,18 @@ class Stack:
             attention_bytes=is_chunked * least(lambda one: one.attention.bytes),
         )
         outgoing = np.array([0, *costs.all_boundary_bytes()], dtype=np.float64)
+        # The free bytes of unequal ranks stay those of ranks that share all they can.
+        shared = () if prices.ranks else costs.shared
+        copies = sum((len(one.layers) - 1) * one.ogp_bytes for one in shared)
         return cls(
             **sums,
             first_forward=prices.first_forward[None],
             first_backward=prices.first_backward[None],
             temporary=prices.least_temporary[kinds][None],
             outgoing=outgoing[None],
-            free=prices.free_of_ranks[None],
+            free=prices.free_of_ranks[None] - copies,
+            shared_layers=tuple(one.layers for one in shared),
+            shared_bytes=np.array([[float(one.ogp_bytes) for one in shared]]),
             speeds=prices.speeds[None],
             fixed_tail=np.array([prices.fixed_tail]),
             freed_bytes=np.array([[each for each, _ in freed]]),

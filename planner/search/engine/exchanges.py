@@ -1,0 +1,146 @@
+"""Exchanges of recomputation between the stages of one pipeline rank.
+
+A rank recomputes as little as its memory requires (`planner.search.engine.recompute`).
+With several stages per rank it matters which of them recomputes: the longest path
+through the order of actions meets the backwards of some stages more often. An exchange
+lets one layer recompute less on such a stage, and one layer more on another stage of
+the rank that frees the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import permutations, product
+from typing import NamedTuple
+
+from planner.cost import LayerCost, StageMap
+from planner.cost.memory import held_units_of_rank
+from planner.schedule.critical_path import CriticalPath
+from planner.search.engine.cut_costs import Replicas
+from planner.search.engine.prices import Modes
+from planner.spec.profile import RecomputeMode
+
+MOST_EXCHANGES = 24
+"""Exchanges that are tried at a time, those that shorten the path most."""
+
+
+class _Change(NamedTuple):
+    """Another mode of one layer."""
+
+    layer: int
+    mode: RecomputeMode
+    nanoseconds: int
+    """More of one backward."""
+    bytes: int
+    """More that is saved of one micro-batch."""
+
+
+class _Exchange(NamedTuple):
+    """Two changes, and what they take off the longest path."""
+
+    nanoseconds: float
+    less: _Change
+    more: _Change
+
+
+def exchanges(
+    stage_map: StageMap,
+    replicas: Replicas,
+    path: CriticalPath,
+    modes: Sequence[Modes],
+    kind_of: Sequence[int],
+) -> list[StageMap]:
+    """Return stage maps with one exchange that shortens a path, the shortest first.
+
+    They may not fit: bytes are compared at one moment of the peak.
+
+    Args:
+        stage_map: that recomputes as little as memory requires.
+        replicas: with this stage map.
+        path: the longest of its step.
+        modes: of every kind of layers.
+        kind_of: kind of every layer.
+    """
+    backwards = _backwards(path, len(stage_map))
+    stages = [_modes_of(stage, modes, kind_of) for stage in stage_map]
+    found: list[_Exchange] = []
+    for rank in range(replicas.schedule.ranks):
+        mine = replicas.schedule.stages_of(rank)
+        if len({backwards[stage] for stage in mine}) > 1:
+            found += _of_rank(rank, replicas, stages, backwards)
+    found.sort(key=lambda each: -each.nanoseconds)
+    return [_changed(stage_map, each) for each in found[:MOST_EXCHANGES]]
+
+
+def _of_rank(
+    rank: int,
+    replicas: Replicas,
+    stages: Sequence[dict[int, tuple[LayerCost, Modes]]],
+    backwards: Sequence[float],
+) -> Iterator[_Exchange]:
+    """Yield exchanges between the stages of a rank."""
+    costs, schedule = replicas.costs, replicas.schedule
+    units = held_units_of_rank(costs, replicas.stages, schedule, rank)
+    chunks = costs.layout.sequence_chunks
+    memory = replicas.memory(rank)
+    free = memory.capacity_bytes - memory.peak_bytes
+    for less_on, more_on in permutations(units, 2):
+        if backwards[less_on] <= backwards[more_on]:
+            continue
+        shorter = _changes(stages[less_on], is_shorter=True)
+        longer = _changes(stages[more_on], is_shorter=False)
+        for less, more in product(shorter, longer):
+            added = backwards[less_on] * less.nanoseconds
+            added += backwards[more_on] * more.nanoseconds
+            saved = units[less_on] * less.bytes + units[more_on] * more.bytes
+            if added < 0 and saved <= free * chunks:
+                yield _Exchange(-added, less, more)
+
+
+def _backwards(path: CriticalPath, stages: int) -> list[float]:
+    """Return how many backwards of every stage a path has, chunks as parts of one."""
+    chunks = len(path.backward) // stages
+    each = zip(path.backward, path.backward_input, strict=True)
+    counts = [full + split for full, split in each]
+    return [
+        sum(counts[stage * chunks : (stage + 1) * chunks]) / chunks
+        for stage in range(stages)
+    ]
+
+
+def _modes_of(
+    stage: Sequence[tuple[int, RecomputeMode]],
+    modes: Sequence[Modes],
+    kind_of: Sequence[int],
+) -> dict[int, tuple[LayerCost, Modes]]:
+    """Return one layer of a stage for every kind and mode, with its modes."""
+    found: dict[tuple[int, RecomputeMode], tuple[int, tuple[LayerCost, Modes]]] = {}
+    for layer, mode in stage:
+        kind = kind_of[layer]
+        if (kind, mode) not in found:
+            chosen = next(one for one in modes[kind] if one.mode == mode)
+            found[kind, mode] = layer, (chosen, modes[kind])
+    return dict(found.values())
+
+
+def _changes(
+    layers: dict[int, tuple[LayerCost, Modes]], *, is_shorter: bool
+) -> list[_Change]:
+    """Return the changes of one layer to modes whose backward is shorter or longer."""
+    found = []
+    for layer, (chosen, modes) in layers.items():
+        for one in modes:
+            nanoseconds = one.backward_ticks - chosen.backward_ticks
+            bytes_ = one.activation_bytes - chosen.activation_bytes
+            if nanoseconds < 0 if is_shorter else bytes_ < 0:
+                found.append(_Change(layer, one.mode, nanoseconds, bytes_))
+    return found
+
+
+def _changed(stage_map: StageMap, exchange: _Exchange) -> StageMap:
+    """Return a stage map after an exchange."""
+    modes = {each.layer: each.mode for each in (exchange.less, exchange.more)}
+    return tuple(
+        tuple((layer, modes.get(layer, mode)) for layer, mode in stage)
+        for stage in stage_map
+    )
