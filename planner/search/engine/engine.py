@@ -265,8 +265,8 @@ class Search:
             may = self._may_beat_at_best(row, orders)
             # Exact prices of unequal shares are expensive: they wait for `expand`.
             if may.any() and not row.larger_shares:
-                options = self.options.of(row)
                 left = list(compress(orders, may))
+                options = self._of_possible_stages(row, left)
                 may[may] = self._may_beat(row, options, left).any(axis=0)
             self.is_taken[indices[~may]] = True
 
@@ -279,6 +279,21 @@ class Search:
         found: NDArray[np.bool_] = may_beat([least], orders, float(self.limit))[0]
         return found
 
+    def _of_possible_stages(self, row: Row, orders: Sequence[Order]) -> list[Option]:
+        """Return the options of ZeRO stages whose least prices may beat the limit."""
+        is_split = forbids_recompute(orders[0].schedule)
+        groups = list(self.options.by_stage(row))
+        prices = [
+            self.pricing.least_of(row, each.extremes, is_split=is_split)
+            for each in groups
+        ]
+        may = may_beat(prices, orders, float(self.limit))
+        is_possible = np.asarray(may.any(axis=1)).tolist()
+        found: list[Option] = []
+        for group in compress(groups, is_possible):
+            found += group.options
+        return found
+
     def _may_beat(
         self,
         row: Row,
@@ -286,6 +301,8 @@ class Search:
         orders: Sequence[Order],
     ) -> NDArray[np.bool_]:
         """Return whether a row's options may beat the limit, [option, order]."""
+        if not options:
+            return np.zeros((0, len(orders)), dtype=np.bool_)
         is_split = forbids_recompute(orders[0].schedule)
         prices = [
             self.pricing.prices(row, option, is_split=is_split) for option in options

@@ -96,6 +96,14 @@ PRICE_COLUMNS = (
 """Columns of a table that decide prices, as `Row.degrees`."""
 
 
+class StageOptions(NamedTuple):
+    """Options of a row with one rank order and ZeRO stage."""
+
+    options: tuple[Option, ...]
+    extremes: tuple[Option, ...]
+    """They have the least prices of these options, as `Options.extremes` of all."""
+
+
 @dataclass
 class Options:
     """The options of rows of one workload."""
@@ -155,11 +163,8 @@ class Options:
         return self._extremes[key]
 
     def _found_extremes(self, row: Row) -> list[Option]:
-        by_order: dict[RankOrder, list[Option]] = {}
-        for option in self.of(row):
-            by_order.setdefault(option.rank_order, []).append(option)
         found: list[Option] = []
-        for options in by_order.values():
+        for options in self._by_rank_order(row):
             least, most = _smallest_and_largest(row, options)
             chosen = [least, most]
             if self.work.framework.accumulates_whole:
@@ -167,6 +172,24 @@ class Options:
                 chosen += _smallest_and_largest(row, sharded)[1:] if sharded else []
             found += dict.fromkeys(chosen)
         return found
+
+    def _by_rank_order(self, row: Row) -> Iterable[list[Option]]:
+        """Return the options of a row by their rank order."""
+        by_order: dict[RankOrder, list[Option]] = {}
+        for option in self.of(row):
+            by_order.setdefault(option.rank_order, []).append(option)
+        return by_order.values()
+
+    def by_stage(self, row: Row) -> Iterator[StageOptions]:
+        """Yield the options of a row by their rank order and ZeRO stage."""
+        for options in self._by_rank_order(row):
+            least, _ = _smallest_and_largest(row, options)
+            by_stage: dict[int, list[Option]] = {}
+            for option in options:
+                by_stage.setdefault(option.zero_stage, []).append(option)
+            for alike in by_stage.values():
+                _, most = _smallest_and_largest(row, alike)
+                yield StageOptions(tuple(alike), tuple(dict.fromkeys((least, most))))
 
     def layout(
         self, row: Row, option: Option, recompute: RecomputeWord = "none"

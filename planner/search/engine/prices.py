@@ -339,9 +339,9 @@ class Pricing:
             is_split: backwards are split, so that no layer recomputes.
         """
         options = self.options.extremes(row)
-        return self._least_of(row, options, is_split=is_split) if options else None
+        return self.least_of(row, options, is_split=is_split) if options else None
 
-    def _least_of(
+    def least_of(
         self, row: Row, options: tuple[Option, ...], *, is_split: bool
     ) -> Prices:
         """Return the least prices of some options, on ranks that are all the fastest."""
