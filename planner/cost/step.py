@@ -317,11 +317,13 @@ def _play(
 ) -> Played:
     simulation = simulate(schedule, durations(costs, stages))
     tails = tuple(sum(parts) for parts in tail_ticks(costs, by_rank(schedule, stages)))
-    step = ended(costs, simulation, tails)
+    step = simulated_step(costs, simulation, tails)
     return Played(costs, schedule, stages, step)
 
 
-def ended(costs: LayoutCosts, simulation: Simulation, tails: tuple[int, ...]) -> Step:
+def simulated_step(
+    costs: LayoutCosts, simulation: Simulation, tails: tuple[int, ...]
+) -> Step:
     """Return the step of a simulation and every rank's tail: equations (S4) and (S8)."""
     if find(costs.layout.schedule).is_asynchronous:
         return _steady(simulation, tails)
@@ -439,7 +441,7 @@ def _breakdown(
     """Return the mean over pipeline ranks of where each rank's step goes: equation (S7)."""
     tails = tail_ticks(costs, by_rank(schedule, stages))
     free = simulate(schedule, durations(costs, stages, transfers=False))
-    free_step = ended(costs, free, step.tails).total_ticks
+    free_step = simulated_step(costs, free, step.tails).total_ticks
     totals: Counter[str] = Counter()
     for rank, (reduction, optimizer) in enumerate(tails):
         parts = Counter(

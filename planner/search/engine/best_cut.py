@@ -16,7 +16,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from planner.search.engine.prices import Floats
+
 Layers = NDArray[np.intp]
 MOST_BOUNDS = 1 << 18
 """Stages that are bounded at a time."""

@@ -20,9 +20,9 @@ from planner.cost.memory import memory_of_rank
 from planner.cost.step import (
     StageTicks,
     by_rank,
-    ended,
     joined_durations,
     per_column,
+    simulated_step,
     stage_ticks,
     tail_of_rank,
 )
@@ -42,7 +42,8 @@ class StageKey(NamedTuple):
     modes: tuple[str, ...]
     before: int
     """Number of what crosses the boundary before it."""
-    behind: int
+    after: int
+    """Of what crosses the boundary after it."""
 
 
 class CutCosts:
@@ -85,8 +86,8 @@ class CutCosts:
             first, last = stage[0][0], stage[-1][0]
             layers = self._layers[first : last + 1]
             modes = tuple(mode for _, mode in stage)
-            before, behind = self._outputs[first - 1], self._outputs[last]
-            found.append(StageKey(layers, modes, before, behind))
+            before, after = self._outputs[first - 1], self._outputs[last]
+            found.append(StageKey(layers, modes, before, after))
         return found
 
     def of_rank(self, keys: Sequence[StageKey], rank: int) -> tuple[StageKey, ...]:
@@ -117,12 +118,12 @@ class CutCosts:
         if self.costs.columns:
             return evaluate(self.costs, self.schedule, choose(self.costs, stage_map))
         durations, tails = self._parts(stage_map)
-        return ended(self.costs, simulate(self.schedule, durations), tails)
+        return simulated_step(self.costs, simulate(self.schedule, durations), tails)
 
     def learn(self, step: Step) -> CriticalPath | None:
-        """Return the longest path of a step, and keep it for `is_slower` of others.
+        """Keep the longest path of a step for `is_slower`, and return it.
 
-        None: a path does not bound the step.
+        None: paths do not bound steps of this layout.
         """
         if not self._has_paths:
             return None
@@ -135,9 +136,9 @@ class CutCosts:
         return path
 
     def is_slower(self, stage_map: StageMap, limit: float) -> bool:
-        """Return whether a path that was the longest of another one is not below a limit.
+        """Return whether a known path shows that a step is not below a limit.
 
-        A path through an order bounds the step whatever its actions last.
+        A path through an order bounds every step, however long its actions last.
         """
         if not self._paths:
             return False
@@ -165,8 +166,10 @@ class CutCosts:
                 self._ticks[known] = stage_ticks(self.costs, stages, stage)
             parts.append(self._ticks[known])
         moves = [
-            behind[layers[-1][0]]
-            for behind, layers in zip(self._transfers, stage_map[:-1], strict=True)
+            by_last_layer[layers[-1][0]]
+            for by_last_layer, layers in zip(
+                self._transfers, stage_map[:-1], strict=True
+            )
         ]
         durations = joined_durations(parts, moves, self._waiting)
         return durations, self._tails_of(stage_map, keys)
@@ -202,13 +205,13 @@ class CutCosts:
 
     @cached_property
     def _devices(self) -> tuple[int, ...]:
-        """Rank of every stage; 0 where all ranks have the same device."""
+        """The rank that every stage is priced on; 0 if all ranks have the same device."""
         stages = self.schedule.stages
         return self.schedule.stage_ranks if self.costs.ranks else (0,) * stages
 
     @cached_property
     def _transfers(self) -> list[tuple[int, ...]]:
-        """Ticks of a transfer behind every stage but the last, by its last layer."""
+        """Ticks of a transfer after every stage but the last, by its last layer."""
         boundaries = range(self.schedule.stages - 1)
         return [self.costs.transfers_behind(boundary) for boundary in boundaries]
 
@@ -223,7 +226,7 @@ class CutCosts:
 
 @dataclass(frozen=True)
 class Replicas:
-    """Identical replicas with the layers of their stages."""
+    """One class of identical replicas, and the layers of each of its stages."""
 
     costs: LayoutCosts
     schedule: Schedule

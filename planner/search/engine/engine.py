@@ -271,7 +271,7 @@ class Search:
             self.is_taken[indices[~may]] = True
 
     def _may_beat_at_best(self, row: Row, orders: Sequence[Order]) -> NDArray[np.bool_]:
-        """Return whether a row's least prices may beat the limit, per order."""
+        """Return for every order whether a row at its least prices may beat the limit."""
         is_split = forbids_recompute(orders[0].schedule)
         least = self.pricing.least(row, is_split=is_split)
         if least is None:

@@ -126,7 +126,7 @@ def _modes_of(
 def _changes(
     layers: dict[int, tuple[LayerCost, Modes]], *, is_shorter: bool
 ) -> list[_Change]:
-    """Return the changes of one layer to modes whose backward is shorter or longer."""
+    """Return changes of single layers: a shorter backward, or else fewer bytes."""
     found = []
     for layer, (chosen, modes) in layers.items():
         for one in modes:

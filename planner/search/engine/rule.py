@@ -122,7 +122,7 @@ class CutBounds:
 
         Args:
             starts: first layers of stages.
-            ends: layers behind them.
+            ends: the layers after their last ones.
 
         Returns:
             [stage, rank]; infinity: the stage does not fit on the rank.
@@ -185,7 +185,7 @@ class _ReplicaBounds:
         return self._of_each_rank(cut, self.recomputation(cut), self._tails(cut))
 
     def _of_each_rank(self, cut: _Cuts, recomputation: Floats, tails: Floats) -> Floats:
-        """Return the step of every rank by itself, [option or cut, rank]."""
+        """Return the step if a rank were the slowest, [option or cut, rank]."""
         order, stack = self.order, self.stack
         once = self._of_ranks(cut.of_stages(stack.work)) + recomputation
         timing = stack.timing(order.virtual_stages)

@@ -365,7 +365,7 @@ class CutSolver:
         return [cuts[place] for place in order[bounds[order] < self.cutoff].tolist()]
 
     def _faster(self, cuts: Iterable[Sizes], best: Solution) -> Iterator[Solution]:
-        """Yield the stage maps of cuts that are faster than the best so far."""
+        """Yield the solution of every cut that is faster than all solutions before it."""
         for sizes in cuts:
             if sizes not in self._known:
                 maps = list(self._stage_maps(sizes))

@@ -43,6 +43,16 @@ class Layouts:
         """One row."""
         return Row.of(self.table, index)
 
+    def any(
+        self, chooser: random.Random, rows: Sequence[Row] = ()
+    ) -> tuple[Row, Option]:
+        """A random row, of the table or of some rows, with a random option."""
+        if rows:
+            row = chooser.choice(rows)
+        else:
+            row = self.row(chooser.randrange(len(self.table)))
+        return row, chooser.choice(list(self.options.of(row)))
+
     def order(self, row: Row) -> Order:
         """The schedule and its numbers."""
         name = self.space.schedules[row.schedule]

@@ -68,12 +68,11 @@ def test_too_many_stages_are_not_bounded() -> None:
 
 
 def compare_with_all_cuts(layouts: Layouts, chooser: random.Random) -> None:
-    """Compare the cut of a row with one stage per rank with all cuts."""
+    """Compare the best cut of a random row with every possible cut."""
     rows = [layouts.row(index) for index in range(len(layouts.table))]
     rows = [row for row in rows if row.virtual_stages == 1 < row.pipeline]
     assume(rows)
-    row = chooser.choice(rows)
-    option = chooser.choice(list(layouts.options.of(row)))
+    row, option = layouts.any(chooser, rows)
     prices = layouts.prices(row, option)
     order = layouts.order(row)
     bounds = CutBounds(prices.stacks, order)

@@ -36,7 +36,7 @@ from tests.search.engine.test_groups import mixed_works
 from tests.strategies import Instance, instances
 
 MAPS = 12
-"""Stage maps of one layout, so that ranks are met again."""
+"""Stage maps of one layout: so many that ranks recur."""
 
 
 def compare(costs: LayoutCosts, cut_costs: CutCosts, stage_map: StageMap) -> None:
@@ -62,8 +62,7 @@ def compare_random_maps(
     work: Workload, layouts: Layouts, chooser: random.Random
 ) -> None:
     """Compare stage maps of a random layout."""
-    row = layouts.row(chooser.randrange(len(layouts.table)))
-    option = chooser.choice(list(layouts.options.of(row)))
+    row, option = layouts.any(chooser)
     prices = layouts.prices(row, option)
     costs = layouts.pricing.costs(row, option)
     schedule = schedule_of(costs)
@@ -99,7 +98,7 @@ def test_ranks_that_differ_cost_what_they_cost(work: Workload, seed: int) -> Non
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**30))
 def test_models_of_the_catalogue_cost_what_they_cost(seed: int) -> None:
-    """Whole models under every runtime, several stages per rank among them."""
+    """All runtimes, with one stage per rank and with several."""
     work = request(seed)
     layouts = Layouts(work, whole_space(work))
     assume(len(layouts.table))

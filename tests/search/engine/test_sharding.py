@@ -22,6 +22,7 @@ from planner.cost import (
 )
 from planner.executor.support import check_plan
 from planner.search import plan
+from planner.search.engine.bound import forbids_recompute
 from planner.search.engine.capacity import may_beat
 from planner.search.engine.prices import dominates
 from planner.search.engine.space import whole_space
@@ -136,7 +137,7 @@ def steps_and_bytes(costs: LayoutCosts, stage_map: StageMap) -> tuple[int, ...]:
 def test_no_option_is_excluded_below_its_step(
     instance: Instance, runtime: str, slowdown: int, seed: int
 ) -> None:
-    """The capacity of ranks counts reductions and optimizer, whether they are hidden or not."""
+    """Nor its ZeRO stage. Capacity counts reductions and optimizer, hidden or not."""
     chooser = random.Random(seed)
     machines = with_links(instance.cluster, slowdown)
     with fitted():
@@ -148,6 +149,8 @@ def test_no_option_is_excluded_below_its_step(
         order = layouts.order(row)
         options = layouts.options.of(row)
         prices = [layouts.prices(row, option) for option in options]
+        zero_stages = list(layouts.options.by_stage(row))
+        is_split = forbids_recompute(order.schedule)
         stages = order.ranks * order.virtual_stages
         stage_map = random_map(prices[0], stages, chooser)
         for place, option in enumerate(options):
@@ -155,3 +158,6 @@ def test_no_option_is_excluded_below_its_step(
             if step is not None:
                 may = may_beat(prices, [order], float(step + 1))
                 assert may[place, 0], (row, option, step)
+                stage = next(each for each in zero_stages if option in each.options)
+                least = layouts.pricing.least_of(row, stage.extremes, is_split=is_split)
+                assert may_beat([least], [order], float(step + 1)).all(), stage
