@@ -1,4 +1,4 @@
-"""The cut of least bound where every pipeline rank has one stage.
+"""The cut whose slowest rank is fastest, where every pipeline rank has one stage.
 
 The bound of `planner.search.engine.rule` on the rank that takes longest depends on the
 first and last layer of its stage alone. So the best of all cuts follows from the best
@@ -6,7 +6,8 @@ cuts of the layers before, rank by rank:
 
     f(r, j) = min over i < j of max(f(r - 1, i), bound of rank r with layers i .. j - 1)
 
-Of cuts that are as good, the one with the least sum of squares is the most even one.
+Of equally good cuts of the layers before, the one with the least sum of squares is kept:
+it is the most even one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from planner.search.engine.prices import Floats
 
 Layers = NDArray[np.intp]
 MOST_BOUNDS = 1 << 18
-"""Stages that are bounded at a time."""
+"""Bounds of stages times ranks; a model with more has no cut of this kind."""
 _EQUAL = 1 + 1e-6
 """Bounds that differ less are as good."""
 
@@ -33,9 +34,8 @@ def best_cut(
     Args:
         layers: of the model.
         ranks: of the pipeline.
-        most: layers of a stage.
-        bound: of every rank with layers from the first to before the last one,
-            [stage, rank]; infinity: they do not fit.
+        most: layers that a stage may have.
+        bound: of every rank with layers [start, end), [stage, rank]; infinity: they do not fit.
 
     Returns:
         None if no cut fits, or if there are too many stages to bound.

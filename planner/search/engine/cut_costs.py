@@ -41,9 +41,9 @@ class StageKey(NamedTuple):
     """Numbers of its layers: equal ones cost the same and share the same parameters."""
     modes: tuple[str, ...]
     before: int
-    """Number of what crosses the boundary before it."""
+    """Number of the tensors that cross the boundary before it; equal ones are alike."""
     after: int
-    """Of what crosses the boundary after it."""
+    """The same for the boundary after it."""
 
 
 class CutCosts:
@@ -86,6 +86,7 @@ class CutCosts:
             first, last = stage[0][0], stage[-1][0]
             layers = self._layers[first : last + 1]
             modes = tuple(mode for _, mode in stage)
+            # Before the first layer that is the last number, the one of None.
             before, after = self._outputs[first - 1], self._outputs[last]
             found.append(StageKey(layers, modes, before, after))
         return found
@@ -136,7 +137,7 @@ class CutCosts:
         return path
 
     def is_slower(self, stage_map: StageMap, limit: float) -> bool:
-        """Return whether a known path shows that a step is not below a limit.
+        """Return whether a known path shows that a step takes a limit or longer, in ticks.
 
         A path through an order bounds every step, however long its actions last.
         """

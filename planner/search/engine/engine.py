@@ -255,7 +255,7 @@ class Search:
         return found
 
     def _exclude_rows(self) -> None:
-        """Drop rows whose ranks together cannot take the model below the limit."""
+        """Drop rows that cannot beat the limit by the capacity of their ranks."""
         below = self.rows[self.row_bounds[self.rows] < self.limit]
         if not len(below):
             return
@@ -266,7 +266,7 @@ class Search:
             # Exact prices of unequal shares are expensive: they wait for `expand`.
             if may.any() and not row.larger_shares:
                 left = list(compress(orders, may))
-                options = self._of_possible_stages(row, left)
+                options = self._of_possible_zero_stages(row, left)
                 may[may] = self._may_beat(row, options, left).any(axis=0)
             self.is_taken[indices[~may]] = True
 
@@ -279,10 +279,12 @@ class Search:
         found: NDArray[np.bool_] = may_beat([least], orders, float(self.limit))[0]
         return found
 
-    def _of_possible_stages(self, row: Row, orders: Sequence[Order]) -> list[Option]:
+    def _of_possible_zero_stages(
+        self, row: Row, orders: Sequence[Order]
+    ) -> list[Option]:
         """Return the options of ZeRO stages whose least prices may beat the limit."""
         is_split = forbids_recompute(orders[0].schedule)
-        groups = list(self.options.by_stage(row))
+        groups = list(self.options.by_zero_stage(row))
         prices = [
             self.pricing.least_of(row, each.extremes, is_split=is_split)
             for each in groups

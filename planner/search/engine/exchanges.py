@@ -30,9 +30,9 @@ class _Change(NamedTuple):
     layer: int
     mode: RecomputeMode
     nanoseconds: int
-    """More of one backward."""
+    """Change of one backward."""
     bytes: int
-    """More that is saved of one micro-batch."""
+    """Change of the saved activations of one micro-batch."""
 
 
 class _Exchange(NamedTuple):
@@ -50,7 +50,7 @@ def exchanges(
     modes: Sequence[Modes],
     kind_of: Sequence[int],
 ) -> list[StageMap]:
-    """Return stage maps with one exchange that shortens a path, the shortest first.
+    """Return stage maps with one exchange that shortens a path, the largest gain first.
 
     They may not fit: bytes are compared at one moment of the peak.
 
@@ -98,7 +98,7 @@ def _of_rank(
 
 
 def _backwards(path: CriticalPath, stages: int) -> list[float]:
-    """Return how many backwards of every stage a path has, chunks as parts of one."""
+    """Return how many backwards of every stage a path has, averaged over chunks."""
     chunks = len(path.backward) // stages
     each = zip(path.backward, path.backward_input, strict=True)
     counts = [full + split for full, split in each]

@@ -96,12 +96,14 @@ PRICE_COLUMNS = (
 """Columns of a table that decide prices, as `Row.degrees`."""
 
 
-class StageOptions(NamedTuple):
+class ZeroStageOptions(NamedTuple):
     """Options of a row with one rank order and ZeRO stage."""
 
     options: tuple[Option, ...]
     extremes: tuple[Option, ...]
-    """They have the least prices of these options, as `Options.extremes` of all."""
+    """Their least prices bound these options, as `Options.extremes` bound all.
+
+    They may be of another ZeRO stage."""
 
 
 @dataclass
@@ -180,16 +182,17 @@ class Options:
             by_order.setdefault(option.rank_order, []).append(option)
         return by_order.values()
 
-    def by_stage(self, row: Row) -> Iterator[StageOptions]:
+    def by_zero_stage(self, row: Row) -> Iterator[ZeroStageOptions]:
         """Yield the options of a row by their rank order and ZeRO stage."""
         for options in self._by_rank_order(row):
             least, _ = _smallest_and_largest(row, options)
-            by_stage: dict[int, list[Option]] = {}
+            alike: dict[int, list[Option]] = {}
             for option in options:
-                by_stage.setdefault(option.zero_stage, []).append(option)
-            for alike in by_stage.values():
-                _, most = _smallest_and_largest(row, alike)
-                yield StageOptions(tuple(alike), tuple(dict.fromkeys((least, most))))
+                alike.setdefault(option.zero_stage, []).append(option)
+            for group in alike.values():
+                _, most = _smallest_and_largest(row, group)
+                extremes = tuple(dict.fromkeys((least, most)))
+                yield ZeroStageOptions(tuple(group), extremes)
 
     def layout(
         self, row: Row, option: Option, recompute: RecomputeWord = "none"

@@ -33,7 +33,7 @@ from planner.search.engine.prices import Modes, Prices
 from planner.spec.plan import RankMemory
 
 RankChoice = tuple[Choice, ...]
-"""The same, per stage of a pipeline rank."""
+"""One choice per stage of a pipeline rank."""
 MOST_MIXTURES = 1 << 16
 """Mixtures of a stage that are compared one by one where replicas differ."""
 MOST_STAGE_MAPS = 16

@@ -36,7 +36,7 @@ MOST_REBALANCED = 16
 FEW_CUTS = 256
 """All cuts of a row are evaluated if they are not more than this."""
 MOST_MOVES = 40
-"""Accepted moves per row."""
+"""Accepted moves from one cut, and accepted exchanges after them."""
 MOST_NEIGHBOURS = 24
 """Cuts that are evaluated for one move, those of least bound."""
 MOST_SOURCES = 64
@@ -128,9 +128,11 @@ class CutSolver:
         stages = self.schedule.stages
         if not self.cuts:
             self.cutoff = float(limit)
-            return self._best_of_all()
+            best = self._best_of_all()
+            return self._exchanged_near(limit, best) if moves else best
         if given_sizes(self.costs.work, stages) or stages == 1:
-            return self._best_of(self.cuts)
+            best = self._best_of(self.cuts)
+            return self._exchanged_near(limit, best) if moves else best
         self.cutoff = float("inf") if from_any_cut else PROMISING * limit
         best = self._best_of(self.cuts)
         if best is None:
@@ -174,7 +176,7 @@ class CutSolver:
         return self._known[sizes]
 
     def simulate(self, sizes: Sizes) -> Solution | None:
-        """Return the fastest stage map of a cut that fits, whatever its bound."""
+        """Return the fastest stage map of a cut that fits; None: none does."""
         return self._fastest(self._stage_maps(sizes))
 
     def _fastest(self, stage_maps: Iterable[StageMap]) -> Solution | None:
@@ -317,9 +319,17 @@ class CutSolver:
             best = better
         return self._exchanged(best)
 
+    def _exchanged_near(self, limit: int, best: Solution | None) -> Solution | None:
+        """Return what exchanges reach from a stage map that is nearly as fast as a limit."""
+        if best is None or best.total > PROMISING * limit:
+            return best
+        return self._exchanged(best)
+
     def _exchanged(self, best: Solution) -> Solution:
         """Return the best stage map that exchanges of recomputation reach."""
-        if self.modes or max(map(len, self._stages_of_ranks)) == 1:
+        ranks = range(self.schedule.ranks)
+        most = max(len(self.schedule.stages_of(rank)) for rank in ranks)
+        if self.modes or most == 1:
             return best
         for _ in range(MOST_MOVES):
             better = self._best_exchange(best)
@@ -347,10 +357,6 @@ class CutSolver:
             self.cut_costs.learn(found.step)
         return None
 
-    @cached_property
-    def _stages_of_ranks(self) -> list[tuple[int, ...]]:
-        return [self.schedule.stages_of(rank) for rank in range(self.schedule.ranks)]
-
     def _best_neighbour(self, best: Solution) -> Solution | None:
         """Return a faster stage map with one layer moved; None: there is none."""
         cuts = self._promising(self._neighbours(best))[:MOST_NEIGHBOURS]
@@ -370,7 +376,8 @@ class CutSolver:
             if sizes not in self._known:
                 maps = list(self._stage_maps(sizes))
                 limit = best.total
-                if all(self.cut_costs.is_slower(each, limit) for each in maps):
+                slower = [self.cut_costs.is_slower(each, limit) for each in maps]
+                if maps and all(slower):
                     continue
                 self._known[sizes] = self._fastest(maps)
             found = self._known[sizes]

@@ -149,7 +149,7 @@ def test_no_option_is_excluded_below_its_step(
         order = layouts.order(row)
         options = layouts.options.of(row)
         prices = [layouts.prices(row, option) for option in options]
-        zero_stages = list(layouts.options.by_stage(row))
+        zero_stages = list(layouts.options.by_zero_stage(row))
         is_split = forbids_recompute(order.schedule)
         stages = order.ranks * order.virtual_stages
         stage_map = random_map(prices[0], stages, chooser)
