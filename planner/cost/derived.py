@@ -44,6 +44,9 @@ class DerivedRows(Mapping[Size, Rows]):
     profiled: Mapping[Size, Rows] = field(default_factory=dict)
     """Rows that are taken from a profile instead."""
     known: dict[tuple[Size, int | None], Rows] = field(default_factory=dict)
+    known_kinds: dict[
+        tuple[str, Size, int | None], dict[RecomputeMode, Measurement]
+    ] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Size]:
         return iter(self.listed)
@@ -66,7 +69,11 @@ class DerivedRows(Mapping[Size, Rows]):
         if key not in self.known:
             if not self.divides(size, expert_tensor):
                 raise KeyError(size)
-            self.known[key] = self._derive(size, expert_tensor)
+            of_kinds = {
+                kind: self._of_kind(kind, size, expert_tensor)
+                for kind in dict.fromkeys(self.kinds)
+            }
+            self.known[key] = tuple(of_kinds[kind] for kind in self.kinds)
         return self.known[key]
 
     def divides(self, size: Size, expert_tensor: int | None = None) -> bool:
@@ -108,7 +115,25 @@ class DerivedRows(Mapping[Size, Rows]):
         """Kind of every layer."""
         return layer_kinds(self.model)
 
-    def _derive(self, size: Size, expert_tensor: int | None) -> Rows:
+    def _of_kind(
+        self, kind: str, size: Size, expert_tensor: int | None
+    ) -> dict[RecomputeMode, Measurement]:
+        """Return the rows of a layer kind.
+
+        Layers without experts have those of expert degree 1, under any degree.
+        """
+        micro_batch_size, tensor, context, expert, sequence_parallel = size
+        if not self._has_experts(kind):
+            expert, expert_tensor = 1, None
+        size = (micro_batch_size, tensor, context, expert, sequence_parallel)
+        key = (kind, size, expert_tensor)
+        if key not in self.known_kinds:
+            self.known_kinds[key] = self._derive(kind, size, expert_tensor)
+        return self.known_kinds[key]
+
+    def _derive(
+        self, kind: str, size: Size, expert_tensor: int | None
+    ) -> dict[RecomputeMode, Measurement]:
         micro_batch_size, tensor, context, expert, sequence_parallel = size
         split = Split(
             micro_batch_size=micro_batch_size,
@@ -121,15 +146,15 @@ class DerivedRows(Mapping[Size, Rows]):
         )
         is_fp8 = self.casts is not None
         counts = counts_of(self.model, self.runtime, split, self.dtype, is_fp8)
-        by_kind: dict[str, dict[RecomputeMode, Measurement]] = {}
-        for kind in dict.fromkeys(self.kinds):
-            modes = ("none",) if kind in ("embedding", "head") else counts.modes
-            shapes = self._shapes(kind) if tensor == expert == 1 else {}
-            by_kind[kind] = {
-                mode: self._row(counts, kind, mode).model_copy(update=shapes)
-                for mode in modes
-            }
-        return tuple(by_kind[kind] for kind in self.kinds)
+        modes = ("none",) if kind in ("embedding", "head") else counts.modes
+        rows = {mode: self._row(counts, kind, mode) for mode in modes}
+        shapes = self._shapes(kind) if tensor == expert == 1 else {}
+        if not shapes:
+            return rows
+        return {mode: row.model_copy(update=shapes) for mode, row in rows.items()}
+
+    def _has_experts(self, kind: str) -> bool:
+        return self.model.experts is not None and kind.startswith(("moe", "mtp"))
 
     def _shapes(self, kind: str) -> dict[str, int | None]:
         """Fields about the shapes of parameters, if a row states them."""

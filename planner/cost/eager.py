@@ -23,8 +23,10 @@ compare the two.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Literal
 
 from planner.cost.operations import DecoderCounts, Group, Phase, Split
@@ -35,6 +37,7 @@ from planner.spec.profile import (
     DataType,
     Measurement,
     Operation,
+    OperationKind,
     RecomputeMode,
 )
 from planner.spec.recompute import SAVED, Origin
@@ -203,14 +206,14 @@ class Tape:
             more_bytes: moved as well.
         """
         moved = made.bytes + sum(one.bytes for one in read) + more_bytes
-        self._record(_memory(moved), made, read, saves)
+        self._record(_operation("memory", 0, moved), made, read, saves)
         return made
 
     def gather(self, made: Buffer, source: Buffer, index: Buffer) -> Buffer:
         """Record a read of the rows that an index names."""
         moved = index.bytes + 2 * made.bytes
         saves = (index,) if source.has_gradient else ()
-        self._record(_memory(moved), made, (source,), saves)
+        self._record(_operation("memory", 0, moved), made, (source,), saves)
         if made.has_gradient and not source.is_outside:
             # Zeros, that the gradients of the rows are added to.
             self.steps[-1].scratch_bytes = source.bytes
@@ -242,18 +245,7 @@ class Tape:
         """
         m, n, k = size
         moved = made.bytes + left.bytes + weight.bytes + bias_bytes + more_bytes
-        operation = Operation.model_construct(
-            kind="matmul",
-            count=1,
-            flops=2 * m * n * k * batch,
-            bytes=moved,
-            m=m,
-            n=n,
-            k=k,
-            batch=batch,
-            is_linear=None,
-            gradients=None,
-        )
+        operation = _operation("matmul", 2 * m * n * k * batch, moved, size, batch)
         read = (left,) if is_linear else (left, weight)
         if not is_linear:
             self.batched_flops += operation.flops
@@ -282,18 +274,7 @@ class Tape:
         """
         further = [statistics] if state is None else [statistics, state]
         moved = made.bytes + sum(one.bytes for one in (*read, *further))
-        operation = Operation.model_construct(
-            kind="attention",
-            count=1,
-            flops=flops[0],
-            bytes=moved,
-            m=0,
-            n=0,
-            k=0,
-            batch=1,
-            is_linear=None,
-            gradients=None,
-        )
+        operation = _operation("attention", flops[0], moved)
         self.attention_backward_flops += flops[1]
         saved = (*read, made, *further)
         self._record(operation, made, read, saved, origin="attention")
@@ -571,16 +552,26 @@ class Tape:
         return made, sum_bytes
 
 
-def _memory(moved: int) -> Operation:
+@lru_cache(maxsize=1 << 14)
+def _operation(
+    kind: OperationKind,
+    flops: int,
+    moved: int,
+    size: tuple[int, int, int] = (0, 0, 0),
+    batch: int = 1,
+    count: int = 1,
+) -> Operation:
+    """Return a kernel. Operations are frozen, so that layers share equal ones."""
+    m, n, k = size
     return Operation.model_construct(
-        kind="memory",
-        count=1,
-        flops=0,
+        kind=kind,
+        count=count,
+        flops=flops,
         bytes=moved,
-        m=0,
-        n=0,
-        k=0,
-        batch=1,
+        m=m,
+        n=n,
+        k=k,
+        batch=batch,
         is_linear=None,
         gradients=None,
     )
@@ -1700,18 +1691,11 @@ class _Writer:
 
 def _merged(operations: Sequence[Operation]) -> tuple[Operation, ...]:
     """Return equal operations once, with their number."""
-    counts: dict[tuple[object, ...], list[Operation]] = {}
-    for one in operations:
-        key = (one.kind, one.flops, one.bytes, one.m, one.n, one.k, one.batch)
-        counts.setdefault(key, []).append(one)
-    return tuple(map(_counted, counts.values()))
-
-
-def _counted(equal: Sequence[Operation]) -> Operation:
-    """Return one of some equal operations, with their number."""
-    if len(equal) == 1:
-        return equal[0]
-    return equal[0].model_copy(update={"count": len(equal)})
+    counts = Counter(
+        (one.kind, one.flops, one.bytes, (one.m, one.n, one.k), one.batch)
+        for one in operations
+    )
+    return tuple(_operation(*key, count) for key, count in counts.items())
 
 
 def _merged_collectives(collectives: Sequence[Collective]) -> tuple[Collective, ...]:

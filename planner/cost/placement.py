@@ -27,6 +27,9 @@ from functools import lru_cache
 from itertools import product
 from typing import Literal, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from planner.cost.communication import Group, crossing, group_of
 from planner.spec.layout import Layout
 from planner.spec.plan import RankPlacement
@@ -275,27 +278,26 @@ def _widest_run(
     period = inner * domain_devices
     # Members that are whole tensor-parallel groups apart are so from every tensor rank.
     unit = tensors if runs.step % tensors == 0 else 1
-    offsets = {of.rank(stage, 0, 0, 0) for stage in range(min(stages, domain_devices))}
-    found: dict[tuple[int, int], int] = {}
-    for group in runs.groups[:period]:
-        for first in range(group, group + min(runs.starts, period)):
-            place = _rank_at(of, first, inner)
-            for offset in offsets:
-                key = (place + offset) % domain_devices, first % inner // unit
-                found[key] = first
-    groups = set()
-    for (place, _), first in found.items():
-        start = _rank_at(of, first, inner)
-        members = range(first, first + runs.members * runs.step, runs.step)
-        ranks = [place + _rank_at(of, member, inner) - start for member in members]
-        groups.add(group_of(ranks, domain_devices))
-    return max(groups, key=crossing)
+    groups = np.asarray(runs.groups[:period])
+    firsts = (groups[:, None] + np.arange(min(runs.starts, period))).ravel()
+    starts = _ranks_at(of, firsts, inner)
+    offsets = [of.rank(stage, 0, 0, 0) for stage in range(min(stages, domain_devices))]
+    places = (starts[:, None] + np.unique(offsets)) % domain_devices
+    keys = places * inner + (firsts % inner // unit)[:, None]
+    _, chosen = np.unique(keys, return_index=True)
+    found = set()
+    for start, place in zip(*divmod(chosen, places.shape[1]), strict=True):
+        members = firsts[start] + runs.step * np.arange(runs.members)
+        ranks = _ranks_at(of, members, inner) - starts[start] + places[start, place]
+        _, per_node = np.unique(ranks // domain_devices, return_counts=True)
+        found.add(Group.over(per_node.tolist()))
+    return max(found, key=crossing)
 
 
-def _rank_at(of: Strides, place: int, inner: int) -> int:
-    """Return the global rank at a place among the ranks of the first stage: equation (P4)."""
-    data, rest = divmod(place, inner)
-    return data * of.data + rest
+def _ranks_at(of: Strides, places: NDArray[np.int64], inner: int) -> NDArray[np.int64]:
+    """Return the global ranks at places among the ranks of the first stage: (P4)."""
+    ranks: NDArray[np.int64] = places // inner * of.data + places % inner
+    return ranks
 
 
 def widest_mirror_group(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from planner.cost.derived import DerivedRows
 from planner.cost.eager import EagerCounts, counts_of
 from planner.cost.operations import DecoderCounts, Split, decoder_profile, layer_kinds
 from planner.profiler import catalogue
@@ -403,3 +404,26 @@ def test_catalogue_profiles_state_the_sizes() -> None:
     assert counted("t5-small", 64, (1,)).transformer is None
     sizes = counted("gpt2", 64, (1,)).canonical_json()
     assert re.search('"architecture":"gpt2"', sizes)
+
+
+@pytest.mark.parametrize("runtime", ["planner", "megatron-core"])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_expert_degrees_change_no_layer_without_experts(
+    runtime: str, tensor: int
+) -> None:
+    """`planner.cost.derived` takes those layers' rows from expert degree 1."""
+    model = sizes_of("deepseek-v3")
+    plain = {"tensor": tensor, "sequence_parallel": tensor > 1}
+    alone = counts_of(model, get(runtime), Split(2, 512, **plain))
+    spread = counts_of(model, get(runtime), Split(2, 512, expert=8, **plain))
+    for kind in ("embedding", "dense", "head"):
+        modes = ("none",) if kind != "dense" else alone.modes
+        for mode in modes:
+            row = spread.row(kind, mode)
+            label = {"expert_parallel_degree": 1}
+            assert row.model_copy(update=label) == alone.row(kind, mode)
+    derived = DerivedRows(model, get(runtime), 512, "bf16", None, ())
+    size = (2, tensor, 1, 8, tensor > 1)
+    for kind, rows in zip(derived.kinds, derived[size], strict=True):
+        row = rows["none"].model_copy(update={"expert_parallel_degree": 8})
+        assert row == spread.row(kind, "none"), kind

@@ -189,16 +189,23 @@ def _of_replicas(prices: Prices, order: Order, limit: int) -> Bound:
 
 
 def least_kept(prices: Prices, order: Order) -> Floats:
-    """Return the bytes that every rank keeps at least of what its stages exchange.
+    """Return the bytes that every rank keeps at least of what its stages exchange."""
+    return _least_kept(order, *prices.exchanged, prices.keeps_outputs)
 
-    They are the outputs of its stages, for every micro-batch held, and the buffers in
-    which one of its stages receives.
+
+@lru_cache(maxsize=1 << 14)
+def _least_kept(
+    order: Order, inner: float, last: float, buffers: int, keeps_outputs: bool
+) -> Floats:
+    """Return bytes of `least_kept`.
+
+    They are the outputs of a rank's stages, for every micro-batch held, and the buffers
+    in which one of its stages receives.
     """
-    inner, last, buffers = prices.exchanged
     units = traits_of(order).units / order.chunks
     outputs = units * inner
     outputs[-1] = units[-1] * last
-    if not prices.keeps_outputs:
+    if not keeps_outputs:
         outputs = np.zeros(len(units))
     neighbours = np.full(len(units), 2.0)
     neighbours[0] -= 1

@@ -40,7 +40,7 @@ from planner.search.engine.bound import (
     traits_of,
 )
 from planner.search.engine.hull import lower_hull
-from planner.search.engine.prices import Floats, Prices, Timing
+from planner.search.engine.prices import Floats, Prices
 
 _MANY = 1e15
 _ROUNDING = 1e-9
@@ -72,13 +72,13 @@ def _may_beat(
     main = _Main.of(options)
     if (main.work <= 0).any():
         return np.ones((len(options), len(orders)), dtype=np.bool_)
-    held = _Units.of(orders, main.others)
+    of_orders = _known_orders(tuple(orders), main.others)
     kept = np.stack([least_kept(options[0], order) for order in orders])
     rooms = main.room - kept
-    times = _Times.of(options, orders, limit)
-    layers = _layers_within(main, held, times.of_pipeline, rooms, main.work)
-    with_tail = main.work + main.tail / times.micro_batches
-    layers_with_tail = _layers_within(main, held, times.of_tail, rooms, with_tail)
+    times = _Times.of(options, of_orders, orders[0].ranks, limit)
+    layers = _layers_within(main, of_orders, times.of_pipeline, rooms, main.work)
+    with_tail = main.work + main.tail / of_orders.micro_batches
+    layers_with_tail = _layers_within(main, of_orders, times.of_tail, rooms, with_tail)
     layers = np.minimum(layers, layers_with_tail)
     may_beat: NDArray[np.bool_] = layers.sum(axis=2) >= main.count
     return may_beat & (main.room >= 0).any(axis=2)
@@ -143,25 +143,49 @@ def _per_option(values: Sequence[float]) -> Floats:
 
 
 @dataclass(frozen=True, slots=True)
-class _Units:
-    """Whole micro-batches that every rank holds of its stages, [order, rank]."""
+class _Orders:
+    """Schedules of equally many ranks, as arrays."""
 
     least: Floats
+    """Fewest whole micro-batches that a rank holds of one of its stages, [order, rank]."""
     most: Floats
+    """Most of them, [order, rank]."""
     before: Floats
-    """c of (K1)."""
+    """c of (K1), [order, rank]."""
+    micro_batches: Floats
+    """[order, 1]"""
+    actions: Floats
+    """Forwards and backwards of a rank, [order, 1]."""
+    ends_low: NDArray[np.bool_]
+    """No backward is split, [order, 1]."""
+    is_interleaved: list[int]
 
     @classmethod
-    def of(cls, orders: Sequence[Order], others: int) -> _Units:
-        """Return those of several orders.
+    def of(cls, orders: Sequence[Order], others: int) -> _Orders:
+        """Return the arrays of several orders.
 
         Args:
             orders: of equally many ranks.
             others: layers of other kinds than the main one.
         """
-        each = [_units_of(order, others) for order in orders]
-        least, most, before = (np.stack(values) for values in zip(*each, strict=True))
-        return cls(least, np.maximum(_ROUNDING, most), before)
+        units = [_units_of(order, others) for order in orders]
+        least, most, before = (np.stack(values) for values in zip(*units, strict=True))
+        return cls(
+            least=least,
+            most=np.maximum(_ROUNDING, most),
+            before=before,
+            micro_batches=_per_order([order.micro_batches for order in orders]),
+            actions=_per_order(list(map(_actions, orders))),
+            ends_low=np.array([[not splits_backward(one.schedule)] for one in orders]),
+            is_interleaved=[int(order.virtual_stages > 1) for order in orders],
+        )
+
+
+_known_orders = lru_cache(maxsize=256)(_Orders.of)
+
+
+def _per_order(values: Sequence[float]) -> Floats:
+    return np.array(values, dtype=np.float64)[:, None]
 
 
 @lru_cache(maxsize=1 << 14)
@@ -177,6 +201,11 @@ def _units_of(order: Order, others: int) -> tuple[Floats, Floats, Floats]:
     return least, sorted_units[:, -1], before
 
 
+def _actions(order: Order) -> int:
+    """Return the forwards and backwards of a rank."""
+    return 2 * order.micro_batches * order.virtual_stages * order.chunks
+
+
 @dataclass(frozen=True, slots=True)
 class _Times:
     """Nanoseconds that ranks have for one micro-batch, [option, order, rank]: (K5)."""
@@ -185,60 +214,31 @@ class _Times:
     """If the pipeline drains after a rank's last micro-batch."""
     of_tail: Floats
     """If its reductions and optimizer follow."""
-    micro_batches: Floats
-    """[order, 1]"""
 
     @classmethod
     def of(
-        cls, options: Sequence[Prices], orders: Sequence[Order], limit: float
+        cls, options: Sequence[Prices], orders: _Orders, ranks: int, limit: float
     ) -> _Times:
         """Return the time of every rank below a limit in nanoseconds."""
-        ranks = orders[0].ranks
-        counts = np.array([[order.micro_batches] for order in orders], dtype=np.float64)
-        actions = np.array([_actions(order) for order in orders], dtype=np.float64)
-        ends_low = np.array([[not splits_backward(one.schedule)] for one in orders])
-        waiting, transfer = _timings(options, orders)
+        timings = np.array([[each.timing(1), each.timing(2)] for each in options])
+        waiting, transfer = np.moveaxis(timings[:, orders.is_interleaved], 2, 0)
         fixed = np.array([[each.fixed_tail] for each in options])
-        left = (limit - fixed - actions * waiting)[..., None]
+        left = (limit - fixed - orders.actions.T * waiting)[..., None]
         hops = np.arange(ranks) * (waiting + transfer)[..., None]
         forward = np.stack([each.first_forward[:ranks] for each in options])
         backward = np.stack([each.first_backward[:ranks] for each in options])
         down, back = forward[:, None] + hops, backward[:, None] + hops
         start = down if starts_late(options[0]) else np.zeros_like(down)
-        way = np.where(ends_low, down + back, start)
+        way = np.where(orders.ends_low, down + back, start)
         speeds = np.stack([each.speeds for each in options])[:, None]
-        rate = speeds / counts
+        rate = speeds / orders.micro_batches
         of_pipeline = np.maximum(0.0, (left - way) * rate)
         of_tail = np.maximum(0.0, (left - start) * rate)
-        return cls(of_pipeline, of_tail, counts)
-
-
-def _timings(
-    options: Sequence[Prices], orders: Sequence[Order]
-) -> tuple[Floats, Floats]:
-    """Return the waiting of actions and the least transfer, [option, order].
-
-    Sharding moves no rank, so that options of one rank order have equal ones.
-    """
-    is_interleaved = [int(order.virtual_stages > 1) for order in orders]
-    known: dict[frozenset[str], list[Timing]] = {}
-    found = []
-    for prices in options:
-        ranks = frozenset(each.layout.rank_order for each in prices.layouts)
-        if ranks not in known:
-            known[ranks] = [prices.timing(stages) for stages in (1, 2)]
-        found.append(known[ranks])
-    timings = np.array(found)[:, is_interleaved]
-    return timings[..., 0], timings[..., 1]
-
-
-def _actions(order: Order) -> int:
-    """Return the forwards and backwards of a rank."""
-    return 2 * order.micro_batches * order.virtual_stages * order.chunks
+        return cls(of_pipeline, of_tail)
 
 
 def _layers_within(
-    main: _Main, held: _Units, times: Floats, rooms: Floats, work: Floats
+    main: _Main, held: _Orders, times: Floats, rooms: Floats, work: Floats
 ) -> Floats:
     """Return the most layers that every rank takes in a time, [option, order, rank].
 

@@ -27,7 +27,13 @@ from planner.search.engine.cut import all_cuts_of
 from planner.search.engine.division import given_sizes
 from planner.search.engine.first_plan import find_first_plan
 from planner.search.engine.neighbours import solve_neighbours
-from planner.search.engine.options import PRICE_COLUMNS, Option, Options, Row
+from planner.search.engine.options import (
+    PRICE_COLUMNS,
+    Option,
+    Options,
+    Row,
+    ShardDegrees,
+)
 from planner.search.engine.prices import Floats, Prices, Pricing
 from planner.search.engine.result import Candidate, Progress, Result
 from planner.search.engine.row_bounds import RowBounds
@@ -266,7 +272,10 @@ class Search:
             # Exact prices of unequal shares are expensive: they wait for `expand`.
             if may.any() and not row.larger_shares:
                 left = list(compress(orders, may))
-                options = self._of_possible_zero_stages(row, left)
+                options = self._bounds.options_below(
+                    row, self.table.take(indices[may]), self.limit
+                )
+                options = self._of_possible_shardings(row, left, options)
                 may[may] = self._may_beat(row, options, left).any(axis=0)
             self.is_taken[indices[~may]] = True
 
@@ -279,21 +288,41 @@ class Search:
         found: NDArray[np.bool_] = may_beat([least], orders, float(self.limit))[0]
         return found
 
-    def _of_possible_zero_stages(
-        self, row: Row, orders: Sequence[Order]
+    def _of_possible_shardings(
+        self, row: Row, orders: Sequence[Order], options: Iterable[Option]
     ) -> list[Option]:
-        """Return the options of ZeRO stages whose least prices may beat the limit."""
+        """Return the options that share states among enough ranks to beat the limit.
+
+        The least shard degree of every rank order and ZeRO stage is found by bisection.
+        """
+
+        def may_beat_up_to(
+            alike: Iterable[ShardDegrees], places: Iterable[int]
+        ) -> NDArray[np.bool_]:
+            extremes = map(ShardDegrees.extremes, alike, places)
+            prices = [
+                self.pricing.least_of(row, each, is_split=is_split) for each in extremes
+            ]
+            may = may_beat(prices, orders, float(self.limit))
+            found: NDArray[np.bool_] = np.any(may, axis=1)
+            return found
+
         is_split = forbids_recompute(orders[0].schedule)
-        groups = list(self.options.by_zero_stage(row))
-        prices = [
-            self.pricing.least_of(row, each.extremes, is_split=is_split)
-            for each in groups
-        ]
-        may = may_beat(prices, orders, float(self.limit))
-        is_possible = np.asarray(may.any(axis=1)).tolist()
+        every = list(self.options.by_zero_stage(row, options))
+        if not every:
+            return []
+        may = may_beat_up_to(every, [len(each.options) - 1 for each in every])
+        possible = list(compress(every, may.tolist()))
+        least = np.zeros(len(possible), dtype=np.intp)
+        most = np.array([len(each.options) - 1 for each in possible], dtype=np.intp)
+        while (unknown := np.flatnonzero(least < most)).size:
+            middle = (least + most)[unknown] // 2
+            may = may_beat_up_to([possible[place] for place in unknown], middle)
+            most[unknown[may]] = middle[may]
+            least[unknown[~may]] = middle[~may] + 1
         found: list[Option] = []
-        for group in compress(groups, is_possible):
-            found += group.options
+        for alike, first in zip(possible, least.tolist(), strict=True):
+            found += alike.options[first:]
         return found
 
     def _may_beat(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import groupby, product
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -96,14 +97,20 @@ PRICE_COLUMNS = (
 """Columns of a table that decide prices, as `Row.degrees`."""
 
 
-class ZeroStageOptions(NamedTuple):
+class ShardDegrees(NamedTuple):
     """Options of a row with one rank order and ZeRO stage."""
 
     options: tuple[Option, ...]
-    extremes: tuple[Option, ...]
-    """Their least prices bound these options, as `Options.extremes` bound all.
+    """Smallest shard degree first."""
+    simplest: Option
+    """Of lowest ZeRO stage in this rank order."""
 
-    They may be of another ZeRO stage."""
+    def extremes(self, place: int) -> tuple[Option, ...]:
+        """Return options whose least prices bound all options up to a place.
+
+        They bound them as `Options.extremes` bound all options of a row.
+        """
+        return tuple(dict.fromkeys((self.simplest, self.options[place])))
 
 
 @dataclass
@@ -166,33 +173,20 @@ class Options:
 
     def _found_extremes(self, row: Row) -> list[Option]:
         found: list[Option] = []
-        for options in self._by_rank_order(row):
-            least, most = _smallest_and_largest(row, options)
-            chosen = [least, most]
+        for options in _by_rank_order(row, self.of(row)):
+            chosen = [options[0], options[-1]]
             if self.work.framework.accumulates_whole:
-                sharded = [each for each in options if each.zero_stage < 3]
-                chosen += _smallest_and_largest(row, sharded)[1:] if sharded else []
+                chosen += [each for each in options if each.zero_stage < 3][-1:]
             found += dict.fromkeys(chosen)
         return found
 
-    def _by_rank_order(self, row: Row) -> Iterable[list[Option]]:
-        """Return the options of a row by their rank order."""
-        by_order: dict[RankOrder, list[Option]] = {}
-        for option in self.of(row):
-            by_order.setdefault(option.rank_order, []).append(option)
-        return by_order.values()
-
-    def by_zero_stage(self, row: Row) -> Iterator[ZeroStageOptions]:
-        """Yield the options of a row by their rank order and ZeRO stage."""
-        for options in self._by_rank_order(row):
-            least, _ = _smallest_and_largest(row, options)
-            alike: dict[int, list[Option]] = {}
-            for option in options:
-                alike.setdefault(option.zero_stage, []).append(option)
-            for group in alike.values():
-                _, most = _smallest_and_largest(row, group)
-                extremes = tuple(dict.fromkeys((least, most)))
-                yield ZeroStageOptions(tuple(group), extremes)
+    def by_zero_stage(
+        self, row: Row, options: Iterable[Option]
+    ) -> Iterator[ShardDegrees]:
+        """Yield options of a row by their rank order and ZeRO stage."""
+        for alike in _by_rank_order(row, options):
+            for _, of_stage in groupby(alike, key=attrgetter("zero_stage")):
+                yield ShardDegrees(tuple(of_stage), alike[0])
 
     def layout(
         self, row: Row, option: Option, recompute: RecomputeWord = "none"
@@ -383,15 +377,17 @@ class Options:
         return self._shared[degrees]
 
 
-def _smallest_and_largest(row: Row, options: Iterable[Option]) -> tuple[Option, Option]:
-    """Return the options of lowest and of highest ZeRO stage and shard degree."""
+def _by_rank_order(row: Row, options: Iterable[Option]) -> Iterable[list[Option]]:
+    """Return options by their rank order, lowest ZeRO stage and shard degree first."""
     replicas = row.data * row.context
 
     def sharding(option: Option) -> tuple[int, int]:
         return option.zero_stage, option.shard_degree or replicas
 
-    in_order = sorted(options, key=sharding)
-    return in_order[0], in_order[-1]
+    by_order: dict[RankOrder, list[Option]] = {}
+    for option in sorted(options, key=sharding):
+        by_order.setdefault(option.rank_order, []).append(option)
+    return by_order.values()
 
 
 @lru_cache(maxsize=64)

@@ -7,8 +7,9 @@ sizes whole bytes, exactly those of `planner.cost`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +34,7 @@ from planner.search.engine.options import (
 from planner.search.engine.sums import Stack
 from planner.search.engine.unequal import EqualRanks, Ranks, free_bytes, most_shared
 from planner.spec.cluster import Link
-from planner.spec.layout import Layout
+from planner.spec.layout import Layout, RankOrder
 from planner.spec.profile import RecomputeMode
 
 Floats = NDArray[np.float64]
@@ -48,6 +49,10 @@ class Timing(NamedTuple):
     """Of every action, in addition to its layers."""
     transfer: float
     """Least between two neighbouring stages."""
+
+
+Timings = dict[tuple[RankOrder, bool], Timing]
+"""By rank order, and whether ranks have several stages: sharding moves no rank."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +72,22 @@ class Prices:
     """Costs of every layout that these prices are the least of."""
     ranks: tuple[Ranks, ...] = ()
     """Of every class of identical replicas, where ranks differ."""
+    timings: Timings = field(default_factory=dict, compare=False)
+    """Those that are known."""
 
     @classmethod
-    def of(cls, layouts: Sequence[LayoutCosts], wanted: Sequence[str]) -> Prices:
+    def of(
+        cls,
+        layouts: Sequence[LayoutCosts],
+        wanted: Sequence[str],
+        timings: Timings | None = None,
+    ) -> Prices:
         """Return the prices of a layout, or the least prices of several.
 
         Args:
             layouts: costs of every one; they differ in options alone.
             wanted: recompute modes; a layer that has none of them may have any.
+            timings: those that are known of layouts with other options.
         """
         costs = layouts[0]
         ranks: tuple[Ranks, ...] = ()
@@ -92,6 +105,7 @@ class Prices:
             counts=np.array([count for _, count in costs.kinds], dtype=np.float64),
             layouts=tuple(layouts),
             ranks=ranks,
+            timings={} if timings is None else timings,
         )
 
     @cached_property
@@ -121,22 +135,20 @@ class Prices:
     def timing(self, virtual_stages: int) -> Timing:
         """Return the least nanoseconds between stages."""
         is_interleaved = virtual_stages > 1
-        if is_interleaved not in self._timings:
-            # Sharding moves no rank, so that one layout of every order is enough.
-            by_order = {each.layout.rank_order: each for each in self.layouts}
-            found = [timing_of(each, virtual_stages) for each in by_order.values()]
-            least = Timing(*(min(values) for values in zip(*found, strict=True)))
-            self._timings[is_interleaved] = least
-        return self._timings[is_interleaved]
+        found = []
+        for costs in self.layouts:
+            key = (costs.layout.rank_order, is_interleaved)
+            if key not in self.timings:
+                self.timings[key] = timing_of(costs, virtual_stages)
+            found.append(self.timings[key])
+        if len(found) == 1:
+            return found[0]
+        return Timing(*(min(values) for values in zip(*found, strict=True)))
 
     @cached_property
     def stacks(self) -> tuple[Stack, ...]:
         """Sums over the first layers, for every class of replicas."""
         return tuple(Stack.of(each) for each in self.replicas)
-
-    @cached_property
-    def _timings(self) -> dict[bool, Timing]:
-        return {}
 
     @cached_property
     def known_cuts(self) -> dict[tuple[int, ...], tuple[tuple[int, ...], ...]]:
@@ -302,6 +314,8 @@ class Pricing:
         self._known: dict[tuple[object, ...], LayoutCosts] = {}
         self._prices: dict[tuple[object, ...], Prices] = {}
         self._stacks: dict[tuple[object, ...], tuple[Stack, ...]] = {}
+        self._timings: dict[tuple[object, bool], Timings] = {}
+        """By degrees, and whether they are those of equal ranks."""
         self._undominated: dict[tuple[object, ...], list[tuple[int, Option]]] = {}
         constraint = self.options.constraints.get("recompute")
         supported = self.work.framework.supports.allowed("recompute")
@@ -325,7 +339,9 @@ class Pricing:
         if found is None:
             layout = self.options.layout(row, option)
             costs = self._base(row, option, layout)
-            found = Prices.of([costs], ("none",) if is_split else self.wanted)
+            wanted = ("none",) if is_split else self.wanted
+            timings = self._timings.setdefault((row.degrees, False), {})
+            found = Prices.of([costs], wanted, timings)
             if is_split:
                 found = _without_recompute(found)
             self._prices[key] = found
@@ -349,7 +365,9 @@ class Pricing:
         found = self._prices.get(key)
         if found is None:
             layouts = [self._of_equal_ranks(row, option) for option in options]
-            found = Prices.of(layouts, ("none",) if is_split else self.wanted)
+            wanted = ("none",) if is_split else self.wanted
+            timings = self._timings.setdefault((row.degrees, True), {})
+            found = Prices.of(layouts, wanted, timings)
             if is_split:
                 found = _without_recompute(found)
             self._prices[key] = found
@@ -486,7 +504,8 @@ def _least_layer(
     found = {}
     for mode in layers[0]:
         costs = [layer[mode] for layer in layers if mode in layer]
-        least = {name: min(getattr(one, name) for one in costs) for name in _LEAST}
+        each = zip(*map(_of_least, costs), strict=True)
+        least = dict(zip(_LEAST, map(min, each), strict=True))
         weight = max(one.backward_weight_ticks for one in costs)
         least["backward_weight_ticks"] = min(weight, least["backward_ticks"])
         found[mode] = costs[0]._replace(reduction_ticks=0, update_ticks=0, **least)
@@ -504,6 +523,7 @@ _LEAST = (
     "activation_bytes",
     "temporary_bytes",
 )
+_of_least = attrgetter(*_LEAST)
 
 
 def dominates(

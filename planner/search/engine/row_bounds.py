@@ -9,7 +9,11 @@ from numpy.typing import NDArray
 
 from planner.cost.mixed import MIXED_SCHEDULES
 from planner.cost.nearest import nearest_ticks
-from planner.cost.placement import widest_expert_group
+from planner.cost.placement import (
+    widest_expert_group,
+    widest_expert_shard_group,
+    widest_shard_group,
+)
 from planner.search.engine.arrangement import RANK_ORDERS
 from planner.search.engine.bound import IMPOSSIBLE, splits_backward
 from planner.search.engine.options import Option, Options, Row
@@ -109,19 +113,56 @@ class RowBounds:
         is_whole = np.isin(table.schedule, whole)
         return np.where(is_whole, np.maximum(1.0, growth), growth)
 
+    def options_below(self, row: Row, table: Table, limit: int) -> list[Option]:
+        """Return the options of rows whose layers' work does not reach a limit.
+
+        Args:
+            row: one of the rows.
+            table: the rows; their prices and options are equal.
+            limit: nanoseconds.
+        """
+        options = self.options.of(row)
+        if row.arrangement is not None:
+            return list(options)
+        growth = float(self._growth(table).min()) * _ROUNDING
+        return [
+            option
+            for option in options
+            if self._of_option(row, option).total_work * growth < limit
+        ]
+
     def _priced(self, row: Row) -> Iterator[Prices]:
         """Yield the prices of a row's split for every distinct group of experts."""
         orders = RANK_ORDERS if row.expert > 1 else RANK_ORDERS[:1]
         for order in orders:
-            option = Option(0, None, order)
-            layout = self.options.layout(row, option)
-            group: object = None
-            if row.expert > 1:
-                group = widest_expert_group(layout, self.pricing.work.domain_devices)
-            key = (row.split, row.sequence_chunks, row.offload, group)
-            if key not in self._prices:
-                self._prices[key] = self.pricing.prices(row, option, is_split=False)
-            yield self._prices[key]
+            yield self._of_option(row, Option(0, None, order))
+
+    def _of_option(self, row: Row, option: Option) -> Prices:
+        """Return prices of which the work is no more than under an option.
+
+        It depends on the ranks that exchange in every micro-batch. ZeRO 3 exchanges
+        what ZeRO 2 does and more, unless it gathers once per step.
+        """
+        framework = self.pricing.work.framework
+        gathers_once = framework.retains_gathered(row.pipeline)
+        exchanges = option.zero_stage == 2 or (
+            option.zero_stage == 3 and not gathers_once
+        )
+        if exchanges:
+            option = Option(2, option.shard_degree, option.rank_order)
+        else:
+            option = Option(0, None, option.rank_order)
+        layout = self.options.layout(row, option)
+        domain = self.pricing.work.domain_devices
+        key: tuple[object, ...] = (row.split, row.sequence_chunks, row.offload)
+        if row.expert > 1:
+            key += (widest_expert_group(layout, domain),)
+        if exchanges:
+            key += (widest_shard_group(layout, domain),)
+            key += (widest_expert_shard_group(layout, domain),)
+        if key not in self._prices:
+            self._prices[key] = self.pricing.prices(row, option, is_split=False)
+        return self._prices[key]
 
 
 def _without_size(row: Row) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import random
 from itertools import permutations
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,6 +26,7 @@ from planner.search import plan
 from planner.search.engine.bound import forbids_recompute
 from planner.search.engine.capacity import may_beat
 from planner.search.engine.prices import dominates
+from planner.search.engine.row_bounds import RowBounds
 from planner.search.engine.space import whole_space
 from planner.spec import Plan
 from tests.builders import cluster, job, layer, link, profile, request
@@ -137,19 +139,22 @@ def steps_and_bytes(costs: LayoutCosts, stage_map: StageMap) -> tuple[int, ...]:
 def test_no_option_is_excluded_below_its_step(
     instance: Instance, runtime: str, slowdown: int, seed: int
 ) -> None:
-    """Nor its ZeRO stage. Capacity counts reductions and optimizer, hidden or not."""
+    """Nor any of more shards. Capacity counts reductions and optimizer, hidden or not."""
     chooser = random.Random(seed)
     machines = with_links(instance.cluster, slowdown)
     with fitted():
         work = workload(instance.profile, machines, for_runtime(instance.job, runtime))
-    layouts = Layouts(work, whole_space(work, least_tokens=1))
+    space = whole_space(work, least_tokens=1)
+    layouts = Layouts(work, space)
+    bounds = RowBounds(space, layouts.options, layouts.pricing)
     count = len(layouts.table)
     for index in chooser.sample(range(count), min(count, 8)):
         row = layouts.row(index)
         order = layouts.order(row)
         options = layouts.options.of(row)
         prices = [layouts.prices(row, option) for option in options]
-        zero_stages = list(layouts.options.by_zero_stage(row))
+        alike = list(layouts.options.by_zero_stage(row, options))
+        table = layouts.table.take(np.array([index]))
         is_split = forbids_recompute(order.schedule)
         stages = order.ranks * order.virtual_stages
         stage_map = random_map(prices[0], stages, chooser)
@@ -158,6 +163,11 @@ def test_no_option_is_excluded_below_its_step(
             if step is not None:
                 may = may_beat(prices, [order], float(step + 1))
                 assert may[place, 0], (row, option, step)
-                stage = next(each for each in zero_stages if option in each.options)
-                least = layouts.pricing.least_of(row, stage.extremes, is_split=is_split)
-                assert may_beat([least], [order], float(step + 1)).all(), stage
+                assert option in bounds.options_below(row, table, step + 1)
+                of_stage = next(each for each in alike if option in each.options)
+                for more in range(
+                    of_stage.options.index(option), len(of_stage.options)
+                ):
+                    extremes = of_stage.extremes(more)
+                    least = layouts.pricing.least_of(row, extremes, is_split=is_split)
+                    assert may_beat([least], [order], float(step + 1)).all(), extremes
