@@ -26,6 +26,7 @@ from planner.search.engine.capacity import may_beat
 from planner.search.engine.cut import all_cuts_of
 from planner.search.engine.division import given_sizes
 from planner.search.engine.first_plan import find_first_plan
+from planner.search.engine.garbage import rare_collection
 from planner.search.engine.neighbours import solve_neighbours
 from planner.search.engine.options import (
     PRICE_COLUMNS,
@@ -188,13 +189,14 @@ class Search:
             if on_progress:
                 on_progress(self.progress())
 
-        self.start(report)
-        while self.is_open and not self._is_stopped(stop):
-            self.advance()
-            report()
-        while self.least >= self.limit and self._has_neighbours:
-            self.advance()
-            report()
+        with rare_collection():
+            self.start(report)
+            while self.is_open and not self._is_stopped(stop):
+                self.advance()
+                report()
+            while self.least >= self.limit and self._has_neighbours:
+                self.advance()
+                report()
         return self.result()
 
     def _is_stopped(self, stop: Stop) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +16,7 @@ from planner.search.engine.synthesize import is_synthesized
 if TYPE_CHECKING:
     from planner.search.engine.engine import Node, Search
 
-MOST_ROWS = 256
+MOST_ROWS = 128
 """Rows of the coarse grid."""
 MOST_TRIED = 48
 """Rows that are solved in one round."""
@@ -36,53 +37,69 @@ def find_first_plan(search: Search, report: Callable[[], None]) -> None:
     """Give a search a plan to beat, if one of the rows that are tried fits.
 
     Args:
-        search: that has bounded all rows by their work.
-        report: called after every round.
+        search: to look for rows in.
+        report: called whenever there is a better plan.
     """
-    _solve_some(search, _bounded(search, _coarse_rows(search)), MOST_SOLVED)
+    _solve_some(search, _coarse_rows(search), MOST_SOLVED, report)
     for _ in range(ROUNDS):
-        report()
         if search.best is None:
             return
         before = search.best.row
-        _solve_some(search, _bounded(search, _rows_around(search, before)), MOST_SOLVED)
+        _solve_some(search, _rows_around(search, before), MOST_SOLVED, report)
         if search.best.row == before:
             break
-    alike = _bounded(search, _same_rows(search))
-    _solve_some(search, _best_by_schedule(search, alike), len(search.space.schedules))
-    report()
-    _solve_some(search, alike, 1, moves=True)
-    report()
+    alike = _same_rows(search)
+    by_schedule = _best_by_schedule(search, alike)
+    _solve_some(search, by_schedule, len(search.space.schedules), report)
+    _solve_some(search, alike, 1, report, moves=True)
 
 
-def _bounded(search: Search, indices: Iterable[int]) -> list[Node]:
-    """Return rows with their bounds, the least first."""
-    return sorted(map(search.bound_row, indices))
-
-
-def _best_by_schedule(search: Search, nodes: Iterable[Node]) -> list[Node]:
-    """Return the first row of every schedule."""
+def _best_by_schedule(search: Search, indices: Iterable[int]) -> list[int]:
+    """Return the row with the least bound of every schedule."""
     found: dict[int, Node] = {}
-    for node in nodes:
+    for node in sorted(map(search.bound_row, indices)):
         found.setdefault(int(search.table.schedule[node.index]), node)
-    return list(found.values())
+    return [node.index for node in found.values()]
 
 
 def _solve_some(
-    search: Search, nodes: Iterable[Node], count: int, *, moves: bool = False
+    search: Search,
+    indices: Sequence[int],
+    count: int,
+    report: Callable[[], None],
+    *,
+    moves: bool = False,
 ) -> None:
-    """Solve up to a number of rows that fit, least bound first."""
-    for node in nodes:
-        search.push(node)
+    """Solve up to a number of rows that fit, least bound first.
+
+    Args:
+        search: that owns the rows.
+        indices: of rows.
+        count: of rows that fit.
+        report: called whenever there is a better plan.
+        moves: try to move layers between stages.
+    """
+    by_work = search.bounds_by_work(np.array(indices, dtype=np.intp))
+    waiting = deque(sorted(zip(by_work.tolist(), indices, strict=True)))
     tried = fitting = 0
-    while search.queue and fitting < count and search.least_node < search.limit:
+    while fitting < count:
+        least_row = waiting[0][0] if waiting else IMPOSSIBLE
+        if min(least_row, search.least_node) >= search.limit:
+            break
+        if least_row <= search.least_node:
+            _, index = waiting.popleft()
+            search.push(search.bound_row(index))
+            continue
         if tried >= MOST_TRIED and search.best is not None:
             break
         node = heapq.heappop(search.queue)
         row = Row.of(search.table, node.index)
+        before = search.best
         if search.expand(node, moves=moves, options=_simple_options(search, row)):
             tried += 1
             fitting += search.best is not None
+        if search.best is not before:
+            report()
     search.queue.clear()
     search.unproven.clear()
     search.least_excluded = IMPOSSIBLE
