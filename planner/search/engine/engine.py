@@ -618,11 +618,12 @@ class Search:
     def result(self) -> Result:
         """Return the best plan so far and what is proven about it."""
         least = self.lower_bound
+        open_rows = np.flatnonzero(~self.is_taken[self.rows[self.next_row :]])
         return Result(
             best=self.best,
             lower_bound=least,
             lower_bound_all_cuts=min(least, self.least_excluded),
-            open_nodes=len(self.queue) + len(self.rows) - self.next_row,
+            open_nodes=len(self.queue) + len(open_rows),
             space=self.space,
             progress=self.progress(),
         )

@@ -73,6 +73,7 @@ class Result:
     lower_bound_all_cuts: int
     """The same over all cuts."""
     open_nodes: int
+    """Rows, and rows with an option, that are neither solved nor excluded."""
     space: Space
     progress: Progress
 

@@ -452,11 +452,6 @@ class RowSolver:
         """Work so far."""
         return self.cuts.actions
 
-    @property
-    def rule(self) -> RuleCuts:
-        """Cuts of the schedule's rule, and the bound on a cut."""
-        return self.cuts.rule
-
     def solve(
         self, limit: int, *, moves: bool = True, from_any_cut: bool = False
     ) -> Candidate | None:
@@ -468,16 +463,6 @@ class RowSolver:
             from_any_cut: not only from cuts that are nearly as fast as the limit.
         """
         found = self.cuts.solve(limit, moves=moves, from_any_cut=from_any_cut)
-        return self._plan(found)
-
-    def evaluate(self, sizes: Sizes) -> Candidate | None:
-        """Return the plan of a cut with the least recomputation.
-
-        None: it does not fit, or its bound is not below the cutoff.
-        """
-        return self._plan(self.cuts.evaluate(sizes))
-
-    def _plan(self, found: Solution | None) -> Candidate | None:
         if found is None:
             return None
         item, schedule = self.item, self.cuts.schedule

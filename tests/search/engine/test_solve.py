@@ -61,7 +61,7 @@ def test_bound_of_a_cut_is_below_all_its_modes(instance: Instance, seed: int) ->
         return
     chooser = random.Random(seed + 1)
     item = item_of(layouts, chooser)
-    solver = RowSolver(item)
+    solver = RowSolver(item).cuts
     stages = item.order.ranks * item.order.virtual_stages
     sizes = chooser.choice(list(all_cuts(len(item.prices.kind_of), stages)))
     steps = [
@@ -93,8 +93,8 @@ def test_bound_of_a_cut_at_scale(case: tuple[str, int, int, int]) -> None:
             continue
         if traits_of(item.order).is_split:
             item.modes = ("none",)
-        solver = RowSolver(item)
-        for sizes in solver.item.cuts:
+        solver = RowSolver(item).cuts
+        for sizes in item.cuts:
             found = solver.evaluate(sizes)
             if found is None:
                 continue
