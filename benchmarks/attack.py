@@ -413,6 +413,7 @@ def is_inside(work: Workload, space: Space, layout: Layout) -> bool:
         layout.context_parallel_degree,
         layout.expert_parallel_degree,
         layout.sequence_parallel,
+        layout.expert_tensor_parallel_degree or 0,
     )
     if split not in space.splits:
         return False

@@ -21,6 +21,7 @@ from planner.cost.mixed import fair_shares
 from planner.schedule import Schedule, build
 from planner.search.engine.arrangement import Speeds
 from planner.search.engine.balance import balanced_cut_among
+from planner.search.engine.space import Split as SearchedSplit
 from planner.spec.cluster import Cluster
 from planner.spec.job import WHOLE_PARAMETERS, Job
 from planner.spec.layout import Layout
@@ -194,7 +195,7 @@ def _choices(
                 **order,
             }
         return
-    speeds = Speeds.of(workload(profile, cluster, job), split)
+    speeds = Speeds.of(workload(profile, cluster, job), SearchedSplit(*split))
     shares = fair_shares([speeds.of_one(row) for row in rows], count, len(rows[0]) - 1)
     if split[3] > 1 or min(shares) == 0:
         return

@@ -279,6 +279,7 @@ def _supports(name: str) -> Supports:
         rules=tuple(_rule(rule) for rule in table.get("rule", ())),
         uneven_stages=table.get("uneven_stages", True),
         uneven_shares=table.get("uneven_shares", True),
+        folds_experts=table.get("folds_experts", False),
     )
 
 

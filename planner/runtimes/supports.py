@@ -81,6 +81,8 @@ class Supports:
     """Stages may have any numbers of layers; False: only those of the runtime's rule."""
     uneven_shares: bool = True
     """Data-parallel ranks may run different numbers of micro-batches."""
+    folds_experts: bool = False
+    """Under sequence parallelism experts may have a tensor degree of their own."""
 
     @property
     def limits_plans(self) -> bool:

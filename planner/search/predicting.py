@@ -249,6 +249,7 @@ def _rule_prices(costs: LayoutCosts, order: Order) -> Prices:
         layout.context_parallel_degree,
         layout.expert_parallel_degree,
         layout.sequence_parallel,
+        layout.expert_tensor_parallel_degree or 0,
     )
     space = Space(
         splits=(split,),
@@ -258,7 +259,7 @@ def _rule_prices(costs: LayoutCosts, order: Order) -> Prices:
         left_out=(),
         offloads=(offload,),
     )
-    if _is_searched(layout.schedule) and split in work.sizes:
+    if _is_searched(layout.schedule) and split.size in work.sizes:
         table = enumerate_table(work, space)
         for index in range(len(table)):
             row = Row.of(table, index)

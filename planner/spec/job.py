@@ -74,6 +74,7 @@ CONSTRAINABLE = (
     "pipeline_parallel_degree",
     "context_parallel_degree",
     "expert_parallel_degree",
+    "expert_tensor_parallel_degree",
     "virtual_stages_per_rank",
     "zero_stage",
     "zero_shard_degree",

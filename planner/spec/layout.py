@@ -149,11 +149,14 @@ class Layout(Document):
     def constrained(self, field: str) -> bool | int | str:
         """Return the value of a field that a job's constraint is compared with.
 
-        For ``zero_shard_degree`` it is the number of ranks, also if the field is None.
+        For ``zero_shard_degree`` and ``expert_tensor_parallel_degree`` it is the number
+        of ranks, also if the field is None.
         """
-        value: bool | int | str = (
-            self.zero_shards if field == "zero_shard_degree" else getattr(self, field)
-        )
+        if field == "zero_shard_degree":
+            return self.zero_shards
+        if field == "expert_tensor_parallel_degree":
+            return self.expert_tensor_degree
+        value: bool | int | str = getattr(self, field)
         return value
 
     @property

@@ -68,7 +68,8 @@ class Speeds:
     def of(cls, work: Workload, split: Split) -> Speeds:
         """Return the speeds of a cluster's node groups."""
         both = np.array(
-            [nearest_ticks(group, split) for group in work.groups], dtype=np.float64
+            [nearest_ticks(group, split.size) for group in work.groups],
+            dtype=np.float64,
         )
         groups, _, layers = both.shape
         kinds, counts = np.unique(

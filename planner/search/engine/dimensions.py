@@ -71,7 +71,11 @@ def _values_of_rows(options: Options, table: Table) -> dict[str, tuple[str, ...]
     found["optimizer_offload"] = _texts({each.optimizer for each in offloads})
     found["micro_batch_shares"] = _shares(table)
     if any(each.dimension == _EXPERT_TENSOR for each in space.left_out):
-        found[_EXPERT_TENSOR] = ("the tensor degree of all layers",)
+        own = np.unique(table.expert_tensor).tolist()
+        found[_EXPERT_TENSOR] = tuple(
+            written(degree) if degree else "the tensor degree of all layers"
+            for degree in own
+        )
     found["recompute"] = _recompute(options, table)
     found[DIVISION] = _cuts(options, table)
     return found
@@ -123,7 +127,7 @@ def _recompute(options: Options, table: Table) -> tuple[str, ...]:
     supports = options.work.framework.supports
     supported = supports.allowed("recompute")
     wanted = recompute_modes(options.constraints.get("recompute"), supported)
-    rows = options.work.sizes[options.space.splits[0]]
+    rows = options.space.splits[0].rows_of(options.work)
     offered = {mode for layer in rows for mode in layer}
     found: list[str] = [mode for mode in MODES if mode in wanted and mode in offered]
     mixes = supported is None or "per-layer" in supported

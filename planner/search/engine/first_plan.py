@@ -146,7 +146,7 @@ def _coarse_rows(search: Search) -> list[int]:
     chosen: list[int] = []
     for index in search.in_order(is_coarse):
         row = Row.of(table, index)
-        degrees = (row.tensor, row.pipeline, row.context, row.expert)
+        degrees = (row.tensor, row.pipeline, row.context, row.expert, row.expert_tensor)
         key = (*degrees, row.micro_batch_size, row.virtual_stages)
         if key in seen:
             continue

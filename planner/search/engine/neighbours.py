@@ -83,6 +83,8 @@ def _rows_around(search: Search, row: Row) -> list[int]:
 def _values_around(name: str, value: int) -> tuple[int, ...]:
     if name == "virtual_stages":
         return (value - 1, value, value + 1, value // 2, 2 * value)
+    if name == "expert_tensor":
+        return (0, 1, value // 2, value, 2 * value)
     if name in ("offload", "larger_shares"):
         return (value,)
     return (value // 2, value, 2 * value)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, product
+from math import lcm
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,7 +19,13 @@ from planner.runtimes.supports import IDLE_RANKS
 from planner.schedule import Requirement, build, find, requirements
 from planner.search.engine.arrangement import RANK_ORDERS, Arrangement
 from planner.search.engine.constraints import COLUMNS, recompute_modes
-from planner.search.engine.space import Offload, Rows, Space, runtime_constraints
+from planner.search.engine.space import (
+    Offload,
+    Rows,
+    Space,
+    Split,
+    runtime_constraints,
+)
 from planner.spec.job import WHOLE_PARAMETERS, Constraint, allows
 from planner.spec.layout import Layout, RankOrder, RecomputeWord, ZeroStage
 
@@ -45,6 +52,8 @@ class Row(NamedTuple):
     pipeline: int
     context: int
     expert: int
+    expert_tensor: int
+    """0: the tensor degree of all layers."""
     micro_batch_size: int
     micro_batches: int
     sequence_parallel: int
@@ -68,7 +77,7 @@ class Row(NamedTuple):
     def degrees(self) -> tuple[object, ...]:
         """Columns that decide prices; rows that agree in them differ in order only."""
         others = (self.split, self.offload, self.larger_shares, self.arrangement)
-        return (*self[:9], *others)
+        return (*self[:_DEGREES], *others)
 
     @property
     def has_unequal_replicas(self) -> bool:
@@ -90,8 +99,10 @@ class Row(NamedTuple):
 
 
 _ROW_COLUMNS = Row._fields[:-1]
+_DEGREES = Row._fields.index("schedule")
+"""Columns of a row before its schedule."""
 PRICE_COLUMNS = (
-    *Row._fields[:9],
+    *Row._fields[:_DEGREES],
     *("split", "offload", "larger_shares", "arrangement"),
 )
 """Columns of a table that decide prices, as `Row.degrees`."""
@@ -123,6 +134,9 @@ class Options:
     def __post_init__(self) -> None:
         """Read the constraints once."""
         self.constraints: Mapping[str, Constraint] = runtime_constraints(self.work)
+        self._least_shards = np.array(
+            [_least_shards(split) for split in self.space.splits], dtype=np.int64
+        )
         self._shared: dict[tuple[int, int], bool] = {}
         self._modes: dict[int, frozenset[frozenset[str]]] = {}
         self._known: dict[tuple[object, ...], tuple[Option, ...]] = {}
@@ -199,7 +213,7 @@ class Options:
             pipeline_parallel_degree=row.pipeline,
             context_parallel_degree=row.context,
             expert_parallel_degree=row.expert,
-            expert_tensor_parallel_degree=None,
+            expert_tensor_parallel_degree=row.expert_tensor or None,
             virtual_stages_per_rank=row.virtual_stages,
             zero_stage=option.zero_stage,
             zero_shard_degree=option.shard_degree,
@@ -261,11 +275,12 @@ class Options:
         Derived rows offer the same modes for every size, so that one is derived.
         """
         sizes = self.work.sizes
-        size = self.space.splits[split]
-        is_derived = isinstance(sizes, DerivedRows) and size not in sizes.profiled
+        one = self.space.splits[split]
+        is_derived = isinstance(sizes, DerivedRows) and one.size not in sizes.profiled
         key = -1 if is_derived else split
         if key not in self._modes:
-            offered = frozenset(frozenset(options) for options in sizes[size])
+            rows = one.rows_of(self.work)
+            offered = frozenset(frozenset(options) for options in rows)
             self._modes[key] = offered
         return self._modes[key]
 
@@ -281,7 +296,7 @@ class Options:
         """Return columns that decide which options a row has."""
         columns: list[NDArray[np.int64] | NDArray[np.bool_]] = [
             table.replicas,
-            table.expert,
+            self._least_shards[table.split],
             table.data > 1,
             table.pipeline > 1,
             table.sequence_chunks > 1,
@@ -358,7 +373,8 @@ class Options:
             most = 1
         elif self.offload(row).activations:
             most = 2
-        found = [each for each in shardings(replicas, row.expert) if each[0] <= most]
+        least = int(self._least_shards[row.split])
+        found = [each for each in shardings(replicas, least) if each[0] <= most]
         if row.arrangement is not None:
             near = row.arrangement.shard_degrees
             found = [each for each in found if each[1] in near]
@@ -372,7 +388,7 @@ class Options:
         size = self.space.splits[split]
         degrees = (size.tensor, size.expert)
         if degrees not in self._shared:
-            rows = self.work.sizes[size]
+            rows = size.rows_of(self.work)
             self._shared[degrees] = splits_shared(self.work, rows)
         return self._shared[degrees]
 
@@ -388,6 +404,11 @@ def _by_rank_order(row: Row, options: Iterable[Option]) -> Iterable[list[Option]
     for option in sorted(options, key=sharding):
         by_order.setdefault(option.rank_order, []).append(option)
     return by_order.values()
+
+
+def _least_shards(split: Split) -> int:
+    """Return the least replicas that have all experts together."""
+    return lcm(split.expert_ranks, split.tensor) // split.tensor
 
 
 @lru_cache(maxsize=64)
@@ -410,15 +431,17 @@ def permits_recompute(name: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def shardings(
-    replicas: int, expert: int
+    replicas: int, least: int
 ) -> tuple[tuple[ZeroStage, int | None, int], ...]:
     """Return ZeRO stages and group sizes, each with its number of ranks.
 
-    Every group has all experts, so that its size is a multiple of the expert degree.
+    Args:
+        replicas: ranks that may share states.
+        least: every size is a multiple of it, so that a group has all experts.
     """
     groups: list[int | None] = [None]
     for size in range(replicas // 2, 1, -1):
-        if replicas % size == 0 and size % expert == 0:
+        if replicas % size == 0 and size % least == 0:
             groups.append(size)
     found: list[tuple[ZeroStage, int | None, int]] = [(0, None, 1)]
     for stage in STAGES[1:]:

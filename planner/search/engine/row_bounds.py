@@ -92,7 +92,7 @@ class RowBounds:
     def _fewest_nanoseconds(self, row: Row) -> float:
         """Return the least work of one micro-batch on any devices of the cluster."""
         split = self.space.splits[row.split]
-        forward, backward = nearest_ticks(self.pricing.work, split)
+        forward, backward = nearest_ticks(self.pricing.work, split.size)
         return float(sum(forward) + sum(backward))
 
     def _growth(self, table: Table) -> NDArray[np.float64]:
@@ -167,8 +167,9 @@ class RowBounds:
 
 def _without_size(row: Row) -> tuple[int, ...]:
     """Return the columns of a row that, with a micro-batch size, decide its memory."""
-    degrees = (row.tensor, row.context, row.expert, row.sequence_parallel)
-    return (*degrees, row.sequence_chunks, row.offload)
+    degrees = (row.tensor, row.context, row.expert, row.expert_tensor)
+    others = (row.sequence_parallel, row.sequence_chunks, row.offload)
+    return (*degrees, *others)
 
 
 def _fits_a_layer(prices: Prices) -> bool:

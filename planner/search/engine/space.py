@@ -13,7 +13,7 @@ from math import isqrt
 from typing import NamedTuple
 
 from planner.cost import Workload
-from planner.cost.derived import DerivedRows
+from planner.cost.derived import DerivedRows, Size
 from planner.cost.polynomial_rows import PolynomialRows
 from planner.runtimes import Rule
 from planner.schedule import find, names
@@ -38,13 +38,31 @@ Rows = tuple[dict[RecomputeMode, Measurement], ...]
 
 
 class Split(NamedTuple):
-    """What the measurements of a layer depend on; a key of `Workload.sizes`."""
+    """What the measurements of a layer depend on."""
 
     micro_batch_size: int
     tensor: int
     context: int
     expert: int
     sequence_parallel: bool
+    expert_tensor: int = 0
+    """Tensor degree of the experts' own; 0: that of all layers."""
+
+    @property
+    def size(self) -> Size:
+        """The key of `Workload.sizes`."""
+        return self[:5]
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that together have all experts once."""
+        return self.expert * (self.expert_tensor or self.tensor)
+
+    def rows_of(self, work: Workload) -> Rows:
+        """Return the measurements of every layer that is split so."""
+        if isinstance(work.sizes, DerivedRows):
+            return work.sizes.at(self.size, self.expert_tensor or None)
+        return work.sizes[self.size]
 
     @property
     def sequence_ranks(self) -> int:
@@ -186,9 +204,8 @@ def _space(
     )
     if can_chunk:
         _report_chunks(work, splits, chunks, chunk_tokens, left_out)
-    reason = "experts have the tensor degree of all layers"
     if any(split.expert > 1 for split in splits):
-        left_out.append(LeftOut("expert_tensor_parallel_degree", "others", reason))
+        _report_expert_tensor(work, left_out)
     _report_runtime(work, left_out)
     offloads = _offloads(work, constraints, left_out)
     has_uneven_shares = _has_uneven_shares(work, left_out)
@@ -201,6 +218,23 @@ def _space(
         offloads=offloads,
         has_uneven_shares=has_uneven_shares,
     )
+
+
+def _report_expert_tensor(work: Workload, left_out: list[LeftOut]) -> None:
+    """Report tensor degrees of experts that are left out."""
+    if not _folds_experts(work):
+        reason = "experts have the tensor degree of all layers"
+        left_out.append(LeftOut("expert_tensor_parallel_degree", "others", reason))
+        return
+    values = "others without sequence parallelism"
+    reason = "tensor-parallel ranks would route the same tokens"
+    left_out.append(LeftOut("expert_tensor_parallel_degree", values, reason))
+
+
+def _folds_experts(work: Workload) -> bool:
+    """Return whether experts may have a tensor degree of their own."""
+    is_derived = isinstance(work.sizes, DerivedRows)
+    return is_derived and work.framework.supports.folds_experts and not work.groups
 
 
 def _report_runtime(work: Workload, left_out: list[LeftOut]) -> None:
@@ -312,13 +346,19 @@ def _derived_sizes(work: Workload) -> Iterator[Split]:
     model = work.profile.transformer
     experts = model.experts.experts if model and model.experts else 1
     expert_degrees = divisors(experts)
+    folds_experts = experts > 1 and _folds_experts(work)
     for tensor, context in product(degrees, degrees):
         if work.devices % (tensor * context):
             continue
         for micro_batch_size, expert in product(batch, expert_degrees):
             yield Split(micro_batch_size, tensor, context, expert, False)
-            if tensor > 1:
-                yield Split(micro_batch_size, tensor, context, expert, True)
+            if tensor == 1:
+                continue
+            split = Split(micro_batch_size, tensor, context, expert, True)
+            yield split
+            if folds_experts:
+                for own in divisors(tensor)[:-1]:
+                    yield split._replace(expert_tensor=own)
 
 
 def _permitted_splits(
@@ -339,7 +379,9 @@ def _permitted_splits(
             continue
         if not _keeps_parameters_whole(work, split):
             continue
-        if isinstance(known, DerivedRows) and not known.divides(split):
+        if isinstance(known, DerivedRows) and not known.divides(
+            split.size, split.expert_tensor or None
+        ):
             continue
         length = work.job.sequence_length
         is_short = split.context > 1 and length < least * split.context
@@ -360,6 +402,7 @@ def _permits(split: Split, constraints: Mapping[str, Constraint]) -> bool:
         ("tensor_parallel_degree", split.tensor),
         ("context_parallel_degree", split.context),
         ("expert_parallel_degree", split.expert),
+        ("expert_tensor_parallel_degree", split.expert_tensor or split.tensor),
         ("sequence_parallel", split.sequence_parallel),
     )
     return all(allows(constraints.get(field), value) for field, value in values)

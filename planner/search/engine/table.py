@@ -50,6 +50,8 @@ class Table:
     pipeline: Column
     context: Column
     expert: Column
+    expert_tensor: Column
+    """Tensor degree of the experts' own; 0: that of all layers."""
     micro_batch_size: Column
     micro_batches: Column
     """Per step of one data-parallel rank, the largest share."""
@@ -136,21 +138,23 @@ def _degrees(work: Workload, space: Space) -> dict[str, Column]:
         dtype=np.int64,
     )
     index, chunks = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
-    sizes = np.array(space.splits, dtype=np.int64).reshape(-1, 5)[index]
-    micro_batch_size, tensor, context, expert, sequence_parallel = (
+    sizes = np.array(space.splits, dtype=np.int64).reshape(-1, 6)[index]
+    micro_batch_size, tensor, context, expert, sequence_parallel, expert_tensor = (
         column[:, None] for column in sizes.T
     )
+    all_experts = np.array([split.expert_ranks for split in space.splits])[index, None]
     others = tensor * context * pipelines
     data = work.devices // others
     divides_devices = data * others == work.devices
-    divides_experts = (data * context) % expert == 0
+    divides_experts = (data * context * tensor) % all_experts == 0
     every_round, remainder = np.divmod(work.job.global_batch_size, micro_batch_size)
     smaller, larger = np.divmod(every_round, np.maximum(1, data))
     divides_batch = (remainder == 0) & (data >= 1) & (smaller >= 1)
     if work.groups:
         has_shares = smaller >= 1
     elif space.has_uneven_shares:
-        has_shares = (larger == 0) | ((expert == 1) & (chunks[:, None] == 1))
+        is_plain = (expert == 1) & (expert_tensor == 0) & (chunks[:, None] == 1)
+        has_shares = (larger == 0) | is_plain
     else:
         has_shares = larger == 0
     divides = divides_devices & divides_experts & divides_batch & has_shares
@@ -162,6 +166,7 @@ def _degrees(work: Workload, space: Space) -> dict[str, Column]:
         "pipeline": pipelines[columns],
         "context": context[rows, 0],
         "expert": expert[rows, 0],
+        "expert_tensor": expert_tensor[rows, 0],
         "micro_batch_size": micro_batch_size[rows, 0],
         "micro_batches": smaller[rows, columns] + (more > 0),
         "sequence_parallel": sequence_parallel[rows, 0],

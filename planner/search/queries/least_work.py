@@ -94,7 +94,7 @@ class LeastWork:
         """Return W of every node group, and R, for a split of the layers."""
         if split not in self._of_groups:
             both = np.array(
-                [nearest_ticks(group, split) for group in self.whole.groups],
+                [nearest_ticks(group, split.size) for group in self.whole.groups],
                 dtype=np.float64,
             )
             each = both.sum(axis=1)
@@ -169,7 +169,9 @@ def _layouts(work: Workload, split: Split, chunks: int) -> Iterator[Layout]:
     left = work.devices // ranks
     for pipeline in divisors(left):
         data = left // pipeline
-        if pipeline > len(work.profile.layers) or data * split.context % split.expert:
+        if pipeline > len(work.profile.layers):
+            continue
+        if data * ranks % split.expert_ranks:
             continue
         yield Layout.model_construct(
             data_parallel_degree=data,
@@ -177,6 +179,7 @@ def _layouts(work: Workload, split: Split, chunks: int) -> Iterator[Layout]:
             pipeline_parallel_degree=pipeline,
             context_parallel_degree=split.context,
             expert_parallel_degree=split.expert,
+            expert_tensor_parallel_degree=split.expert_tensor or None,
             micro_batch_size=split.micro_batch_size,
             sequence_parallel=split.sequence_parallel,
             sequence_chunks=chunks,

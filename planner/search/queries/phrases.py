@@ -16,6 +16,7 @@ _DEGREES = {
 _CHOICES = {
     "zero_stage": "ZeRO",
     "zero_shard_degree": "ranks that share out its states",
+    "expert_tensor_parallel_degree": "tensor degree of experts",
     "sequence_parallel": "sequence parallelism",
     "micro_batch_size": "micro-batch size",
     "schedule": "schedule",

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from planner.cost import Workload, choose, evaluate, layout_costs, workload
+from planner.cost.layers import rows_of
 from planner.search.engine.offloading import is_offloading_known
 from planner.search.result import Limits, Solution
 from planner.spec.cluster import Cluster, Link
@@ -269,14 +270,7 @@ def _error_bars(best: Solution) -> Iterator[ErrorBar]:
 def _compute_error(best: Solution) -> tuple[float, str]:
     """Return the largest spread of the measured rows that the plan uses, or a guess."""
     work, layout = best.costs.work, best.costs.layout
-    size = (
-        layout.micro_batch_size,
-        layout.tensor_parallel_degree,
-        layout.context_parallel_degree,
-        layout.expert_parallel_degree,
-        layout.sequence_parallel,
-    )
-    rows = [row for options in work.sizes[size] for row in options.values()]
+    rows = [row for options in rows_of(work, layout) for row in options.values()]
     spreads = [row.relative_spread for row in rows if row.relative_spread is not None]
     is_derived = any(row.source == "derived" for row in rows)
     if spreads and is_derived:
