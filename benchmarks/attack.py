@@ -2,10 +2,11 @@
 
 Random requests are planned. Then neighbours of every plan's layout are priced as
 ``planner predict`` does: other degrees, micro-batch sizes, schedules, stages per rank,
-recompute modes, ZeRO stages, rank orders, chunks. The plan's own stages are priced with
-the recompute modes of any two layers of a rank exchanged. A neighbour of the searched
-space that fits and is faster than the plan is printed, and the exit code is 1. Where no
-plan fits, simple layouts are priced, and one that fits is printed.
+recompute modes, ZeRO stages, rank orders, chunks, tensor degrees of experts. The plan's
+own stages are priced with the recompute modes of any two layers of a rank exchanged. A
+neighbour of the searched space that fits and is faster than the plan is printed, and
+the exit code is 1. Where no plan fits, simple layouts are priced, and one that fits is
+printed.
 """
 
 from __future__ import annotations
@@ -470,7 +471,7 @@ def _changes(documents: Documents, layout: Layout) -> Iterator[Change]:
     yield {}
     yield from _other_degrees(layout)
     yield from _scaled(layout, "micro_batch_size")
-    yield from _scaled(layout, "expert_parallel_degree")
+    yield from _other_experts(layout)
     yield from _other_orders(documents, layout)
     for stage in (0, 1, 2, 3):
         yield {"zero_stage": stage, "zero_shard_degree": None}
@@ -502,6 +503,14 @@ def _other_degrees(layout: Layout) -> Iterator[Change]:
                 size, rest = divmod(layout.micro_batch_size, factor)
                 if not rest:
                     yield change | {"micro_batch_size": size}
+
+
+def _other_experts(layout: Layout) -> Iterator[Change]:
+    """Yield other expert degrees, with every tensor degree of experts."""
+    degrees = divisors(layout.tensor_parallel_degree)
+    for change in ({}, *_scaled(layout, "expert_parallel_degree")):
+        for degree in degrees:
+            yield change | {"expert_tensor_parallel_degree": degree}
 
 
 def _scaled(layout: Layout, name: str) -> Iterator[Change]:

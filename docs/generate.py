@@ -680,6 +680,9 @@ def limits_text(supports: runtimes.Supports) -> str:
         lines.append(f"- `{field}`: {allowed or 'none'}")
     if not supports.uneven_stages:
         lines.append("- stages: those of the runtime's own rule")
+    if supports.folds_experts:
+        degree = "a divisor of the tensor degree, with sequence parallelism"
+        lines.append(f"- `expert_tensor_parallel_degree`: {degree}")
     lines += [f"- {runtime_rule(rule)}" for rule in supports.rules]
     if not lines:
         return ""
