@@ -12,6 +12,7 @@ from planner.errors import LayoutError
 from planner.export import find
 from planner.profiler.resolve import catalogue_profile
 from planner.search import make_request, plan, predict
+from planner.search.engine.engine import Search
 from planner.search.engine.options import Row
 from planner.search.engine.space import LEAST_TOKENS, divisors, whole_space
 from planner.search.engine.table import enumerate_table
@@ -163,3 +164,28 @@ def test_other_runtimes_split_experts_as_all_layers(runtime: str) -> None:
     assert any(
         each.dimension == "expert_tensor_parallel_degree" for each in space.left_out
     )
+
+
+def test_whole_experts_are_sharded_over_tensor_parallel_ranks_too() -> None:
+    """The bound on a row's memory shared states among data-parallel ranks only."""
+    cluster = cluster_of("64xa100-sxm4-40gb")
+    degrees = {
+        "tensor_parallel_degree": 16,
+        "pipeline_parallel_degree": 2,
+        "context_parallel_degree": 1,
+        "expert_parallel_degree": 1,
+        "expert_tensor_parallel_degree": 4,
+    }
+    job = Job(
+        global_batch_size=24,
+        sequence_length=8192,
+        runtime="megatron-core",
+        constraints={**degrees, "micro_batch_size": 1},
+    )
+    profile = catalogue_profile(MODEL, job)
+    found = plan(make_request(profile, cluster, job), profile)
+    assert isinstance(found, Plan)
+    assert found.layout.zero_stage > 0
+    work = workload(profile, cluster, found.request.job)
+    least = Search(work, whole_space(work)).row_bounds.min() / 1e9
+    assert least <= found.prediction.step_seconds

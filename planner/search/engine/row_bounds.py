@@ -73,7 +73,8 @@ class RowBounds:
                 self._too_large[_without_size(row)] = row.micro_batch_size
         inverse = inverse.reshape(-1)
         steps = np.minimum(float(IMPOSSIBLE), work[inverse] * self._growth(table))
-        lean = states[inverse] / table.replicas + saved[inverse] / table.sequence_chunks
+        lean = states[inverse] / table.most_shards
+        lean = lean + saved[inverse] / table.sequence_chunks
         is_impossible = lean > table.pipeline * free[inverse]
         steps[is_impossible] = IMPOSSIBLE
         return (steps * _ROUNDING).astype(np.int64)

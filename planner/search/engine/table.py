@@ -87,6 +87,17 @@ class Table:
         return self.data * self.context
 
     @property
+    def most_shards(self) -> Column:
+        """Ranks that share the states of any layer at most.
+
+        Those of experts are shared by all ranks of a stage that have the same ones.
+        """
+        own = np.where(self.expert_tensor > 0, self.expert_tensor, self.tensor)
+        of_experts = self.replicas * self.tensor // (self.expert * own)
+        most: Column = np.maximum(self.replicas, of_experts)
+        return most
+
+    @property
     def is_unlike(self) -> NDArray[np.bool_]:
         """Rows whose replicas differ in devices or in micro-batches."""
         differs = np.array([_differs(each) for each in self.arrangements], dtype=bool)
