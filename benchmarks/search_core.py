@@ -1,8 +1,8 @@
 """How soon the search finds good plans and proves the best one.
 
 ``python -m benchmarks.search_core [--seconds N] [--case NAME] [--without PART]``. All
-times are CPU seconds of one process. Without a part of the bound the search proves the
-same with more work.
+times are CPU seconds of one process. Without a part of the bound the search does more
+work, and may try other moves of layers.
 """
 
 from __future__ import annotations
