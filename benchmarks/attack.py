@@ -408,14 +408,7 @@ def is_inside(work: Workload, space: Space, layout: Layout) -> bool:
     Raises:
         LayoutError: the layout does not divide the batch.
     """
-    split = Split(
-        layout.micro_batch_size,
-        layout.tensor_parallel_degree,
-        layout.context_parallel_degree,
-        layout.expert_parallel_degree,
-        layout.sequence_parallel,
-        layout.expert_tensor_parallel_degree or 0,
-    )
+    split = Split.of(layout)
     if split not in space.splits:
         return False
     if layout.sequence_chunks not in space.chunks[space.splits.index(split)]:

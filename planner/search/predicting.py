@@ -243,14 +243,7 @@ def _rule_prices(costs: LayoutCosts, order: Order) -> Prices:
     work, layout = costs.work, costs.layout
     is_split = splits_backward(layout.schedule)
     offload = Offload(layout.activation_offload, layout.optimizer_offload)
-    split = Split(
-        layout.micro_batch_size,
-        layout.tensor_parallel_degree,
-        layout.context_parallel_degree,
-        layout.expert_parallel_degree,
-        layout.sequence_parallel,
-        layout.expert_tensor_parallel_degree or 0,
-    )
+    split = Split.of(layout)
     space = Space(
         splits=(split,),
         schedules=(layout.schedule,),

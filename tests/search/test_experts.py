@@ -14,7 +14,7 @@ from planner.profiler.resolve import catalogue_profile
 from planner.search import make_request, plan, predict
 from planner.search.engine.engine import Search
 from planner.search.engine.options import Row
-from planner.search.engine.space import LEAST_TOKENS, divisors, whole_space
+from planner.search.engine.space import LEAST_TOKENS, Split, divisors, whole_space
 from planner.search.engine.table import enumerate_table
 from planner.spec import Job, Plan
 from planner.spec.layout import Layout, PredictionLayout
@@ -103,13 +103,7 @@ def is_permitted(work: Workload, layout: Layout) -> bool:
         return False
     if work.framework.supports.violation(layout, work.job) is not None:
         return False
-    size = (
-        layout.micro_batch_size,
-        layout.tensor_parallel_degree,
-        layout.context_parallel_degree,
-        layout.expert_parallel_degree,
-        layout.sequence_parallel,
-    )
+    size = Split.of(layout).size
     return work.sizes.divides(size, layout.expert_tensor_parallel_degree)
 
 
@@ -167,7 +161,7 @@ def test_other_runtimes_split_experts_as_all_layers(runtime: str) -> None:
 
 
 def test_whole_experts_are_sharded_over_tensor_parallel_ranks_too() -> None:
-    """The bound on a row's memory shared states among data-parallel ranks only."""
+    """Bounds on memory divided states of experts by the data-parallel ranks alone."""
     cluster = cluster_of("64xa100-sxm4-40gb")
     degrees = {
         "tensor_parallel_degree": 16,

@@ -6,8 +6,8 @@ cuts of the layers before, rank by rank:
 
     f(r, j) = min over i < j of max(f(r - 1, i), bound of rank r with layers i .. j - 1)
 
-Of equally good cuts of the layers before, the one with the least sum of squares is kept:
-it is the most even one.
+Of equally good cuts the most even one is kept: that with the least sum of squares of
+the numbers of layers.
 """
 
 from __future__ import annotations

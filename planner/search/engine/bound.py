@@ -189,7 +189,7 @@ def _of_replicas(prices: Prices, order: Order, limit: int) -> Bound:
 
 
 def least_kept(prices: Prices, order: Order) -> Floats:
-    """Return the bytes that every rank keeps at least of what its stages exchange."""
+    """Return a lower bound on what every rank keeps of its stages' exchanges, in bytes."""
     return _least_kept(order, *prices.exchanged, prices.keeps_outputs)
 
 

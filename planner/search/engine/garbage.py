@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _ALLOCATIONS = 50_000
-"""Between two collections; Python's own number is 700."""
+"""Allocations between two collections; Python's default is 700."""
 
 
 @contextmanager

@@ -100,7 +100,7 @@ class Row(NamedTuple):
 
 _ROW_COLUMNS = Row._fields[:-1]
 _DEGREES = Row._fields.index("schedule")
-"""Columns of a row before its schedule."""
+"""Number of a row's columns before its schedule."""
 PRICE_COLUMNS = (
     *Row._fields[:_DEGREES],
     *("split", "offload", "larger_shares", "arrangement"),
@@ -385,10 +385,10 @@ class Options:
 
         Only tensor and expert parallelism split parameters.
         """
-        size = self.space.splits[split]
-        degrees = (size.tensor, size.expert)
+        one = self.space.splits[split]
+        degrees = (one.tensor, one.expert)
         if degrees not in self._shared:
-            rows = size.rows_of(self.work)
+            rows = one.rows_of(self.work)
             self._shared[degrees] = splits_shared(self.work, rows)
         return self._shared[degrees]
 
@@ -407,7 +407,7 @@ def _by_rank_order(row: Row, options: Iterable[Option]) -> Iterable[list[Option]
 
 
 def _least_shards(split: Split) -> int:
-    """Return the least replicas that have all experts together."""
+    """Return the least number of replicas that together hold all experts."""
     return lcm(split.expert_ranks, split.tensor) // split.tensor
 
 

@@ -115,7 +115,7 @@ class RowBounds:
         return np.where(is_whole, np.maximum(1.0, growth), growth)
 
     def options_below(self, row: Row, table: Table, limit: int) -> list[Option]:
-        """Return the options of rows whose layers' work does not reach a limit.
+        """Return the options with which the work of all layers is below a limit.
 
         Args:
             row: one of the rows.
@@ -139,10 +139,10 @@ class RowBounds:
             yield self._of_option(row, Option(0, None, order))
 
     def _of_option(self, row: Row, option: Option) -> Prices:
-        """Return prices of which the work is no more than under an option.
+        """Return prices whose work is at most that of a row with an option.
 
-        It depends on the ranks that exchange in every micro-batch. ZeRO 3 exchanges
-        what ZeRO 2 does and more, unless it gathers once per step.
+        Options differ in work by what is exchanged in every micro-batch. ZeRO 3
+        exchanges what ZeRO 2 does and more, unless it gathers once per step.
         """
         framework = self.pricing.work.framework
         gathers_once = framework.retains_gathered(row.pipeline)

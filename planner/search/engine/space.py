@@ -46,7 +46,19 @@ class Split(NamedTuple):
     expert: int
     sequence_parallel: bool
     expert_tensor: int = 0
-    """Tensor degree of the experts' own; 0: that of all layers."""
+    """Tensor-parallel degree inside experts; 0: that of all layers."""
+
+    @classmethod
+    def of(cls, layout: Layout) -> Split:
+        """Return the split of a layout's layers."""
+        return cls(
+            layout.micro_batch_size,
+            layout.tensor_parallel_degree,
+            layout.context_parallel_degree,
+            layout.expert_parallel_degree,
+            layout.sequence_parallel,
+            layout.expert_tensor_parallel_degree or 0,
+        )
 
     @property
     def size(self) -> Size:
@@ -55,7 +67,7 @@ class Split(NamedTuple):
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks that together have all experts once."""
+        """Ranks that together hold one copy of all experts."""
         return self.expert * (self.expert_tensor or self.tensor)
 
     def rows_of(self, work: Workload) -> Rows:

@@ -51,7 +51,7 @@ class Table:
     context: Column
     expert: Column
     expert_tensor: Column
-    """Tensor degree of the experts' own; 0: that of all layers."""
+    """Tensor-parallel degree inside experts; 0: that of all layers."""
     micro_batch_size: Column
     micro_batches: Column
     """Per step of one data-parallel rank, the largest share."""
@@ -88,9 +88,9 @@ class Table:
 
     @property
     def most_shards(self) -> Column:
-        """Ranks that share the states of any layer at most.
+        """The largest number of ranks that share the states of a layer.
 
-        Those of experts are shared by all ranks of a stage that have the same ones.
+        States of experts are shared by all ranks of a stage with the same experts.
         """
         own = np.where(self.expert_tensor > 0, self.expert_tensor, self.tensor)
         of_experts = self.replicas * self.tensor // (self.expert * own)

@@ -36,7 +36,7 @@ from tests.search.engine.test_groups import mixed_works
 from tests.strategies import Instance, instances
 
 MAPS = 12
-"""Stage maps of one layout: so many that ranks recur."""
+"""Stage maps per layout, enough for ranks to recur."""
 
 
 def compare(costs: LayoutCosts, cut_costs: CutCosts, stage_map: StageMap) -> None:
