@@ -23,6 +23,7 @@ from sqlalchemy import (
     Select,
     Table,
     delete,
+    exists,
     func,
     literal,
     select,
@@ -162,6 +163,9 @@ SELECT_JOBS = select(*_columns(jobs, JobRow))
 SELECT_EVENTS = select(*_columns(events, EventRow))
 SELECT_MEASUREMENTS = select(*_columns(measurements, MeasurementRow))
 ACTIVE_JOB = jobs.c.status.in_(ACTIVE)
+FINAL_JOB = jobs.c.status.in_(("succeeded", "infeasible")) & exists().where(
+    plans.c.id == jobs.c.plan_id, plans.c.final
+)
 
 
 class Store:
@@ -292,7 +296,9 @@ class Store:
         admit: Callable[[JobCounts], None] = lambda counts: None,
         enqueue: Callable[[Connection, JobRow], None] = lambda connection, job: None,
     ) -> JobRow:
-        """Queue a job, or return the active job of the plan.
+        """Queue a job, or return the active job of the plan or the one that ended it.
+
+        The latter has ended since its caller looked for the plan.
 
         Args:
             job_id: of the new job.
@@ -305,9 +311,9 @@ class Store:
         """
         while True:
             with self._change() as change:
-                active = change.job(jobs.c.plan_id == plan_id, ACTIVE_JOB)
-                if active is not None:
-                    return active
+                known = change.job(jobs.c.plan_id == plan_id, ACTIVE_JOB | FINAL_JOB)
+                if known is not None:
+                    return known
                 admit(_counts(change.connection, client))
                 row = {
                     "id": job_id,

@@ -102,6 +102,14 @@ def test_a_plan_has_one_active_job(store: Store) -> None:
     assert job_in(store, job_id="k").status == "queued"
 
 
+@pytest.mark.parametrize("final", [True, False])
+def test_a_plan_found_by_now_is_not_searched_again(store: Store, final: bool) -> None:
+    """Its job may end after a request looked for the plan, before it adds a job."""
+    job_in(store)
+    store.finish_with_result(started(store), plan_row(final=final), "{}")
+    assert job_in(store, job_id="k").status == ("succeeded" if final else "queued")
+
+
 def test_a_final_result_stays(store: Store) -> None:
     """Only a result that is not final may be replaced."""
     for index, (row, expected) in enumerate(
@@ -111,7 +119,7 @@ def test_a_final_result_stays(store: Store) -> None:
             (plan_row(), "1"),
         ]
     ):
-        job_in(store, job_id=str(index))
+        job_in(store, plan_id=f"q{index}", job_id=str(index))
         job = started(store, str(index))
         store.finish_with_result(job, row, str(index))
         found = store.plan("p")
