@@ -51,7 +51,7 @@ def find_first_plan(search: Search, report: Callable[[], None]) -> None:
     alike = _same_rows(search)
     by_schedule = _best_by_schedule(search, alike)
     _solve_some(search, by_schedule, len(search.space.schedules), report)
-    _solve_some(search, alike, 1, report, moves=True)
+    _solve_some(search, alike, 2, report, moves=True)
 
 
 def _best_by_schedule(search: Search, indices: Iterable[int]) -> list[int]:

@@ -68,8 +68,8 @@ class Result:
     """Nanoseconds that no layout of the space beats with the cuts that are evaluated.
 
     Those are the cuts of the schedule's rule, and moves of one layer that start from a
-    cut whose step is at most `PROMISING` times the best one. A cut that recomputes and
-    takes at most `NEARLY_PROMISING` times as long has up to `MOST_REBALANCED` moves."""
+    cut whose step is at most `PROMISING` times the best one, or from one that takes at
+    most `NEARLY_PROMISING` times as long if a move makes it as fast as that."""
     lower_bound_all_cuts: int
     """The same over all cuts."""
     open_nodes: int

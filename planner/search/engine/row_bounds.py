@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,11 +127,13 @@ class RowBounds:
         if row.arrangement is not None:
             return list(options)
         growth = float(self._growth(table).min()) * _ROUNDING
-        return [
-            option
-            for option in options
-            if self._of_option(row, option).total_work * growth < limit
-        ]
+        alike = [self._of_equal_work(row, option) for option in options]
+        steps = {
+            each: self._of_option(row, each).total_work * growth
+            for each in dict.fromkeys(alike)
+        }
+        is_below = [steps[each] < limit for each in alike]
+        return list(compress(options, is_below))
 
     def _priced(self, row: Row) -> Iterator[Prices]:
         """Yield the prices of a row's split for every distinct group of experts."""
@@ -138,27 +141,25 @@ class RowBounds:
         for order in orders:
             yield self._of_option(row, Option(0, None, order))
 
-    def _of_option(self, row: Row, option: Option) -> Prices:
-        """Return prices whose work is at most that of a row with an option.
+    def _of_equal_work(self, row: Row, option: Option) -> Option:
+        """Return the simplest option whose work bounds that of an option.
 
         Options differ in work by what is exchanged in every micro-batch. ZeRO 3
         exchanges what ZeRO 2 does and more, unless it gathers once per step.
         """
-        framework = self.pricing.work.framework
-        gathers_once = framework.retains_gathered(row.pipeline)
-        exchanges = option.zero_stage == 2 or (
-            option.zero_stage == 3 and not gathers_once
-        )
-        if exchanges:
-            option = Option(2, option.shard_degree, option.rank_order)
-        else:
-            option = Option(0, None, option.rank_order)
+        gathers_once = self.pricing.work.framework.retains_gathered(row.pipeline)
+        if option.zero_stage < 2 or (option.zero_stage == 3 and gathers_once):
+            return Option(0, None, option.rank_order)
+        return Option(2, option.shard_degree, option.rank_order)
+
+    def _of_option(self, row: Row, option: Option) -> Prices:
+        """Return prices with the work of a row with an option of ZeRO 0 or 2."""
         layout = self.options.layout(row, option)
         domain = self.pricing.work.domain_devices
         key: tuple[object, ...] = (row.split, row.sequence_chunks, row.offload)
         if row.expert > 1:
             key += (widest_expert_group(layout, domain),)
-        if exchanges:
+        if option.zero_stage:
             key += (widest_shard_group(layout, domain),)
             key += (widest_expert_shard_group(layout, domain),)
         if key not in self._prices:

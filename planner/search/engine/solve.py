@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
 from math import comb
 from typing import NamedTuple
 
@@ -29,10 +28,8 @@ from planner.spec.plan import RankMemory
 
 PROMISING = 1.02
 """A cut is improved by moves if its step is below this multiple of the best step."""
-NEARLY_PROMISING = 1.1
-"""A cut that recomputes is rebalanced if its step is below this multiple."""
-MOST_REBALANCED = 16
-"""Cuts that are evaluated for that, those that move layers from the longest stages."""
+NEARLY_PROMISING = 1.03
+"""Below this multiple it is improved if one move makes it promising."""
 FEW_CUTS = 256
 """All cuts of a row are evaluated if they are not more than this."""
 MOST_MOVES = 40
@@ -141,11 +138,10 @@ class CutSolver:
             return best
         if from_any_cut:
             return self._improve_every_cut(best)
-        if PROMISING * limit < best.total < NEARLY_PROMISING * limit:
-            best = self._rebalanced(best)
-        if best.total > PROMISING * limit:
-            return best
-        return self._improve(best)
+        promising = int(PROMISING * limit)
+        if promising < best.total < NEARLY_PROMISING * limit:
+            best = self._neighbour_below(promising, best) or best
+        return self._improve(best) if best.total <= promising else best
 
     def _best_of_all(self) -> Solution | None:
         """Return the best stage map of all cuts, taken in the order of their bounds."""
@@ -265,40 +261,6 @@ class CutSolver:
         """Kind of every layer."""
         return self.prices.kind_of
 
-    def _rebalanced(self, best: Solution) -> Solution:
-        """Return the best of a cut and moves from its busiest rank to its idlest.
-
-        Only if layers recompute: the rule's cuts do not know which ranks have to.
-        """
-        fastest = [one.mode for one in self.prices.fastest]
-        pairs = [pair for stage in best.stage_map for pair in stage]
-        if all(mode == fastest[self._kinds[layer]] for layer, mode in pairs):
-            return best
-        busy = best.step.simulation.busy_seconds
-        source, target = int(np.argmax(busy)), int(np.argmin(busy))
-        givers = [
-            stage for stage in self.schedule.stages_of(source) if best.sizes[stage] > 1
-        ]
-        givers.sort(key=lambda stage: -self._nanoseconds(best, stage))
-        cuts = []
-        for giver, taker in product(givers, self.schedule.stages_of(target)):
-            moved = list(best.sizes)
-            moved[giver] -= 1
-            moved[taker] += 1
-            cuts.append(tuple(moved))
-        if source == target:
-            return best
-        cuts = self._promising(cuts)[:MOST_REBALANCED]
-        return min(self._faster(cuts, best), default=best, key=lambda each: each.total)
-
-    def _nanoseconds(self, solution: Solution, stage: int) -> int:
-        """Return the time of a stage for one micro-batch, with its recomputation."""
-        costs = self.costs.of_replica.on_stage(stage)
-        layers = [
-            costs.layers[layer][mode] for layer, mode in solution.stage_map[stage]
-        ]
-        return sum(one.forward_ticks + one.backward_ticks for one in layers)
-
     def _improve_every_cut(self, best: Solution) -> Solution:
         """Return the best stage map that moves reach from the best cut, or any other."""
         found = [self._improve(best)]
@@ -313,7 +275,7 @@ class CutSolver:
         """Return the best stage map that moves of one layer reach, then exchanges."""
         for _ in range(MOST_MOVES):
             self.cutoff = float(best.total)
-            better = self._best_neighbour(best)
+            better = self._neighbour_below(best.total, best)
             if better is None:
                 break
             best = better
@@ -357,10 +319,21 @@ class CutSolver:
             self.cut_costs.learn(found.step)
         return None
 
-    def _best_neighbour(self, best: Solution) -> Solution | None:
-        """Return a faster stage map with one layer moved; None: there is none."""
-        cuts = self._promising(self._neighbours(best))[:MOST_NEIGHBOURS]
-        return next(self._faster(cuts, best), None)
+    def _neighbour_below(self, total: int, solution: Solution) -> Solution | None:
+        """Return a stage map with one layer moved that is faster than a step, if any."""
+        for sizes in self._promising(self._neighbours(solution))[:MOST_NEIGHBOURS]:
+            if sizes not in self._known:
+                maps = list(self._stage_maps(sizes))
+                if maps and all(self.cut_costs.is_slower(each, total) for each in maps):
+                    continue
+                self._known[sizes] = self._fastest(maps)
+            found = self._known[sizes]
+            if found is None:
+                continue
+            if found.total < total:
+                return found
+            self.cut_costs.learn(found.step)
+        return None
 
     def _promising(self, cuts: Sequence[Sizes]) -> list[Sizes]:
         """Return the cuts whose bound is below the cutoff, the least first."""
@@ -369,25 +342,6 @@ class CutSolver:
         bounds = self.rule.bounds.bounds(cuts)
         order = np.argsort(bounds, kind="stable")
         return [cuts[place] for place in order[bounds[order] < self.cutoff].tolist()]
-
-    def _faster(self, cuts: Iterable[Sizes], best: Solution) -> Iterator[Solution]:
-        """Yield the solution of every cut that is faster than all solutions before it."""
-        for sizes in cuts:
-            if sizes not in self._known:
-                maps = list(self._stage_maps(sizes))
-                limit = best.total
-                slower = [self.cut_costs.is_slower(each, limit) for each in maps]
-                if maps and all(slower):
-                    continue
-                self._known[sizes] = self._fastest(maps)
-            found = self._known[sizes]
-            if found is None:
-                continue
-            if found.total < best.total:
-                best = found
-                yield found
-            else:
-                self.cut_costs.learn(found.step)
 
     def _neighbours(self, best: Solution) -> list[Sizes]:
         """Return cuts with one layer moved.
