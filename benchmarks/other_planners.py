@@ -34,7 +34,7 @@ from planner.search import make_request, plan
 from planner.spec import CalibrationTable, Cluster, Job, ModelProfile, Options, Plan
 from planner.spec.calibration import IntervalRow, Residuals
 
-TOOLS = ("calculon", "galvatron", "metis")
+TOOLS = ("calculon", "galvatron", "metis", "piper")
 """Other planners; each has a module ``other_planners_NAME`` with ``CASES``,
 ``their_search`` and ``our_plan``."""
 HEADER = ("case", "theirs", "ours", "ratio", "their CPU s", "our CPU s", "less CPU")

@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from benchmarks import other_planners_calculon as calculon
 from benchmarks import other_planners_galvatron as galvatron
 from benchmarks import other_planners_metis as metis
+from benchmarks import other_planners_piper as piper
 from benchmarks.other_planners import (
     Outcome,
     PlannerCase,
@@ -26,7 +28,8 @@ from benchmarks.other_planners import (
     search,
     table_text,
 )
-from planner.spec import Layout
+from planner.spec import Layout, Plan
+from planner.spec.plan import Stage
 
 CASE = calculon.Case("tiny.json", devices=8, samples=16, has_overlap=False)
 MODEL = {
@@ -451,3 +454,91 @@ def test_plans_are_read_from_metis_output() -> None:
     assert stages.nodes == ["T4", "A100"]
     assert stages.strategies == [(8, 1), (4, 2)]
     assert stages.partition == [0, 2, 10]
+
+
+PARAMETERS_BYTES = 4e6
+
+
+def piper_nodes(memory_bytes: float = 1e6) -> list[dict[str, Any]]:
+    """BERT with Piper's numbers: layers of 10 ms, recomputed in 13 ms."""
+    nodes = []
+    for number in range(piper.POOLER + 1):
+        has_time = number not in piper.INPUTS_OF_EMBEDDING
+        plain = {
+            "timePerSample": 0.01 * has_time,
+            "parameterSize": PARAMETERS_BYTES * has_time,
+            "memoryUsageA": memory_bytes * has_time,
+            "memoryUsageB": 2 * PARAMETERS_BYTES * has_time,
+        }
+        recomputed = plain | {
+            "timePerSample": 0.013 * has_time,
+            "memoryUsageA": 0.1 * memory_bytes * has_time,
+            "memoryUsageB": plain["memoryUsageB"] + memory_bytes * has_time,
+        }
+        name = "ParallelTransformerLayer" if has_time else "tensor"
+        modes = {piper.TENSOR: [plain, recomputed]}
+        nodes.append({"id": number, "name": name, "TMPCs": modes})
+    return nodes
+
+
+def settled_plan(nodes: list[dict[str, Any]]) -> Plan:
+    """Our plan on 4 devices, by the prices that hold in a plan before it."""
+    case = piper.Case(devices=4, samples=32, batches=60)
+    expected = piper.Expected.at_first(nodes)
+    for _ in range(piper.SEARCHES):
+        plan = piper.plan_of(case, piper.profile_of(nodes, expected))
+        assert plan is not None
+        expected = piper.Expected.of(plan)
+    return plan
+
+
+def piper_load(stage: Stage, plan: Plan) -> float:
+    """Seconds per sample of a stage, by the closed form of Piper's paper."""
+    data = plan.layout.data_parallel_degree
+    first = plan.stages[0].layers
+    masked = sum(layer.name not in ("layers.1", "layers.36") for layer in first)
+    busy = 0.0
+    for layer in stage.layers:
+        busy += 0.01 if layer.recompute == "none" else 0.013
+    boundaries = (stage.index > 0) + (stage.index < len(plan.stages) - 1)
+    busy += boundaries * piper.TRANSFER_SECONDS / 2
+    if stage.index == 0:
+        busy += (piper.TRANSFORMER_LAYERS - masked) * piper.MASK_SECONDS
+    else:
+        received = sum(layer.name != "layers.36" for layer in stage.layers)
+        busy += received * piper.MASK_SECONDS
+    reduced = 4 * (data - 1) * PARAMETERS_BYTES * len(stage.layers) / data
+    return busy / data + reduced / 32 / piper.BANDWIDTH
+
+
+@pytest.mark.parametrize("memory_bytes", [4e8, 6e8])
+def test_our_plan_has_pipers_steady_state(memory_bytes: float) -> None:
+    """The step of many batches in a row is the load of the slowest stage."""
+    plan = settled_plan(piper_nodes(memory_bytes))
+    assert len(plan.stages) > 1
+    seconds = plan.prediction.step_seconds / (32 * 60)
+    loads = [piper_load(stage, plan) for stage in plan.stages]
+    assert seconds == pytest.approx(max(loads), rel=0.005)
+
+
+def test_our_plan_is_written_as_pipers() -> None:
+    """Every node is in one stage; those without time go with the embedding."""
+    plan = settled_plan(piper_nodes(4e8))
+    stages = piper.as_piper_has_it(plan)["stages"]
+    nodes = [node for stage in stages for node, _ in stage["TMPCids"]]
+    assert sorted(nodes) == list(range(piper.POOLER + 1))
+    assert [node for node, _ in stages[0]["TMPCids"]][:3] == [0, 1, 2]
+    modes = {mode for stage in stages for _, mode in stage["TMPCids"]}
+    assert modes == {piper.PLAIN, piper.RECOMPUTED}
+    assert {stage["tensorParallelDegree"] for stage in stages} == {1}
+
+
+def test_recomputed_activations_count_once() -> None:
+    """A node that recomputes needs their bytes once, for all micro-batches held."""
+    nodes = piper_nodes(4e8)
+    held = {node["id"]: 8 for node in nodes}
+    profile = piper.profile_of(nodes, piper.Expected(frozenset(), held))
+    plain, recomputed = profile.layers[5].measurements
+    assert plain.activation_bytes == pytest.approx(4e8, abs=1)
+    assert recomputed.activation_bytes == pytest.approx(0.4e8 + 4e8 / 8, abs=1)
+    assert recomputed.recompute_seconds == pytest.approx(0.003)

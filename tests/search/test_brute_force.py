@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,7 +30,7 @@ from tests.strategies import Instance, instances
 @st.composite
 def tight_instances(draw: st.DrawFn) -> tuple[Instance, list[Priced]]:
     """A request whose devices hold exactly what some stage map needs, or a byte less; and all its stage maps."""
-    instance = draw(instances())
+    instance = asking_for_all(draw(instances()))
     priced = price_all(instance.profile, instance.cluster, instance.job, ruled=False)
     peaks = sorted({one.peak for one in priced}) or [1000]
     memory = peaks[draw(st.integers(0, len(peaks) - 1))] - draw(
@@ -38,6 +40,13 @@ def tight_instances(draw: st.DrawFn) -> tuple[Instance, list[Priced]]:
     return tight, priced + price_all(
         tight.profile, tight.cluster, tight.job, ruled=True
     )
+
+
+def asking_for_all(instance: Instance) -> Instance:
+    """The same request for short pieces of sequences too, which no measured run supports."""
+    wishes = {"context_parallel_degree": (1, 2), "sequence_chunks": (1, 2, 4, 8)}
+    job = instance.job.model_copy(update={"constraints": wishes})
+    return replace(instance, job=job)
 
 
 def with_memory(instance: Instance, memory_bytes: int) -> Instance:
