@@ -3,7 +3,8 @@
 //     g++ -O2 -I CHECKOUT -o DRIVER other_planners_piper.cpp
 //     cd CHECKOUT && DRIVER best|equal|price MEMORY_GIBIBYTES DEVICES SAMPLES
 //
-// `price` reads a plan from standard input. All print the seconds of a sample and the plan.
+// `price` reads a plan from standard input. All print a plan and its seconds per sample;
+// a plan that does not fit takes 1e30.
 
 #define main piper_main
 #include "algo.cpp"

@@ -142,6 +142,8 @@ def _coarse_rows(search: Search) -> list[int]:
     is_coarse = np.isin(table.schedule, simple)
     is_coarse &= np.isin(table.virtual_stages, VIRTUAL_STAGES)
     is_coarse &= np.isin(table.micro_batch_size, MICRO_BATCH_SIZES)
+    if len(table):
+        is_coarse &= table.sequence_chunks == table.sequence_chunks.min()
     seen: set[tuple[int, ...]] = set()
     chosen: list[int] = []
     for index in search.in_order(is_coarse):
