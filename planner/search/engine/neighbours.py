@@ -3,7 +3,7 @@
 The search moves layers only from cuts that are nearly as fast as the best plan
 (`solve.PROMISING`). Which cuts these are depends on the order in which plans are found,
 so that the layouts around the best one are solved from any cut at the end: its row with
-other options, and rows that differ in one column.
+other options, rows that differ in one column, and those with two other degrees.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 MOST_SOLVED = 32
 """Rows that are solved, those of least bound."""
+EXCHANGED = ("tensor", "pipeline", "context")
+"""Degrees of which one may be larger and another one smaller."""
 DEPENDENT = ("data", "micro_batches", "split", "schedule")
 """Columns that may differ besides the one that does."""
 
@@ -60,11 +62,12 @@ def _promising_rows(search: Search, best: Candidate) -> list[Row]:
 def _rows_around(search: Search, row: Row) -> list[int]:
     """Return rows that differ in one column, and may differ in the schedule too.
 
-    A degree or size is half or twice as large, or there is one stage per rank more or
-    less.
+    A degree or size is a factor of 2 or 3 smaller or larger, or there is one stage per
+    rank more or less. With as many replicas, two degrees differ.
     """
     table = search.table
     differs = np.zeros(len(table), dtype=np.intp)
+    degrees_differ = np.zeros(len(table), dtype=np.intp)
     is_near = np.ones(len(table), dtype=np.bool_)
     for name in COLUMN_NAMES:
         if name in DEPENDENT or name == "arrangement":
@@ -72,12 +75,14 @@ def _rows_around(search: Search, row: Row) -> list[int]:
         column = getattr(table, name)
         value = int(getattr(row, name))
         differs += column != value
+        degrees_differ += (column != value) & (name in EXCHANGED)
         is_near &= np.isin(column, _values_around(name, value))
     names = search.space.schedules
     is_made = [is_synthesized(name) for name in names]
     is_near &= ~np.array(is_made, dtype=np.bool_)[table.schedule]
     is_near &= _same_arrangement(search, row)
-    return search.in_order(is_near & (differs <= 1))
+    is_exchange = (degrees_differ == 2) & (differs == 2) & (table.data == row.data)
+    return search.in_order(is_near & ((differs <= 1) | is_exchange))
 
 
 def _values_around(name: str, value: int) -> tuple[int, ...]:
@@ -87,7 +92,7 @@ def _values_around(name: str, value: int) -> tuple[int, ...]:
         return (0, 1, value // 2, value, 2 * value)
     if name in ("offload", "larger_shares"):
         return (value,)
-    return (value // 2, value, 2 * value)
+    return (value // 3, value // 2, value, 2 * value, 3 * value)
 
 
 def _same_arrangement(search: Search, row: Row) -> NDArray[np.bool_]:
