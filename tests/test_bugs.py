@@ -1105,11 +1105,16 @@ def test_a_plan_has_a_cut_that_is_one_move_from_a_promising_one() -> None:
     assert found.prediction.step_seconds <= step_seconds
 
 
-def test_a_plan_is_compared_with_exchanged_degrees() -> None:
-    """Neighbours of the best plan differed in one degree: half the stages with twice the tensor degree was 1 % faster."""
-    case = Case(
-        model="gpt2-xl", devices=24, device="h100-sxm5-80gb", batch=2, length=512
-    )
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("gpt2-xl", 24, "h100-sxm5-80gb", 2, 512),
+        Case("llama-3.2-3b", 48, "h200-sxm-141gb", 64, 2048, "megatron-core"),
+    ],
+)
+def test_a_plan_is_compared_with_exchanged_degrees(case: Case) -> None:
+    """Neighbours differed in one degree: half the stages with twice the tensor degree, or half the replicas with larger
+    micro-batches, was 1 % faster."""
     found = attack(case, time_limit=60)
     assert found.winner is not None
     assert not found.better

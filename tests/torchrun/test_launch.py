@@ -96,7 +96,10 @@ def test_run_equals_the_single_process_and_reports(tmp_path: Path) -> None:
 
 
 def _check_order(measured: MeasuredRun) -> None:
-    """On the common clock a stage's forward starts after the forward of the stage before has ended."""
+    """On the common clock a stage's forward starts after that of the stage before, and its backward before that one's.
+
+    A rank that the machine stops records the end of an action after its output has been received and used.
+    """
     times = {
         action.action: action
         for action in measured.actions
@@ -104,8 +107,8 @@ def _check_order(measured: MeasuredRun) -> None:
     }
     for micro_batch in range(3):
         assert (
-            times[f"0F{micro_batch}"].end_seconds
-            <= times[f"1F{micro_batch}"].end_seconds
+            times[f"0F{micro_batch}"].start_seconds
+            <= times[f"1F{micro_batch}"].start_seconds
         )
         assert (
             times[f"1B{micro_batch}"].start_seconds

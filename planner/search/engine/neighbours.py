@@ -63,7 +63,8 @@ def _rows_around(search: Search, row: Row) -> list[int]:
     """Return rows that differ in one column, and may differ in the schedule too.
 
     A degree or size is a factor of 2 or 3 smaller or larger, or there is one stage per
-    rank more or less. With as many replicas, two degrees differ.
+    rank more or less. With as many replicas, two degrees differ; with as many
+    micro-batches, their size differs too.
     """
     table = search.table
     differs = np.zeros(len(table), dtype=np.intp)
@@ -74,7 +75,10 @@ def _rows_around(search: Search, row: Row) -> list[int]:
             continue
         column = getattr(table, name)
         value = int(getattr(row, name))
-        differs += column != value
+        if name == "micro_batch_size":
+            differs += (column != value) & (table.micro_batches != row.micro_batches)
+        else:
+            differs += column != value
         degrees_differ += (column != value) & (name in EXCHANGED)
         is_near &= np.isin(column, _values_around(name, value))
     names = search.space.schedules
