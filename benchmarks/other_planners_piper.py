@@ -10,8 +10,8 @@ What becomes what:
     reduction of 4 (d - 1) w / d bytes      all-reduce on links of half the bandwidth
     sending and receiving an activation     constant time of a transfer
 
-Piper prices a pipeline that never fills or drains. Ours has so many batches in a row
-that this takes less than 0.3 % of them. Two prices depend on the plan: layers outside
+Piper prices a pipeline that never fills or drains. Ours plans 15 to 200 batches in a
+row, so that filling and draining take less than 0.3 % of the time. Two prices depend on the plan: layers outside
 the first stage receive the attention mask, and a node that recomputes needs the bytes
 of its activations once, however many micro-batches it holds. Our search is repeated
 with those of its first plan.
@@ -207,7 +207,7 @@ def profile_of(nodes: Sequence[Mapping[str, Any]], expected: Expected) -> ModelP
 
 
 def _exchange_seconds(node: int, expected: Expected) -> float:
-    """Return seconds of a node's exchanges that the transfer of a stage does not have.
+    """Return what a node's exchanges add to the constant time of a transfer.
 
     The first stage only sends, and the last one only receives.
     """
@@ -317,7 +317,7 @@ def _number(name: str) -> int:
 
 
 def _written(plan: Mapping[str, Any]) -> str:
-    """Return per stage its nodes, how many recompute, and its degrees."""
+    """Return the nodes of every stage, how many of them recompute, and its degrees."""
     parts = []
     for stage in plan["stages"]:
         modes = [mode for _, mode in stage["TMPCids"]]

@@ -1078,7 +1078,7 @@ def test_a_plan_has_the_cut_that_fits_beside_shared_parameters() -> None:
 
 
 def test_a_plan_has_a_cut_that_is_one_move_from_a_promising_one() -> None:
-    """Moves of a layer never began from a cut 3 % slower than the best plan: it took 3.5 % longer than this layout."""
+    """No layer was moved in cuts 3 % slower than the best plan, which took 3.5 % longer than this layout."""
     case = Case(
         model="llama-3.2-3b",
         devices=16,

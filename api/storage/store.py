@@ -296,9 +296,9 @@ class Store:
         admit: Callable[[JobCounts], None] = lambda counts: None,
         enqueue: Callable[[Connection, JobRow], None] = lambda connection, job: None,
     ) -> JobRow:
-        """Queue a job, or return the active job of the plan or the one that ended it.
+        """Queue a job, or return the job that searches for the plan or has found it.
 
-        The latter has ended since its caller looked for the plan.
+        It may have found it after the caller looked for the plan.
 
         Args:
             job_id: of the new job.

@@ -539,7 +539,7 @@ def test_our_plan_is_written_as_pipers() -> None:
 
 
 def test_recomputed_activations_count_once() -> None:
-    """A node that recomputes needs their bytes once, for all micro-batches held."""
+    """A recomputed node needs room for its activations of one micro-batch at a time."""
     nodes = piper_nodes(4e8)
     held = {node["id"]: 8 for node in nodes}
     profile = piper.profile_of(nodes, piper.Expected(frozenset(), held))

@@ -22,6 +22,8 @@ MOST_TRIED = 48
 """Rows that are solved in one round."""
 MOST_SOLVED = 6
 """Of those, how many after the first that fits."""
+MOST_MOVED = 2
+"""Rows in which layers are moved."""
 ROUNDS = 3
 """Rounds of rows around the best plan."""
 MOST_AROUND = 512
@@ -51,7 +53,7 @@ def find_first_plan(search: Search, report: Callable[[], None]) -> None:
     alike = _same_rows(search)
     by_schedule = _best_by_schedule(search, alike)
     _solve_some(search, by_schedule, len(search.space.schedules), report)
-    _solve_some(search, alike, 2, report, moves=True)
+    _solve_some(search, alike, MOST_MOVED, report, moves=True)
 
 
 def _best_by_schedule(search: Search, indices: Iterable[int]) -> list[int]:
