@@ -21,11 +21,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
+from operator import attrgetter
+from typing import Literal
 
-from planner.cost.compute import ATTENTION, PRODUCTS, Computation, computation
+from planner.cost.compute import ATTENTION, PRODUCTS, Computation, computations
 from planner.cost.curves import has_curves
 from planner.spec.calibration import Constants
 from planner.spec.cluster import DeviceSpec
@@ -54,7 +56,7 @@ NO_ATTENTION = AttentionPart()
 
 
 def in_chunks(
-    row: Measurement,
+    rows: Sequence[Measurement],
     device: DeviceSpec,
     dtype: DataType,
     constants: Constants,
@@ -64,14 +66,15 @@ def in_chunks(
     gradient_bytes: int = 0,
     graphs: bool = False,
     blocking: bool = False,
-) -> Computation:
-    """Return the seconds of a row, all chunks of its micro-batch: equations (Q3) and (Q5).
+) -> list[Computation]:
+    """Return the seconds of rows, all chunks of their micro-batch: (Q3) and (Q5).
 
-    Measured seconds grow as the prices of their operations do.
+    Measured seconds grow as the prices of their operations do. Rows priced together take
+    less time than one by one.
 
     Args:
-        row: of the whole micro-batch.
-        device: what runs it.
+        rows: of whole micro-batches.
+        device: what runs them.
         dtype: of activations.
         constants: fitted constants.
         chunks: of every sequence.
@@ -81,71 +84,36 @@ def in_chunks(
         blocking: the host waits for every kernel.
     """
 
-    def priced(one: Measurement) -> Computation:
-        return computation(
-            one, device, dtype, constants, casts, graphs=graphs, blocking=blocking
+    def priced(some: Sequence[Measurement]) -> list[Computation]:
+        return computations(
+            some, device, dtype, constants, casts, graphs=graphs, blocking=blocking
         )
 
-    def moving(operations: Sequence[Operation]) -> float:
-        """Return the seconds of kernels that only move bytes."""
-        if not operations:
-            return 0.0
-        alone = counted.model_copy(update={"operations": tuple(operations)})
-        return priced(alone).forward_seconds
-
-    whole = priced(row)
+    wholes = priced(rows)
     types = {dtype, "fp8"} if casts else {dtype}
     is_known = types <= device.peak_flops_per_second.keys()
-    if chunks == 1 or not row.operations or not is_known:
-        return whole
-    # The bytes of the whole backward are not those of a chunk's: neither side has them.
-    counted = row.model_copy(update={"forward_seconds": None, "backward_bytes": 0})
-    cut = Cut(dtype, chunks, gradient_bytes)
-    before = priced(counted)
-    of_chunk = cut.row(counted)
-    after = priced(of_chunk)
-    copied = moving(cut.copies(row))
-    added_weights = 0.0
-    has_weights_in_curves = casts is None and has_curves(device.curves, dtype)
-    if gradient_bytes and not has_weights_in_curves:
-        if cut.is_fused:
-            adding = priced(cut.with_accumulation(of_chunk))
-            added_weights = adding.backward_weight_seconds
-            added_weights -= after.backward_weight_seconds
-        else:
-            added_weights = moving(cut.weight_additions(row))
-    replayed = copied if row.recompute == "full" else 0.0
-    return Computation(
-        forward_seconds=_grown(
-            whole.forward_seconds,
-            before.forward_seconds,
-            chunks * (after.forward_seconds + copied),
-        ),
-        backward_input_seconds=_grown(
-            whole.backward_input_seconds,
-            before.backward_input_seconds,
-            chunks * (after.backward_input_seconds + moving(cut.key_additions(row))),
-        ),
-        backward_weight_seconds=_grown(
-            whole.backward_weight_seconds,
-            before.backward_weight_seconds,
-            chunks * after.backward_weight_seconds + (chunks - 1) * added_weights,
-        ),
-        recompute_seconds=_grown(
-            whole.recompute_seconds,
-            before.recompute_seconds,
-            chunks * (after.recompute_seconds + replayed),
-        ),
-        forward_attention_seconds=_grown(
-            whole.forward_attention_seconds,
-            before.forward_attention_seconds,
-            chunks * after.forward_attention_seconds,
-        ),
-    )
+    if chunks == 1 or not is_known:
+        return wholes
+    # Products in curves have the additions of their gradients.
+    has_additions = casts is None and has_curves(device.curves, dtype)
+    cut = Cut(dtype, chunks, 0 if has_additions else gradient_bytes)
+    kernels = [cut.kernels(row) for row in rows]
+    every = iter(priced([one for each in kernels for one in each.values()]))
+    found = []
+    for row, whole, each in zip(rows, wholes, kernels, strict=True):
+        seconds = {name: next(every) for name in each}
+        found.append(cut.grown(row, whole, seconds) if seconds else whole)
+    return found
 
 
 def _grown(seconds: float, before: float, after: float) -> float:
     return seconds * (after / before) if before else seconds
+
+
+Kernels = Literal[
+    "whole", "chunk", "accumulating", "copies", "key additions", "weight additions"
+]
+"""What is priced of a row in chunks; `Cut.kernels` says which of them it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +123,9 @@ class Cut:
     dtype: DataType
     chunks: int
     gradient_bytes: int
+    """Of an accumulated gradient; 0: gradients of weights are not added up."""
+    known: dict[tuple[str, int], Operation] = field(default_factory=dict)
+    """What has been made of an operation, by its identity: rows share operations."""
 
     @property
     def size(self) -> int:
@@ -171,19 +142,101 @@ class Cut:
         """Keys that a chunk sees on average / all keys."""
         return (self.chunks + 1) / (2 * self.chunks)
 
+    def kernels(self, row: Measurement) -> dict[Kernels, Measurement]:
+        """Return what is priced of a row: nothing if it has no operations."""
+        if not row.operations:
+            return {}
+        # The bytes of the whole backward are not those of a chunk's: neither side has them.
+        whole = row.model_copy(update={"forward_seconds": None, "backward_bytes": 0})
+        chunk = self.row(whole)
+        found: dict[Kernels, Measurement] = {"whole": whole, "chunk": chunk}
+        moving: dict[Kernels, tuple[Operation, ...]] = {
+            "copies": self.copies(row),
+            "key additions": self.key_additions(row),
+        }
+        if self.is_fused:
+            found["accumulating"] = self.with_accumulation(chunk)
+        elif self.gradient_bytes:
+            moving["weight additions"] = self.weight_additions(row)
+        for name, operations in moving.items():
+            if operations:
+                alone = {"operations": operations, "recompute_operations": ()}
+                found[name] = whole.model_copy(update=alone)
+        return found
+
+    def grown(
+        self,
+        row: Measurement,
+        whole: Computation,
+        seconds: Mapping[Kernels, Computation],
+    ) -> Computation:
+        """Return the seconds of all chunks.
+
+        Args:
+            row: of the whole micro-batch.
+            whole: its seconds, measured or priced.
+            seconds: of everything in `kernels`.
+        """
+
+        def moving(name: Kernels) -> float:
+            return seconds[name].forward_seconds if name in seconds else 0.0
+
+        chunks = self.chunks
+        before, chunk = seconds["whole"], seconds["chunk"]
+        copied = moving("copies")
+        added = moving("weight additions")
+        if "accumulating" in seconds:
+            added = seconds["accumulating"].backward_weight_seconds
+            added -= chunk.backward_weight_seconds
+        replayed = copied if row.recompute == "full" else 0.0
+        after = Computation(
+            forward_seconds=chunks * (chunk.forward_seconds + copied),
+            backward_input_seconds=chunks
+            * (chunk.backward_input_seconds + moving("key additions")),
+            backward_weight_seconds=chunks * chunk.backward_weight_seconds
+            + (chunks - 1) * added,
+            recompute_seconds=chunks * (chunk.recompute_seconds + replayed),
+            forward_attention_seconds=chunks * chunk.forward_attention_seconds,
+        )
+        parts = zip(*map(_seconds_of, (whole, before, after)), strict=True)
+        return Computation(*(_grown(*each) for each in parts))
+
     def row(self, whole: Measurement) -> Measurement:
         """Return the row of a chunk."""
         scores = has_scores(whole)
-        again = whole.recompute_operations
+        name = "over scores" if scores else "operation"
+
+        def of_chunk(one: Operation) -> Operation:
+            return self.operation(one, scores=scores)
+
         parts = {
-            "operations": tuple(
-                self.operation(one, scores=scores) for one in whole.operations
-            ),
-            "recompute_operations": tuple(
-                self.operation(one, scores=scores) for one in again
+            "operations": self._each(name, whole.operations, of_chunk),
+            "recompute_operations": self._each(
+                name, whole.recompute_operations, of_chunk
             ),
         }
         return whole.model_copy(update=parts)
+
+    def _each(
+        self,
+        name: str,
+        operations: Iterable[Operation],
+        make: Callable[[Operation], Operation],
+    ) -> tuple[Operation, ...]:
+        """Return what is made of some operations, once of each.
+
+        Args:
+            name: of what is made.
+            operations: that are kept as long as the cut.
+            make: makes it.
+        """
+        found = []
+        for one in operations:
+            key = (name, id(one))
+            if key not in self.known:
+                self.known[key] = make(one)
+            found.append(self.known[key])
+        return tuple(found)
 
     def operation(self, one: Operation, *, scores: bool = False) -> Operation:
         """Return an operation on a chunk's tokens.
@@ -211,38 +264,48 @@ class Cut:
             update={"flops": flops, "bytes": moved, "m": one.m / self.chunks}
         )
 
-    def copies(self, whole: Measurement) -> list[Operation]:
+    def copies(self, whole: Measurement) -> tuple[Operation, ...]:
         """Return the copies of a chunk's keys and values."""
-        return [
-            _moving(one, COPYING * keys_bytes(one, self.size) / self.chunks)
-            for one in whole.operations
-            if one.kind in ATTENTION
-        ]
 
-    def key_additions(self, whole: Measurement) -> list[Operation]:
+        def copy(one: Operation) -> Operation:
+            return _moving(one, COPYING * keys_bytes(one, self.size) / self.chunks)
+
+        return self._each("copies", _attention(whole), copy)
+
+    def key_additions(self, whole: Measurement) -> tuple[Operation, ...]:
         """Return the additions to the gradients of the keys and values that a chunk sees."""
-        return [
-            _moving(one, ADDING * keys_bytes(one, self.size) * self.seen)
-            for one in whole.operations
-            if one.kind in ATTENTION
-        ]
 
-    def weight_additions(self, whole: Measurement) -> list[Operation]:
+        def addition(one: Operation) -> Operation:
+            return _moving(one, ADDING * keys_bytes(one, self.size) * self.seen)
+
+        return self._each("key additions", _attention(whole), addition)
+
+    def weight_additions(self, whole: Measurement) -> tuple[Operation, ...]:
         """Return the additions to the gradients of the weights."""
-        return [
-            _moving(one, ADDING * self.gradient_bytes * weights(one))
-            for one in whole.operations
-            if weights(one)
-        ]
+
+        def addition(one: Operation) -> Operation:
+            return _moving(one, ADDING * self.gradient_bytes * weights(one))
+
+        with_weights = filter(weights, whole.operations)
+        return self._each("weight additions", with_weights, addition)
 
     def with_accumulation(self, chunk: Measurement) -> Measurement:
         """Return the row whose products add the gradients of their weights."""
         further = 2 * self.gradient_bytes - self.size
-        operations = [
-            one.model_copy(update={"bytes": one.bytes + further * weights(one)})
-            for one in chunk.operations
-        ]
-        return chunk.model_copy(update={"operations": tuple(operations)})
+
+        def adding(one: Operation) -> Operation:
+            more = {"bytes": one.bytes + further * weights(one)}
+            return one.model_copy(update=more)
+
+        operations = self._each("accumulating", chunk.operations, adding)
+        return chunk.model_copy(update={"operations": operations})
+
+
+def _attention(row: Measurement) -> Iterator[Operation]:
+    return (one for one in row.operations if one.kind in ATTENTION)
+
+
+_seconds_of = attrgetter(*(each.name for each in fields(Computation)))
 
 
 def _moving(one: Operation, size_bytes: float) -> Operation:

@@ -109,16 +109,20 @@ class OperationArrays:
 
     @classmethod
     def of(cls, layers: Sequence[Sequence[Operation]]) -> OperationArrays:
-        """Collect the operations of every layer."""
+        """Collect the operations of every layer; layers may share operations."""
         sizes = [len(each) for each in layers]
         flat = [one for each in layers for one in each]
-        numbers = np.array([_numbers(one) for one in flat], dtype=np.float64)
-        count, flops, bytes_, m, n, k, batch = numbers.reshape(len(flat), 7).T
-        kinds = np.array([_KINDS[one.kind] for one in flat], dtype=np.intp)
+        distinct = {id(one): one for one in flat}
+        place = dict(zip(distinct, range(len(distinct)), strict=True))
+        places = np.array([place[id(one)] for one in flat], dtype=np.intp)
+        every = distinct.values()
+        numbers = np.array([_numbers(one) for one in every], dtype=np.float64)
+        count, flops, bytes_, m, n, k, batch = numbers.reshape(-1, 7)[places].T
+        kinds = np.array([_KINDS[one.kind] for one in every], dtype=np.intp)[places]
         is_product = _of_kinds(PRODUCTS)[kinds]
-        gradients = [computed_gradients(one) for one in flat]
-        of_input, of_weight = np.array(gradients, dtype=np.bool_).reshape(-1, 2).T
-        is_linear = [bool(one.is_linear) for one in flat]
+        gradients = np.array(list(map(computed_gradients, every)), dtype=np.bool_)
+        of_input, of_weight = gradients.reshape(-1, 2)[places].T
+        is_linear = np.array([bool(one.is_linear) for one in every], dtype=np.bool_)
         return cls(
             layer=np.repeat(np.arange(len(layers), dtype=np.intp), sizes),
             layers=len(layers),
@@ -133,7 +137,7 @@ class OperationArrays:
             is_attention=_of_kinds(tuple(ATTENTION))[kinds],
             is_softmax=_of_kinds(("softmax",))[kinds],
             is_grouped=_of_kinds(("grouped-matmul",))[kinds],
-            is_linear=np.array(is_linear, dtype=np.bool_),
+            is_linear=is_linear[places],
             is_unaligned=(n % 2 > 0) | (k % 2 > 0),
             speed=_SPEEDS[kinds],
             has_input_gradient=of_input,

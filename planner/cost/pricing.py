@@ -42,7 +42,7 @@ from planner.cost.communication import (
     collective_seconds,
     copies_between_nodes,
 )
-from planner.cost.compute import Computation, computations
+from planner.cost.compute import Computation
 from planner.cost.groups import Groups
 from planner.cost.held import Held, has_backward
 from planner.cost.overlap import ConcurrentCompute, Exchanges, exposed_seconds
@@ -403,40 +403,27 @@ class LayerPricing:
         )
 
     def _compute(self, rows: Iterable[Measurement]) -> None:
-        """Price the computation of rows of whole sequences together, which takes less time than one by one."""
+        """Price the computation of rows together, which takes less time than one by one."""
         work, known = self.work, self.known.computed
-        if self.layout.sequence_chunks > 1:
-            return
         left = [row for row in rows if id(row) not in known]
         if not left:
             return
-        seconds = computations(
+        seconds = in_chunks(
             left,
             work.device,
             work.profile.dtype,
             work.constants,
+            self.layout.sequence_chunks,
             work.casts,
+            gradient_bytes=work.recipe.gradient_bytes,
             graphs=work.framework.cuda_graphs,
             blocking=work.framework.launch_blocking,
         )
         known.update(zip(map(id, left), seconds, strict=True))
 
     def _computation(self, row: Measurement) -> Computation:
-        work, chunks = self.work, self.layout.sequence_chunks
-        if id(row) in self.known.computed:
-            return self.known.computed[id(row)]
-        found = self.known.computed[id(row)] = in_chunks(
-            row,
-            work.device,
-            work.profile.dtype,
-            work.constants,
-            chunks,
-            work.casts,
-            gradient_bytes=work.recipe.gradient_bytes,
-            graphs=work.framework.cuda_graphs,
-            blocking=work.framework.launch_blocking,
-        )
-        return found
+        self._compute([row])
+        return self.known.computed[id(row)]
 
     def _allocated(self, size_bytes: int) -> int:
         """Bytes with what the allocator loses to rounding and fragmentation, rounded up."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from planner.cost import chunks, communication, compute, layers, memory, pricing
+from planner.cost import communication, compute, layers, memory, pricing
 from planner.spec import ModelProfile, PredictionLayout
 from planner.spec.profile import Collective, Measurement, Operation
 from tests.builders import layer, profile
@@ -349,19 +349,15 @@ def scaled(part: str, factor: float) -> CostFault:
     """Return a fault: a part of every layer's computation is multiplied."""
 
     def inject(patch: pytest.MonkeyPatch) -> None:
-        of_chunks, of_rows = chunks.in_chunks, compute.computations
+        correct = pricing.in_chunks
 
-        def faulty(found: compute.Computation) -> compute.Computation:
-            return replace(found, **{part: factor * getattr(found, part)})
+        def wrong(*args: Any, **options: Any) -> list[compute.Computation]:
+            found = correct(*args, **options)
+            return [
+                replace(one, **{part: factor * getattr(one, part)}) for one in found
+            ]
 
-        def in_chunks(*args: Any, **options: Any) -> compute.Computation:
-            return faulty(of_chunks(*args, **options))
-
-        def computations(*args: Any, **options: Any) -> list[compute.Computation]:
-            return [faulty(each) for each in of_rows(*args, **options)]
-
-        patch.setattr(pricing, "in_chunks", in_chunks)
-        patch.setattr(pricing, "computations", computations)
+        patch.setattr(pricing, "in_chunks", wrong)
 
     return inject
 

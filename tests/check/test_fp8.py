@@ -97,7 +97,7 @@ def test_both_prices_agree(
     first = mark_fp8(one, "bf16", casts, is_last=is_last)
     second = in_fp8(one, "bf16", casts, is_last=is_last)
     assert first == second
-    mine = in_chunks(first, H100, "bf16", constants, chunks, casts)
+    (mine,) = in_chunks([first], H100, "bf16", constants, chunks, casts)
     theirs = chunked_seconds(second, Machine(H100, "bf16", constants, casts), chunks)
     for ours, checked in zip(
         (

@@ -51,7 +51,8 @@ def row_of(*operations: Operation, **fields: Any) -> Measurement:
 
 def forward(row: Measurement, chunks: int, device: DeviceSpec = DEVICE) -> float:
     """Seconds of a micro-batch."""
-    return in_chunks(row, device, "bf16", DEFAULT, chunks).forward_seconds
+    (found,) = in_chunks([row], device, "bf16", DEFAULT, chunks)
+    return found.forward_seconds
 
 
 def test_every_chunk_reads_the_weights_and_is_launched() -> None:
@@ -95,7 +96,7 @@ def test_fused_attention_reads_and_copies_keys() -> None:
         kind="attention", count=1, flops=0, bytes=128, m=8, n=8, k=2, batch=1
     )
     keys = 128 - 2 * 2 * 8 * 2
-    found = in_chunks(row_of(attention), DEVICE, "bf16", DEFAULT, 4)
+    (found,) = in_chunks([row_of(attention)], DEVICE, "bf16", DEFAULT, 4)
     read = (128 - keys) + keys * 10 / 4
     copied = 2 * keys
     assert found.forward_seconds == pytest.approx((read + copied) * 1e-9 + 8e-6)
@@ -112,8 +113,10 @@ def test_chunks_add_gradients_of_the_weights(
 ) -> None:
     """(Q5): all chunks but the first; wider gradients are added by the product, which moves 2 x 4 - 2 bytes more."""
     row = row_of(PRODUCT)
-    plain = in_chunks(row, DEVICE, "bf16", DEFAULT, 4)
-    adding = in_chunks(row, DEVICE, "bf16", DEFAULT, 4, gradient_bytes=gradient_bytes)
+    (plain,) = in_chunks([row], DEVICE, "bf16", DEFAULT, 4)
+    (adding,) = in_chunks(
+        [row], DEVICE, "bf16", DEFAULT, 4, gradient_bytes=gradient_bytes
+    )
     weights = PRODUCT.n * PRODUCT.k
     further = adding.backward_weight_seconds - plain.backward_weight_seconds
     assert further == pytest.approx(3 * (moved * weights * 1e-9 + kernels * 1e-6))

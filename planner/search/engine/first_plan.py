@@ -28,6 +28,9 @@ ROUNDS = 3
 """Rounds of rows around the best plan."""
 MOST_AROUND = 512
 DEGREES = ("tensor", "pipeline", "context", "expert")
+KEPT = ("tensor", "sequence_parallel", "pipeline", "expert", "expert_tensor")
+KEPT += ("micro_batch_size", "offload")
+"""Columns in which rows with more sequence chunks are like the best one."""
 SIZES = ("micro_batch_size", "sequence_chunks")
 SCHEDULES = ("1f1b", "interleaved-1f1b", "seqpipe")
 """Of the coarse grid; without any of them, synthesized orders."""
@@ -50,6 +53,7 @@ def find_first_plan(search: Search, report: Callable[[], None]) -> None:
         _solve_some(search, _rows_around(search, before), MOST_SOLVED, report)
         if search.best.row == before:
             break
+    _solve_some(search, _rows_with_more_chunks(search), MOST_SOLVED, report)
     alike = _same_rows(search)
     by_schedule = _best_by_schedule(search, alike)
     _solve_some(search, by_schedule, len(search.space.schedules), report)
@@ -121,6 +125,20 @@ def _rows_around(search: Search, row: Row) -> list[int]:
         value = getattr(row, name)
         is_near &= np.isin(getattr(table, name), (value // 2, value, 2 * value))
     return search.in_order(is_near)[:MOST_AROUND]
+
+
+def _rows_with_more_chunks(search: Search) -> list[int]:
+    """Return rows like the best one with more sequence chunks.
+
+    Chunks make activations smaller, so that there may be fewer context-parallel ranks.
+    """
+    assert search.best is not None
+    table, row = search.table, search.best.row
+    is_like = table.sequence_chunks > row.sequence_chunks
+    is_like &= np.isin(table.context, (row.context // 2, row.context))
+    for name in KEPT:
+        is_like &= getattr(table, name) == getattr(row, name)
+    return search.in_order(is_like)
 
 
 def _same_rows(search: Search) -> list[int]:
