@@ -109,6 +109,8 @@ FIXED: tuple[tuple[str, Constraint], ...] = (
 )
 FIXED_SHARE = 0.3
 """Share of requests with a constraint."""
+MIXED_SHARE = 0.2
+"""Share of requests with two kinds of devices."""
 DEGREES = (
     "data_parallel_degree",
     "tensor_parallel_degree",
@@ -128,8 +130,8 @@ class Case(NamedTuple):
     """A request."""
 
     model: str
-    devices: int
-    device: str
+    devices: str
+    """As `planner plan --devices` has them."""
     batch: int
     length: int
     runtime: str = "planner"
@@ -139,7 +141,7 @@ class Case(NamedTuple):
     def command(self) -> str:
         """The request as a command."""
         parts = [
-            f"planner plan {self.model} --devices {self.devices}x{self.device}",
+            f"planner plan {self.model} --devices {self.devices}",
             f"--batch {self.batch}",
         ]
         if self.length:
@@ -164,7 +166,7 @@ class Case(NamedTuple):
     @property
     def cluster(self) -> Cluster:
         """The cluster document."""
-        return cluster_of(f"{self.devices}x{self.device}")
+        return cluster_of(self.devices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,10 +253,10 @@ def random_case(rng: random.Random) -> Case:
     if rng.random() < FIXED_SHARE:
         name, value = rng.choice(FIXED)
         constraints[name] = value
+    kinds = rng.sample(DEVICES, 2 if rng.random() < MIXED_SHARE else 1)
     return Case(
         model=model,
-        devices=rng.choice(COUNTS),
-        device=rng.choice(DEVICES),
+        devices=",".join(f"{rng.choice(COUNTS)}x{kind}" for kind in kinds),
         batch=rng.choice(BATCHES),
         length=0 if model in WITHOUT_TOKENS else rng.choice(lengths),
         runtime=rng.choice(RUNTIMES),
@@ -275,10 +277,11 @@ def attack(case: Case, time_limit: float) -> Attack:
     options = Options(top=0, time_limit_seconds=time_limit)
     profile = catalogue_profile(case.model, case.job)
     request = make_request(profile, case.cluster, case.job, options, model=case.model)
-    documents = Documents(profile, request.cluster, request.job)
     found = plan(request, profile)
     if isinstance(found, Infeasible):
-        return attack_nothing(documents)
+        return attack_nothing(Documents(profile, request.cluster, request.job))
+    # A plan may leave devices idle: its neighbours have the same ones.
+    documents = Documents(profile, found.cluster, request.job)
     search = found.search
     winner = Winner(
         found.layout,

@@ -1065,8 +1065,7 @@ def test_a_plan_has_the_cut_that_fits_beside_shared_parameters() -> None:
     """Every rank counted as if it held the shared embedding once: no cut was found that fits, and 125 s were proven."""
     case = Case(
         model="llama-3.2-3b",
-        devices=3,
-        device="a100-sxm4-80gb",
+        devices="3xa100-sxm4-80gb",
         batch=32,
         length=32768,
         constraints={"virtual_stages_per_rank": 1},
@@ -1081,8 +1080,7 @@ def test_a_plan_has_a_cut_that_is_one_move_from_a_promising_one() -> None:
     """No layer was moved in cuts 3 % slower than the best plan, which took 3.5 % longer than this layout."""
     case = Case(
         model="llama-3.2-3b",
-        devices=16,
-        device="h100-sxm5-80gb",
+        devices="16xh100-sxm5-80gb",
         batch=24,
         length=8192,
         runtime="megatron-core",
@@ -1105,16 +1103,22 @@ def test_a_plan_has_a_cut_that_is_one_move_from_a_promising_one() -> None:
     assert found.prediction.step_seconds <= step_seconds
 
 
+WITHOUT_SELECTIVE = {"recompute": ("none", "full")}
+
+
 @pytest.mark.parametrize(
     "case",
     [
-        Case("gpt2-xl", 24, "h100-sxm5-80gb", 2, 512),
-        Case("llama-3.2-3b", 48, "h200-sxm-141gb", 64, 2048, "megatron-core"),
+        Case("gpt2-xl", "24xh100-sxm5-80gb", 2, 512),
+        Case("llama-3.2-3b", "48xh200-sxm-141gb", 64, 2048, "megatron-core"),
+        Case("llama-3.1-8b", "16xl4-24gb", 4, 512, "planner", WITHOUT_SELECTIVE),
+        Case("bert-large", "8xl4-24gb,2xa100-sxm4-40gb", 16, 512),
     ],
 )
-def test_a_plan_is_compared_with_exchanged_degrees(case: Case) -> None:
+def test_a_plan_is_compared_with_its_neighbours(case: Case) -> None:
     """Neighbours differed in one degree: half the stages with twice the tensor degree, or half the replicas with larger
-    micro-batches, was 1 % faster."""
+    micro-batches, was 1 % faster. One with 3 stages per rank was bounded 5 % slower, and moves of layers made it 1 %
+    faster. On two kinds of devices, none had other micro-batch sizes: one was 2 % faster."""
     found = attack(case, time_limit=60)
     assert found.winner is not None
     assert not found.better

@@ -14,14 +14,14 @@ from planner.spec import Layout
 
 H100 = "h100-sxm5-80gb"
 CASES = (
-    Case("resnet-50", 2, "a100-sxm4-80gb", 16, 0),
-    Case("gpt2", 4, "l4-24gb", 8, 512),
-    Case("llama-3.2-1b", 4, H100, 8, 4096),
-    Case("llama-3.2-1b", 8, H100, 4, 32768),
-    Case("qwen3-0.6b", 6, "rtx4090-24gb", 12, 1024, "megatron-core"),
-    Case("llama-3.2-3b", 4, "l4-24gb", 8, 2048, "planner", {"recompute": "full"}),
-    Case("llama-3.2-1b", 48, H100, 4, 16384, "megatron-core"),
-    Case("qwen3-0.6b", 48, "h200-sxm-141gb", 64, 2048),
+    Case("resnet-50", "2xa100-sxm4-80gb", 16, 0),
+    Case("gpt2", "4xl4-24gb", 8, 512),
+    Case("llama-3.2-1b", f"4x{H100}", 8, 4096),
+    Case("llama-3.2-1b", f"8x{H100}", 4, 32768),
+    Case("qwen3-0.6b", "6xrtx4090-24gb", 12, 1024, "megatron-core"),
+    Case("llama-3.2-3b", "4xl4-24gb", 8, 2048, "planner", {"recompute": "full"}),
+    Case("llama-3.2-1b", f"48x{H100}", 4, 16384, "megatron-core"),
+    Case("qwen3-0.6b", "48xh200-sxm-141gb", 64, 2048),
 )
 
 

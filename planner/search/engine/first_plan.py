@@ -28,8 +28,15 @@ ROUNDS = 3
 """Rounds of rows around the best plan."""
 MOST_AROUND = 512
 DEGREES = ("tensor", "pipeline", "context", "expert")
-KEPT = ("tensor", "sequence_parallel", "pipeline", "expert", "expert_tensor")
-KEPT += ("micro_batch_size", "offload")
+KEPT = (
+    "tensor",
+    "sequence_parallel",
+    "pipeline",
+    "expert",
+    "expert_tensor",
+    "micro_batch_size",
+    "offload",
+)
 """Columns in which rows with more sequence chunks are like the best one."""
 SIZES = ("micro_batch_size", "sequence_chunks")
 SCHEDULES = ("1f1b", "interleaved-1f1b", "seqpipe")

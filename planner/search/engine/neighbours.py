@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from planner.search.engine.options import Row
 from planner.search.engine.result import Candidate
-from planner.search.engine.solve import NEARLY_PROMISING
 from planner.search.engine.synthesize import is_synthesized
 from planner.search.engine.table import COLUMN_NAMES
 
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
 
 MOST_SOLVED = 32
 """Rows that are solved, those of least bound."""
+MOST_SLOWER = 1.06
+"""Step of the fastest cut by a row's rule / the best step: slower rows are not solved."""
 EXCHANGED = ("tensor", "pipeline", "context")
 """Degrees of which one may be larger and another one smaller."""
 DEPENDENT = ("data", "micro_batches", "split", "schedule")
@@ -51,7 +52,7 @@ def _promising_rows(search: Search, best: Candidate) -> list[Row]:
     found: list[Node] = []
     for index in _rows_around(search, best.row):
         node = search.bound_row(index)
-        is_near = node.nanoseconds < NEARLY_PROMISING * search.limit
+        is_near = node.nanoseconds < MOST_SLOWER * search.limit
         if node.cuts and is_near and node.all_cuts < search.limit:
             found.append(node)
     rows = [Row.of(search.table, node.index) for node in sorted(found)]
@@ -100,8 +101,10 @@ def _values_around(name: str, value: int) -> tuple[int, ...]:
 
 
 def _same_arrangement(search: Search, row: Row) -> NDArray[np.bool_]:
-    """Return a mask of rows whose ranks stand as those of a row do."""
+    """Return a mask of rows whose ranks fill the node groups in the order of a row's."""
     table = search.table
-    is_same = [each == row.arrangement for each in table.arrangements]
-    same: NDArray[np.bool_] = np.array(is_same, dtype=np.bool_)[table.arrangement]
+    orders = [each and each.rank_order for each in table.arrangements]
+    order = row.arrangement and row.arrangement.rank_order
+    is_same = np.array([each == order for each in orders], dtype=np.bool_)
+    same: NDArray[np.bool_] = is_same[table.arrangement]
     return same
