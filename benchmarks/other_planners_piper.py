@@ -10,11 +10,11 @@ What becomes what:
     reduction of 4 (d - 1) w / d bytes      all-reduce on links of half the bandwidth
     sending and receiving an activation     constant time of a transfer
 
-Piper prices a pipeline that never fills or drains. Ours plans 15 to 200 batches in a
-row, so that filling and draining take less than 0.3 % of the time. Two prices depend on the plan: layers outside
-the first stage receive the attention mask, and a node that recomputes needs the bytes
-of its activations once, however many micro-batches it holds. Our search is repeated
-with those of its first plan.
+Piper's price leaves out how a pipeline fills and drains. Our search plans 15 to 200
+batches in a row, so that this takes less than 0.3 % of the time. Two prices depend on
+the plan: layers outside the first stage receive the attention mask, and a node that
+recomputes needs the bytes of its activations once, however many micro-batches it holds.
+Our search is repeated with those of its first plan.
 """
 
 from __future__ import annotations

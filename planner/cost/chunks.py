@@ -67,10 +67,10 @@ def in_chunks(
     graphs: bool = False,
     blocking: bool = False,
 ) -> list[Computation]:
-    """Return the seconds of rows, all chunks of their micro-batch: (Q3) and (Q5).
+    """Return the seconds of a whole micro-batch in chunks, per row: (Q3) and (Q5).
 
-    Measured seconds grow as the prices of their operations do. Rows priced together take
-    less time than one by one.
+    Measured seconds grow as the prices of their operations do. Pricing rows together is
+    faster than one by one.
 
     Args:
         rows: of whole micro-batches.
@@ -113,7 +113,7 @@ def _grown(seconds: float, before: float, after: float) -> float:
 Kernels = Literal[
     "whole", "chunk", "accumulating", "copies", "key additions", "weight additions"
 ]
-"""What is priced of a row in chunks; `Cut.kernels` says which of them it has."""
+"""Groups of kernels that are priced for a row in chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class Cut:
     gradient_bytes: int
     """Of an accumulated gradient; 0: gradients of weights are not added up."""
     known: dict[tuple[str, int], Operation] = field(default_factory=dict)
-    """What has been made of an operation, by its identity: rows share operations."""
+    """Operations made by `_each`, by name and the identity of the original."""
 
     @property
     def size(self) -> int:
@@ -143,7 +143,7 @@ class Cut:
         return (self.chunks + 1) / (2 * self.chunks)
 
     def kernels(self, row: Measurement) -> dict[Kernels, Measurement]:
-        """Return what is priced of a row: nothing if it has no operations."""
+        """Return the groups of kernels of a row; empty if it has no operations."""
         if not row.operations:
             return {}
         # The bytes of the whole backward are not those of a chunk's: neither side has them.
@@ -223,12 +223,12 @@ class Cut:
         operations: Iterable[Operation],
         make: Callable[[Operation], Operation],
     ) -> tuple[Operation, ...]:
-        """Return what is made of some operations, once of each.
+        """Return a new operation for each one; rows that share one share the new one.
 
         Args:
-            name: of what is made.
-            operations: that are kept as long as the cut.
-            make: makes it.
+            name: of this kind of new operations.
+            operations: must be kept as long as the cut.
+            make: returns the new operation.
         """
         found = []
         for one in operations:

@@ -109,7 +109,7 @@ class OperationArrays:
 
     @classmethod
     def of(cls, layers: Sequence[Sequence[Operation]]) -> OperationArrays:
-        """Collect the operations of every layer; layers may share operations."""
+        """Collect the operations of every layer, each one once if layers share it."""
         sizes = [len(each) for each in layers]
         flat = [one for each in layers for one in each]
         distinct = {id(one): one for one in flat}

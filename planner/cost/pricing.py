@@ -403,7 +403,7 @@ class LayerPricing:
         )
 
     def _compute(self, rows: Iterable[Measurement]) -> None:
-        """Price the computation of rows together, which takes less time than one by one."""
+        """Price rows together, which is faster than one by one."""
         work, known = self.work, self.known.computed
         left = [row for row in rows if id(row) not in known]
         if not left:

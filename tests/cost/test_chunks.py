@@ -123,6 +123,25 @@ def test_chunks_add_gradients_of_the_weights(
     assert adding.forward_seconds == plain.forward_seconds
 
 
+def test_rows_priced_together_cost_what_they_cost_alone() -> None:
+    """Rows share a product that is over scores in one of them, and recomputed in another."""
+    product = PRODUCT.model_copy(update={"is_linear": False})
+    scores = Operation(kind="softmax", count=1, flops=0, bytes=1600)
+    rows = [
+        row_of(product),
+        row_of(scores, product),
+        row_of(product, recompute="full", recompute_operations=(product,)),
+        row_of(),
+    ]
+    together = in_chunks(rows, DEVICE, "bf16", DEFAULT, 4, gradient_bytes=2)
+    alone = [
+        in_chunks([row], DEVICE, "bf16", DEFAULT, 4, gradient_bytes=2)[0]
+        for row in rows
+    ]
+    assert together == alone
+    assert together[0] != together[1]
+
+
 def test_chunks_of_equal_work_last_equally_long() -> None:
     """(Q2) at the roots: later chunks have fewer tokens, and all of them 1/Q of the ticks."""
     whole, attention = 1_000_000, 400_000

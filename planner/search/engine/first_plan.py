@@ -37,7 +37,7 @@ KEPT = (
     "micro_batch_size",
     "offload",
 )
-"""Columns in which rows with more sequence chunks are like the best one."""
+"""Columns that stay the same where rows with more sequence chunks are tried."""
 SIZES = ("micro_batch_size", "sequence_chunks")
 SCHEDULES = ("1f1b", "interleaved-1f1b", "seqpipe")
 """Of the coarse grid; without any of them, synthesized orders."""
@@ -135,7 +135,7 @@ def _rows_around(search: Search, row: Row) -> list[int]:
 
 
 def _rows_with_more_chunks(search: Search) -> list[int]:
-    """Return rows like the best one with more sequence chunks.
+    """Return rows with more sequence chunks and otherwise the degrees of the best one.
 
     Chunks make activations smaller, so that there may be fewer context-parallel ranks.
     """

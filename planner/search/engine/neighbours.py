@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MOST_SOLVED = 32
 """Rows that are solved, those of least bound."""
 MOST_SLOWER = 1.06
-"""Step of the fastest cut by a row's rule / the best step: slower rows are not solved."""
+"""Rows whose cuts by the rule take longer than this times the best step are not solved."""
 EXCHANGED = ("tensor", "pipeline", "context")
 """Degrees of which one may be larger and another one smaller."""
 DEPENDENT = ("data", "micro_batches", "split", "schedule")
