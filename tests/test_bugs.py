@@ -1122,3 +1122,42 @@ def test_a_plan_is_compared_with_its_neighbours(case: Case) -> None:
     found = attack(case, time_limit=60)
     assert found.winner is not None
     assert not found.better
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(
+            "gemma-2-9b",
+            "32xa100-sxm4-40gb,16xh100-sxm5-80gb",
+            batch=8,
+            length=8192,
+            constraints={
+                "tensor_parallel_degree": 2,
+                "pipeline_parallel_degree": 6,
+                "context_parallel_degree": 4,
+                "virtual_stages_per_rank": 3,
+                "schedule": "interleaved-1f1b",
+            },
+        ),
+        Case(
+            "llama-3.1-70b",
+            "64xa100-sxm4-40gb",
+            batch=8,
+            length=4096,
+            constraints={
+                "tensor_parallel_degree": 4,
+                "pipeline_parallel_degree": 8,
+                "context_parallel_degree": 2,
+                "virtual_stages_per_rank": 6,
+                "schedule": "interleaved-1f1b",
+            },
+        ),
+    ],
+)
+def test_stages_of_a_rank_exchange_recomputation(case: Case) -> None:
+    """On several kinds of devices none was exchanged: another mode of two layers was 0.5 % faster. Elsewhere the 24
+    exchanges that shorten the longest path most were tried, although other paths showed that none of these helps."""
+    found = attack(case, time_limit=60)
+    assert found.winner is not None
+    assert not found.better

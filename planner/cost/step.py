@@ -299,17 +299,25 @@ def last_column(
 def per_column(
     costs: LayoutCosts, schedule: Schedule, stages: Sequence[StageLayers]
 ) -> Iterator[tuple[LayoutCosts, Schedule, Sequence[StageLayers]]]:
-    """Every column with the order of its own number of micro-batches, and its prices of the same stage map."""
+    """Yield every column with its order, and its prices of the same stage map."""
     if not costs.columns:
         yield costs, schedule, stages
+        return
     stage_map = [[(layer, cost.mode) for layer, cost in stage] for stage in stages]
-    for column in costs.columns:
-        order = (
-            schedule
-            if column.micro_batches == schedule.micro_batches
-            else schedule_of(column)
-        )
+    for column, order in column_orders(costs, schedule):
         yield column, order, choose(column, stage_map)
+
+
+def column_orders(
+    costs: LayoutCosts, schedule: Schedule
+) -> Iterator[tuple[LayoutCosts, Schedule]]:
+    """Yield every column with the order of its own number of micro-batches.
+
+    Where all replicas are alike they are one column.
+    """
+    for column in costs.columns or (costs,):
+        has_as_many = column.micro_batches == schedule.micro_batches
+        yield column, schedule if has_as_many else schedule_of(column)
 
 
 def _play(

@@ -36,11 +36,12 @@ from planner.search.engine.bound import (
     splits_backward,
     stage_ranks,
 )
+from planner.search.engine.cut_costs import Solution
 from planner.search.engine.division import given_sizes, own_sizes
 from planner.search.engine.options import Options, Row
 from planner.search.engine.prices import Prices, Pricing
 from planner.search.engine.rule import RuleCuts, Sizes
-from planner.search.engine.solve import CutSolver, Solution, has_few_cuts
+from planner.search.engine.solve import CutSolver, has_few_cuts
 from planner.search.engine.space import Offload, Space, Split
 from planner.search.engine.synthesize import is_synthesized, order_of_layout
 from planner.search.engine.table import enumerate_table

@@ -15,11 +15,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.cost import LayoutCosts, StageLayers, StageMap, Step, choose, evaluate
+from planner.cost import LayoutCosts, StageLayers, StageMap, Step, choose
 from planner.cost.memory import memory_of_rank
 from planner.cost.step import (
     StageTicks,
     by_rank,
+    column_orders,
     joined_durations,
     per_column,
     simulated_step,
@@ -44,6 +45,25 @@ class StageKey(NamedTuple):
     """Number of the tensors that cross the boundary before it; equal ones are alike."""
     after: int
     """The same for the boundary after it."""
+
+
+class Solution(NamedTuple):
+    """A stage map of a layout and its simulated step."""
+
+    stage_map: StageMap
+    step: Step
+    last_class: int
+    """Number of the class of identical replicas that ends last."""
+
+    @property
+    def total(self) -> int:
+        """Nanoseconds of the step."""
+        return self.step.total_ticks
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Layers of every stage."""
+        return tuple(map(len, self.stage_map))
 
 
 class CutCosts:
@@ -72,12 +92,8 @@ class CutCosts:
         self._layers = numbers
         self._outputs = _numbered([*outputs, None])
         self._fits: dict[Hashable, bool] = {}
-        self._ticks: dict[Hashable, StageTicks] = {}
-        self._tails: dict[Hashable, int] = {}
         self._ranks = range(schedule.ranks)
         self._stages_of = [schedule.stages_of(rank) for rank in self._ranks]
-        self._paths: list[CriticalPath] = []
-        self._counts: NDArray[np.float64] = np.zeros((0, 0))
 
     def keys(self, stage_map: StageMap) -> list[StageKey]:
         """Return what decides the costs of every stage."""
@@ -114,18 +130,55 @@ class CutCosts:
         classes = per_column(self.costs, self.schedule, stages)
         return [Replicas(*each) for each in classes]
 
-    def step(self, stage_map: StageMap) -> Step:
-        """Return the simulated step of a stage map."""
-        if self.costs.columns:
-            return evaluate(self.costs, self.schedule, choose(self.costs, stage_map))
-        durations, tails = self._parts(stage_map)
-        return simulated_step(self.costs, simulate(self.schedule, durations), tails)
+    @cached_property
+    def _classes(self) -> list[_ReplicaSteps]:
+        """The steps of every class of identical replicas."""
+        classes = column_orders(self.costs, self.schedule)
+        return [_ReplicaSteps(*each) for each in classes]
 
-    def learn(self, step: Step) -> CriticalPath | None:
+    def simulate(self, stage_map: StageMap) -> Solution:
+        """Return a stage map with the step of the replicas that end last."""
+        keys = self.keys(stage_map)
+        steps = [each.step(stage_map, keys) for each in self._classes]
+        last = max(range(len(steps)), key=lambda place: steps[place].total_ticks)
+        return Solution(stage_map, steps[last], last)
+
+    def learn(self, solution: Solution) -> CriticalPath | None:
         """Keep the longest path of a step for `is_slower`, and return it.
 
         None: paths do not bound steps of this layout.
         """
+        return self._classes[solution.last_class].learn(solution.step)
+
+    def is_slower(self, stage_map: StageMap, limit: float) -> bool:
+        """Return whether a known path shows that a step takes a limit or longer, in ticks.
+
+        A path through an order bounds every step, however long its actions last.
+        """
+        keys = self.keys(stage_map)
+        return any(each.is_slower(stage_map, keys, limit) for each in self._classes)
+
+
+class _ReplicaSteps:
+    """Simulates stage maps on one class of identical replicas."""
+
+    def __init__(self, costs: LayoutCosts, schedule: Schedule) -> None:
+        self.costs = costs
+        self.schedule = schedule
+        self._ticks: dict[Hashable, StageTicks] = {}
+        self._tails: dict[Hashable, int] = {}
+        self._ranks = range(schedule.ranks)
+        self._stages_of = [schedule.stages_of(rank) for rank in self._ranks]
+        self._paths: list[CriticalPath] = []
+        self._counts: NDArray[np.float64] = np.zeros((0, 0))
+
+    def step(self, stage_map: StageMap, keys: Sequence[StageKey]) -> Step:
+        """Return the simulated step of a stage map."""
+        durations, tails = self._parts(stage_map, keys)
+        return simulated_step(self.costs, simulate(self.schedule, durations), tails)
+
+    def learn(self, step: Step) -> CriticalPath | None:
+        """Keep the longest path of a step, and return it; None: it bounds no step."""
         if not self._has_paths:
             return None
         path = critical_path(self.schedule, step.simulation.durations, step.tails)
@@ -136,14 +189,13 @@ class CutCosts:
             self._counts = np.hstack([np.array(counts, dtype=np.float64), ends])
         return path
 
-    def is_slower(self, stage_map: StageMap, limit: float) -> bool:
-        """Return whether a known path shows that a step takes a limit or longer, in ticks.
-
-        A path through an order bounds every step, however long its actions last.
-        """
+    def is_slower(
+        self, stage_map: StageMap, keys: Sequence[StageKey], limit: float
+    ) -> bool:
+        """Return whether a known path takes a limit or longer, in ticks."""
         if not self._paths:
             return False
-        durations, tails = self._parts(stage_map)
+        durations, tails = self._parts(stage_map, keys)
         seconds = [*self._paths[0].seconds_of(durations), *tails]
         longest = float((self._counts @ np.array(seconds, dtype=np.float64)).max())
         return longest >= limit
@@ -152,12 +204,12 @@ class CutCosts:
     def _has_paths(self) -> bool:
         """Whether a step lasts as long as the longest path of its one order."""
         is_flushed = not find(self.costs.layout.schedule).is_asynchronous
-        staggers = self.costs.work.framework.staggers_steps
-        return is_flushed and not staggers and not self.costs.columns
+        return is_flushed and not self.costs.work.framework.staggers_steps
 
-    def _parts(self, stage_map: StageMap) -> tuple[Durations, tuple[int, ...]]:
+    def _parts(
+        self, stage_map: StageMap, keys: Sequence[StageKey]
+    ) -> tuple[Durations, tuple[int, ...]]:
         """Return the durations of a stage map, and the tail of every rank."""
-        keys = self.keys(stage_map)
         stages: Sequence[StageLayers] | None = None
         parts = []
         for stage, key in enumerate(keys):

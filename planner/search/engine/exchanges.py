@@ -17,11 +17,8 @@ from planner.cost import LayerCost, StageMap
 from planner.cost.memory import held_units_of_rank
 from planner.schedule.critical_path import CriticalPath
 from planner.search.engine.cut_costs import Replicas
-from planner.search.engine.prices import Modes
+from planner.search.engine.prices import Modes, Prices
 from planner.spec.profile import RecomputeMode
-
-MOST_EXCHANGES = 24
-"""Exchanges that are tried at a time, those that shorten the path most."""
 
 
 class _Change(NamedTuple):
@@ -44,32 +41,28 @@ class _Exchange(NamedTuple):
 
 
 def exchanges(
-    stage_map: StageMap,
-    replicas: Replicas,
-    path: CriticalPath,
-    modes: Sequence[Modes],
-    kind_of: Sequence[int],
-) -> list[StageMap]:
-    """Return stage maps with one exchange that shortens a path, the largest gain first.
+    stage_map: StageMap, replicas: Replicas, path: CriticalPath, prices: Prices
+) -> Iterator[StageMap]:
+    """Yield stage maps with one exchange that shortens a path, the largest gain first.
 
     They may not fit: bytes are compared at one moment of the peak.
 
     Args:
         stage_map: that recomputes as little as memory requires.
-        replicas: with this stage map.
-        path: the longest of its step.
-        modes: of every kind of layers.
-        kind_of: kind of every layer.
+        replicas: those that end last with this stage map.
+        path: the longest of their step.
+        prices: with the modes that every kind of layers may have.
     """
     backwards = _backwards(path, len(stage_map))
-    stages = [_modes_of(stage, modes, kind_of) for stage in stage_map]
+    stages = [_modes_of(stage, replicas, prices) for stage in range(len(stage_map))]
     found: list[_Exchange] = []
     for rank in range(replicas.schedule.ranks):
         mine = replicas.schedule.stages_of(rank)
         if len({backwards[stage] for stage in mine}) > 1:
             found += _of_rank(rank, replicas, stages, backwards)
     found.sort(key=lambda each: -each.nanoseconds)
-    return [_changed(stage_map, each) for each in found[:MOST_EXCHANGES]]
+    for each in found:
+        yield _changed(stage_map, each)
 
 
 def _of_rank(
@@ -109,17 +102,15 @@ def _backwards(path: CriticalPath, stages: int) -> list[float]:
 
 
 def _modes_of(
-    stage: Sequence[tuple[int, RecomputeMode]],
-    modes: Sequence[Modes],
-    kind_of: Sequence[int],
+    stage: int, replicas: Replicas, prices: Prices
 ) -> dict[int, tuple[LayerCost, Modes]]:
-    """Return one layer of a stage for every kind and mode, with its modes."""
+    """Return one layer of a stage for every kind and mode, with its modes there."""
+    known = replicas.costs.on_stage(stage).layers
     found: dict[tuple[int, RecomputeMode], tuple[int, tuple[LayerCost, Modes]]] = {}
-    for layer, mode in stage:
-        kind = kind_of[layer]
-        if (kind, mode) not in found:
-            chosen = next(one for one in modes[kind] if one.mode == mode)
-            found[kind, mode] = layer, (chosen, modes[kind])
+    for layer, chosen in replicas.stages[stage]:
+        kind = prices.kind_of[layer]
+        offered = tuple(known[layer][one.mode] for one in prices.modes[kind])
+        found.setdefault((kind, chosen.mode), (layer, (chosen, offered)))
     return dict(found.values())
 
 

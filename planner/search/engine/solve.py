@@ -6,16 +6,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import comb
-from typing import NamedTuple
 
 import numpy as np
 
-from planner.cost import LayoutCosts, StageMap, Step, choose, rank_memory
+from planner.cost import LayoutCosts, StageMap, choose, rank_memory
 from planner.cost.step import schedule_of
 from planner.schedule import Schedule
 from planner.search.engine.bound import Order
 from planner.search.engine.cut import all_cuts
-from planner.search.engine.cut_costs import CutCosts
+from planner.search.engine.cut_costs import CutCosts, Solution
 from planner.search.engine.division import given_sizes
 from planner.search.engine.exchanges import exchanges
 from planner.search.engine.options import Option, Row
@@ -34,6 +33,8 @@ FEW_CUTS = 256
 """All cuts of a row are evaluated if they are not more than this."""
 MOST_MOVES = 40
 """Accepted moves from one cut, and accepted exchanges after them."""
+MOST_EXCHANGES = 24
+"""Stage maps that are simulated for one exchange, those whose path is shortened most."""
 MOST_NEIGHBOURS = 24
 """Cuts that are evaluated for one move, those of least bound."""
 MOST_SOURCES = 64
@@ -43,23 +44,6 @@ MOST_SOURCES = 64
 def has_few_cuts(layers: int, stages: int) -> bool:
     """Return whether all cuts of a row are evaluated."""
     return comb(layers - 1, stages - 1) <= FEW_CUTS
-
-
-class Solution(NamedTuple):
-    """A stage map of a layout and its simulated step."""
-
-    stage_map: StageMap
-    step: Step
-
-    @property
-    def total(self) -> int:
-        """Nanoseconds of the step."""
-        return self.step.total_ticks
-
-    @property
-    def sizes(self) -> Sizes:
-        """Layers of every stage."""
-        return tuple(map(len, self.stage_map))
 
 
 class CutSolver:
@@ -190,7 +174,7 @@ class CutSolver:
     def _played(self, stage_map: StageMap) -> Solution:
         """Return a stage map with its simulated step."""
         self.actions += sum(map(len, self.schedule.actions))
-        return Solution(stage_map, self.cut_costs.step(stage_map))
+        return self.cut_costs.simulate(stage_map)
 
     def _stage_maps(self, sizes: Sizes) -> Iterator[StageMap]:
         """Yield the stage maps to evaluate for a cut, least recomputation first."""
@@ -302,21 +286,24 @@ class CutSolver:
 
     def _best_exchange(self, best: Solution) -> Solution | None:
         """Return a faster stage map after an exchange; None: there is none."""
-        path = self.cut_costs.learn(best.step)
+        path = self.cut_costs.learn(best)
         if path is None:
             return None
-        (replicas,) = self.cut_costs.replicas(best.stage_map)
-        modes = self.prices.modes
-        for stage_map in exchanges(best.stage_map, replicas, path, modes, self._kinds):
+        replicas = self.cut_costs.replicas(best.stage_map)[best.last_class]
+        simulated = 0
+        for stage_map in exchanges(best.stage_map, replicas, path, self.prices):
             if self.cut_costs.is_slower(stage_map, best.total):
                 continue
             self.actions += CUT_WORK
             if not self.cut_costs.fits(stage_map):
                 continue
+            if simulated == MOST_EXCHANGES:
+                break
+            simulated += 1
             found = self._played(stage_map)
             if found.total < best.total:
                 return found
-            self.cut_costs.learn(found.step)
+            self.cut_costs.learn(found)
         return None
 
     def _neighbour_below(self, total: int, solution: Solution) -> Solution | None:
@@ -332,7 +319,7 @@ class CutSolver:
                 continue
             if found.total < total:
                 return found
-            self.cut_costs.learn(found.step)
+            self.cut_costs.learn(found)
         return None
 
     def _promising(self, cuts: Sequence[Sizes]) -> list[Sizes]:
@@ -420,7 +407,8 @@ class RowSolver:
         if found is None:
             return None
         item, schedule = self.item, self.cuts.schedule
-        return Candidate(item.row, item.option, item.costs, schedule, *found)
+        layout = item.row, item.option, item.costs, schedule
+        return Candidate(*layout, found.stage_map, found.step)
 
 
 def _only(modes: Modes, mode: str) -> Modes:

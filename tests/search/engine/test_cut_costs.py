@@ -48,13 +48,14 @@ def compare(costs: LayoutCosts, cut_costs: CutCosts, stage_map: StageMap) -> Non
     expected = evaluate(costs, schedule, stages)
     limit = expected.total_ticks
     assert not cut_costs.is_slower(stage_map, limit + 1)
-    found = cut_costs.step(stage_map)
+    solution = cut_costs.simulate(stage_map)
+    found = solution.step
     assert found.total_ticks == limit
     assert found.last_rank == expected.last_rank
     assert found.tails == expected.tails
     assert found.simulation.durations == expected.simulation.durations
     assert found.bubble_fraction == expected.bubble_fraction
-    if cut_costs.learn(found):
+    if cut_costs.learn(solution):
         assert cut_costs.is_slower(stage_map, limit)
 
 
