@@ -86,7 +86,10 @@ DEVICES = (
     "rtx4090-24gb",
     "h200-sxm-141gb",
 )
+ON_ONE_NODE = {"rtx4090-24gb"}
+"""Devices whose data sheets have no link between nodes."""
 COUNTS = (1, 2, 3, 4, 6, 8, 16, 24, 32, 48, 64)
+COUNTS_OF_NODE = (1, 2, 4, 8)
 BATCHES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256)
 RUNTIMES = ("planner", "planner", "megatron-core")
 FIXED: tuple[tuple[str, Constraint], ...] = (
@@ -253,15 +256,24 @@ def random_case(rng: random.Random) -> Case:
     if rng.random() < FIXED_SHARE:
         name, value = rng.choice(FIXED)
         constraints[name] = value
-    kinds = rng.sample(DEVICES, 2 if rng.random() < MIXED_SHARE else 1)
     return Case(
         model=model,
-        devices=",".join(f"{rng.choice(COUNTS)}x{kind}" for kind in kinds),
+        devices=random_devices(rng),
         batch=rng.choice(BATCHES),
         length=0 if model in WITHOUT_TOKENS else rng.choice(lengths),
         runtime=rng.choice(RUNTIMES),
         constraints=constraints,
     )
+
+
+def random_devices(rng: random.Random) -> str:
+    """Return one kind of devices or two, linked as their data sheets state."""
+    kinds = rng.sample(DEVICES, 2 if rng.random() < MIXED_SHARE else 1)
+    counts = COUNTS
+    if not ON_ONE_NODE.isdisjoint(kinds):
+        kinds = [kind for kind in kinds if kind in ON_ONE_NODE]
+        counts = COUNTS_OF_NODE
+    return ",".join(f"{rng.choice(counts)}x{kind}" for kind in kinds)
 
 
 def attack(case: Case, time_limit: float) -> Attack:
