@@ -159,12 +159,10 @@ def _rows(
     sizes: Sequence[tuple[int, int, Split]],
 ) -> tuple[Measurement, ...]:
     """Return the rows of a kind of layer, mode by mode."""
-    return tuple(
-        polynomials[split].row(samples, tokens, mode)
-        for mode in MODES
-        for samples, tokens, split in sizes
-        if mode in polynomials[split].modes_at(samples)
-    )
+    of_sizes = [
+        polynomials[split].rows(samples, tokens) for samples, tokens, split in sizes
+    ]
+    return tuple(rows[mode] for mode in MODES for rows in of_sizes if mode in rows)
 
 
 def _windowed_counts(data: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import not_
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -461,59 +462,96 @@ class LayerPolynomials(CountPolynomials):
                 )
         return found
 
-    def row(
-        self, micro_batch_size: int, sequence_length: int, recompute: RecomputeMode
-    ) -> Measurement:
-        """Return the counted row of a size, equal to a fresh count.
+    def rows(
+        self, micro_batch_size: int, sequence_length: int
+    ) -> dict[RecomputeMode, Measurement]:
+        """Return the counted rows of a size by recompute mode, equal to fresh counts.
 
         Args:
             micro_batch_size: samples.
             sequence_length: tokens per sample, of all ranks.
-            recompute: one of `modes_at`.
 
         Raises:
             DocumentError: a polynomial gives a value that no layer has.
         """
-        figures = self.figures(micro_batch_size, sequence_length, recompute)
-        figures_or_none = {
-            **figures,
-            "local_frozen_parameters": figures["local_frozen_parameters"] or None,
-        }
+        forward = self._forward(micro_batch_size, sequence_length)
+        modes = self.modes_at(micro_batch_size)
+        size = micro_batch_size, sequence_length
+        return {mode: self._row(*size, mode, *forward) for mode in modes}
+
+    def row(
+        self, micro_batch_size: int, sequence_length: int, recompute: RecomputeMode
+    ) -> Measurement:
+        """Return the counted row of a size in one of `modes_at`, as `rows` does."""
+        forward = self._forward(micro_batch_size, sequence_length)
+        return self._row(micro_batch_size, sequence_length, recompute, *forward)
+
+    def _forward(
+        self, micro_batch_size: int, sequence_length: int
+    ) -> tuple[list[tuple[Any, ...]], dict[str, Any]]:
+        """Return the kernels of a size, and the fields that all modes have in common."""
         counts = self._counts(micro_batch_size)
         terms = self._terms(micro_batch_size, sequence_length)
         kernels = [each.at(terms) for each in counts.kernels]
-        again = [kernels[place] for place in counts.modes[recompute].recomputed]
         collectives = Counter(
             (each.group, each.phase, each.operation, evaluate(each.bytes, terms))
             for each in counts.collectives
         )
-        try:
+        with self._naming_size(micro_batch_size, sequence_length):
+            operations = _merged(kernels)
+            merged = tuple(
+                Collective(
+                    group=group,
+                    phase=phase,
+                    operation=operation,
+                    bytes=size_bytes,
+                    count=count,
+                )
+                for (group, phase, operation, size_bytes), count in collectives.items()
+            )
+        return kernels, {
+            "tensor_parallel_degree": self.tensor_parallel_degree,
+            "context_parallel_degree": self.context_parallel_degree,
+            "expert_parallel_degree": self.expert_parallel_degree,
+            "sequence_parallel": self.sequence_parallel,
+            "forward_bytes": sum(kernel[2] for kernel in kernels),
+            "operations": operations,
+            "collectives": merged,
+        }
+
+    def _row(
+        self,
+        micro_batch_size: int,
+        sequence_length: int,
+        recompute: RecomputeMode,
+        kernels: Sequence[tuple[Any, ...]],
+        forward: Mapping[str, Any],
+    ) -> Measurement:
+        figures: dict[str, int | None] = {
+            **self.figures(micro_batch_size, sequence_length, recompute)
+        }
+        figures["local_frozen_parameters"] = figures["local_frozen_parameters"] or None
+        mode = self._counts(micro_batch_size).modes[recompute]
+        with self._naming_size(micro_batch_size, sequence_length):
             return Measurement(
                 micro_batch_size=micro_batch_size,
                 sequence_length=sequence_length,
-                tensor_parallel_degree=self.tensor_parallel_degree,
-                context_parallel_degree=self.context_parallel_degree,
-                expert_parallel_degree=self.expert_parallel_degree,
-                sequence_parallel=self.sequence_parallel,
                 recompute=recompute,
-                **figures_or_none,
-                forward_bytes=sum(kernel[2] for kernel in kernels),
-                operations=_merged(kernels),
-                recompute_operations=_merged(again),
-                collectives=tuple(
-                    Collective(
-                        group=group,
-                        phase=phase,
-                        operation=operation,
-                        bytes=size_bytes,
-                        count=count,
-                    )
-                    for (group, phase, operation, size_bytes), count in (
-                        collectives.items()
-                    )
+                recompute_operations=_merged(
+                    [kernels[place] for place in mode.recomputed]
                 ),
                 source="counted",
+                **figures,
+                **forward,
             )
+
+    @contextmanager
+    def _naming_size(
+        self, micro_batch_size: int, sequence_length: int
+    ) -> Iterator[None]:
+        """Turn an error of validation into one that names the size."""
+        try:
+            yield
         except ValidationError as error:
             first = error.errors()[0]
             name = ".".join(map(str, first["loc"]))

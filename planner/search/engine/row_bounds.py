@@ -8,6 +8,7 @@ from itertools import compress
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.cost.communication import Group
 from planner.cost.mixed import MIXED_SCHEDULES
 from planner.cost.nearest import nearest_ticks
 from planner.cost.placement import (
@@ -23,6 +24,8 @@ from planner.search.engine.space import Space, cuts_sequences
 from planner.search.engine.table import Table
 
 _ROUNDING = 1 - 1e-9
+_DEGREES = Row._fields.index("micro_batch_size")
+"""Number of a row's columns that are degrees."""
 
 
 class RowBounds:
@@ -34,6 +37,7 @@ class RowBounds:
         self.options = options
         self.pricing = pricing
         self._prices: dict[tuple[object, ...], Prices] = {}
+        self._known_groups: dict[tuple[object, ...], tuple[Group, ...]] = {}
         self._too_large: dict[tuple[int, ...], int] = {}
         """By the other columns: a micro-batch size of which no layer fits."""
 
@@ -73,12 +77,13 @@ class RowBounds:
             if not any(map(_fits_a_layer, options)):
                 self._too_large[_without_size(row)] = row.micro_batch_size
         inverse = inverse.reshape(-1)
-        steps = np.minimum(float(IMPOSSIBLE), work[inverse] * self._growth(table))
+        steps = work[inverse] * self._growth(table) * _ROUNDING
         lean = states[inverse] / table.most_shards
         lean = lean + saved[inverse] / table.sequence_chunks
         is_impossible = lean > table.pipeline * free[inverse]
+        is_impossible |= work[inverse] == IMPOSSIBLE
         steps[is_impossible] = IMPOSSIBLE
-        return (steps * _ROUNDING).astype(np.int64)
+        return np.minimum(steps, float(IMPOSSIBLE)).astype(np.int64)
 
     def _of_arrangements(self, table: Table) -> NDArray[np.int64]:
         """Return the bounds of rows on several node groups."""
@@ -154,17 +159,26 @@ class RowBounds:
 
     def _of_option(self, row: Row, option: Option) -> Prices:
         """Return prices with the work of a row with an option of ZeRO 0 or 2."""
-        layout = self.options.layout(row, option)
-        domain = self.pricing.work.domain_devices
-        key: tuple[object, ...] = (row.split, row.sequence_chunks, row.offload)
-        if row.expert > 1:
-            key += (widest_expert_group(layout, domain),)
-        if option.zero_stage:
-            key += (widest_shard_group(layout, domain),)
-            key += (widest_expert_shard_group(layout, domain),)
+        size = (row.split, row.sequence_chunks, row.offload)
+        key = (*size, self._groups(row, option))
         if key not in self._prices:
             self._prices[key] = self.pricing.prices(row, option, is_split=False)
         return self._prices[key]
+
+    def _groups(self, row: Row, option: Option) -> tuple[Group, ...]:
+        """Return the groups that decide what a row exchanges in a micro-batch."""
+        degrees = (*row[:_DEGREES], option)
+        if degrees not in self._known_groups:
+            layout = self.options.layout(row, option)
+            domain = self.pricing.work.domain_devices
+            groups: list[Group] = []
+            if row.expert > 1:
+                groups.append(widest_expert_group(layout, domain))
+            if option.zero_stage:
+                groups.append(widest_shard_group(layout, domain))
+                groups.append(widest_expert_shard_group(layout, domain))
+            self._known_groups[degrees] = tuple(groups)
+        return self._known_groups[degrees]
 
 
 def _without_size(row: Row) -> tuple[int, ...]:
