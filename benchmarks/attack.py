@@ -267,7 +267,7 @@ def random_case(rng: random.Random) -> Case:
 
 
 def random_devices(rng: random.Random) -> str:
-    """Return one kind of devices or two, linked as their data sheets state."""
+    """Return one kind of devices or two whose data sheets state all links they need."""
     kinds = rng.sample(DEVICES, 2 if rng.random() < MIXED_SHARE else 1)
     counts = COUNTS
     if not ON_ONE_NODE.isdisjoint(kinds):

@@ -482,14 +482,14 @@ class LayerPolynomials(CountPolynomials):
     def row(
         self, micro_batch_size: int, sequence_length: int, recompute: RecomputeMode
     ) -> Measurement:
-        """Return the counted row of a size in one of `modes_at`, as `rows` does."""
+        """Return the row of one recompute mode out of `rows`, without making the others."""
         forward = self._forward(micro_batch_size, sequence_length)
         return self._row(micro_batch_size, sequence_length, recompute, *forward)
 
     def _forward(
         self, micro_batch_size: int, sequence_length: int
     ) -> tuple[list[tuple[Any, ...]], dict[str, Any]]:
-        """Return the kernels of a size, and the fields that all modes have in common."""
+        """Return the kernels of a size, and the fields that are equal in all modes."""
         counts = self._counts(micro_batch_size)
         terms = self._terms(micro_batch_size, sequence_length)
         kernels = [each.at(terms) for each in counts.kernels]

@@ -53,7 +53,7 @@ class Solution(NamedTuple):
     stage_map: StageMap
     step: Step
     last_class: int
-    """Number of the class of identical replicas that ends last."""
+    """Which class of identical replicas ends last, counted from 0."""
 
     @property
     def total(self) -> int:

@@ -25,7 +25,7 @@ from planner.search.engine.table import Table
 
 _ROUNDING = 1 - 1e-9
 _DEGREES = Row._fields.index("micro_batch_size")
-"""Number of a row's columns that are degrees."""
+"""A row begins with this many degrees."""
 
 
 class RowBounds:
@@ -166,7 +166,7 @@ class RowBounds:
         return self._prices[key]
 
     def _groups(self, row: Row, option: Option) -> tuple[Group, ...]:
-        """Return the groups that decide what a row exchanges in a micro-batch."""
+        """Return the communicators whose width decides what a micro-batch costs."""
         degrees = (*row[:_DEGREES], option)
         if degrees not in self._known_groups:
             layout = self.options.layout(row, option)
