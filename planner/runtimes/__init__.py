@@ -5,7 +5,6 @@ from planner.runtimes.runtime import (
     AttentionKernel,
     Dispatcher,
     Dropout,
-    ExpertTensorDefault,
     Runtime,
     Selective,
 )
@@ -16,7 +15,6 @@ __all__ = [
     "Change",
     "Dispatcher",
     "Dropout",
-    "ExpertTensorDefault",
     "Rule",
     "Runtime",
     "Selective",

@@ -40,7 +40,6 @@ Dispatcher = Literal["alltoall", "allgather", "deepep", "hybridep"]
 alltoall: one all-to-all over the expert-parallel ranks; allgather: every rank gathers
 all tokens; deepep and hybridep: kernels that send a token once per node.
 """
-ExpertTensorDefault = Literal["tensor", "one"]
 Routing = Literal["natural", "forced", "capacity"]
 """Tokens per expert: as the router decides, equal for benchmarks, or cut off."""
 Fp8Scaling = Literal["none", "delayed", "current", "rowwise", "blockwise"]
@@ -126,8 +125,6 @@ class Runtime:
     micro-batch."""
     dispatcher: Dispatcher = "alltoall"
     routing: Routing = "natural"
-    expert_tensor_default: ExpertTensorDefault = "tensor"
-    """Tensor-parallel degree inside routed experts that a run uses by default."""
     cuda_graphs: bool = False
     launch_blocking: bool = False
     """Every kernel is waited for (CUDA_LAUNCH_BLOCKING=1): nothing overlaps."""
@@ -260,12 +257,6 @@ class Runtime:
         """Return whether ZeRO 3 retains gathered parameters until the backward."""
         in_pipeline = self.keeps_gathered_in_pipeline and pipeline_parallel_degree > 1
         return self.keeps_gathered or in_pipeline
-
-    def expert_tensor_degree(self, tensor_parallel_degree: int) -> int:
-        """Return the tensor-parallel degree inside experts if a layout gives none."""
-        if self.expert_tensor_default == "one":
-            return 1
-        return tensor_parallel_degree
 
     def without_overlap(self) -> Runtime:
         """Return the traits of a run in which every kernel is waited for."""

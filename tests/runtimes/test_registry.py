@@ -168,9 +168,3 @@ def test_gathered_parameters_are_retained_in_pipelines() -> None:
     found = runtimes.get("torchtitan")
     assert found.retains_gathered(2)
     assert not found.retains_gathered(1)
-
-
-def test_the_default_degree_inside_experts() -> None:
-    """Megatron-Core splits experts as the other layers, Megatron-Bridge does not."""
-    assert runtimes.get("megatron-core").expert_tensor_degree(4) == 4
-    assert runtimes.get("megatron-bridge").expert_tensor_degree(4) == 1
