@@ -42,7 +42,7 @@ from planner.errors import PlannerError
 from planner.profiler.resolve import catalogue_profile
 from planner.schedule import Schedule, find
 from planner.search import make_request, plan, predict
-from planner.search.engine.bound import splits_backward
+from planner.search.engine.backwards import splits_backward
 from planner.search.engine.space import (
     Offload,
     Space,

@@ -29,13 +29,9 @@ from planner.schedule import (
     find,
     requirements,
 )
+from planner.search.engine.backwards import splits_backward
 from planner.search.engine.balance import balanced_cut_among
-from planner.search.engine.bound import (
-    IMPOSSIBLE,
-    Order,
-    splits_backward,
-    stage_ranks,
-)
+from planner.search.engine.bound import IMPOSSIBLE, Order, stage_ranks
 from planner.search.engine.cut_costs import Solution
 from planner.search.engine.division import given_sizes, own_sizes
 from planner.search.engine.options import Options, Row

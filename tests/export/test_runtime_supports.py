@@ -26,7 +26,7 @@ from planner.runtimes import names
 from planner.runtimes import planned as runtime_of
 from planner.schedule import find as find_schedule
 from planner.schedule.entry import Shape
-from planner.search.engine.bound import splits_backward
+from planner.search.engine.backwards import splits_backward
 from planner.search.engine.division import runtime_sizes
 from planner.spec import Cluster, Job, Layout, Plan
 from planner.spec.devices import find_device

@@ -13,8 +13,9 @@ from planner.export import find
 from planner.profiler.counted import counted_profile
 from planner.runtimes import Supports
 from planner.search import plan, predict
+from planner.search.engine.backwards import forbids_recompute
 from planner.search.engine.division import divides
-from planner.search.engine.options import Options, Row, permits_recompute
+from planner.search.engine.options import Options, Row
 from planner.search.engine.space import whole_space
 from planner.search.engine.table import enumerate_table
 from planner.spec import Infeasible, Job, Layout, ModelProfile, Plan, PredictionLayout
@@ -172,7 +173,7 @@ def test_the_search_has_all_supported_layouts_and_no_other(runtime: str) -> None
         stages = layout.pipeline_parallel_degree * layout.virtual_stages_per_rank
         if not divides(model, {}, work.framework, stages):
             continue
-        recompute = words if permits_recompute(layout.schedule) else words[:1]
+        recompute = words[:1] if forbids_recompute(layout.schedule) else words
         each = [layout.model_copy(update={"recompute": word}) for word in recompute]
         if any(supports.violation(one, work.job) is None for one in each):
             possible.add(text)

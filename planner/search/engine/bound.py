@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 from planner.schedule import find
 from planner.schedule.entry import Shape
 from planner.schedule.in_flight import most_held
-from planner.schedule.rows import BACKWARD_INPUT, BACKWARD_WEIGHT, Row
+from planner.search.engine.backwards import splits_backward
 from planner.search.engine.hull import lower_hull
 from planner.search.engine.prices import Floats, Prices
 
@@ -138,28 +138,6 @@ def stages_of_ranks(order: Order) -> NDArray[np.intp]:
     ranks = np.array(stage_ranks(order), dtype=np.intp)
     shape = (order.ranks, order.virtual_stages)
     return np.argsort(ranks, kind="stable").reshape(shape)
-
-
-@lru_cache(maxsize=64)
-def splits_backward(name: str) -> bool:
-    """Return whether a schedule splits backwards, or may split them.
-
-    One that does not ends every rank with the backward of its lowest stage.
-    """
-    entry = find(name)
-    if entry.needs_durations:
-        return True
-    shape = Shape(2, 4, entry.least_virtual_stages, 1)
-    for rank in range(2):
-        kinds = Row.read(entry.rank_actions(shape, rank)).kinds
-        if np.isin(kinds, (BACKWARD_INPUT, BACKWARD_WEIGHT)).any():
-            return True
-    return False
-
-
-def forbids_recompute(name: str) -> bool:
-    """Return whether no layer recomputes under a schedule: it always splits backwards."""
-    return splits_backward(name) and not find(name).needs_durations
 
 
 def lower_bound(prices: Prices, order: Order, limit: int = IMPOSSIBLE) -> Bound:

@@ -31,10 +31,10 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.search.engine.backwards import splits_backward
 from planner.search.engine.bound import (
     Order,
     least_kept,
-    splits_backward,
     stage_ranks,
     starts_late,
     traits_of,

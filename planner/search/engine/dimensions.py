@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.engine.bound import forbids_recompute
+from planner.search.engine.backwards import forbids_recompute
 from planner.search.engine.constraints import recompute_modes
 from planner.search.engine.options import Option, Options
 from planner.search.engine.solve import has_few_cuts

@@ -16,12 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost import Workload
-from planner.search.engine.bound import (
-    IMPOSSIBLE,
-    Order,
-    forbids_recompute,
-    lower_bound,
-)
+from planner.search.engine.backwards import forbids_recompute
+from planner.search.engine.bound import IMPOSSIBLE, Order, lower_bound
 from planner.search.engine.capacity import may_beat
 from planner.search.engine.cut import all_cuts_of
 from planner.search.engine.division import given_sizes
@@ -269,7 +265,7 @@ class Search:
             return
         for indices in self._alike(below):
             row = Row.of(self.table, int(indices[0]))
-            orders = [self.order(Row.of(self.table, int(each))) for each in indices]
+            orders = self._orders(indices)
             may = self._may_beat_at_best(row, orders)
             # Exact prices of unequal shares are expensive: they wait for `expand`.
             if may.any() and not row.larger_shares:
@@ -536,6 +532,14 @@ class Search:
         name = self.space.schedules[row.schedule]
         numbers = (row.pipeline, row.micro_batches, row.virtual_stages)
         return Order(name, *numbers, row.sequence_chunks)
+
+    def _orders(self, indices: NDArray[np.intp]) -> list[Order]:
+        """Return the schedules of several rows and their numbers."""
+        rows = self.table.take(indices)
+        schedules = [self.space.schedules[place] for place in rows.schedule.tolist()]
+        numbers = (rows.pipeline, rows.micro_batches, rows.virtual_stages)
+        columns = [each.tolist() for each in (*numbers, rows.sequence_chunks)]
+        return list(map(Order, schedules, *columns))
 
     def _uniform_modes(self, is_split: bool) -> tuple[str, ...]:
         """Return the modes that all layers share where a runtime has no mixtures."""

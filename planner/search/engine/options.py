@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from planner.cost import Workload
 from planner.cost.derived import DerivedRows
 from planner.runtimes.supports import IDLE_RANKS
-from planner.schedule import Requirement, build, find, requirements
 from planner.search.engine.arrangement import RANK_ORDERS, Arrangement
+from planner.search.engine.backwards import forbids_recompute, splits_backward
 from planner.search.engine.constraints import COLUMNS, recompute_modes
 from planner.search.engine.space import (
     Offload,
@@ -255,9 +255,9 @@ class Options:
         """
         names = self.space.schedules
         splits = range(len(self.space.splits))
-        is_whole = np.array(list(map(permits_recompute, names)), dtype=bool)
+        forbids = np.array(list(map(forbids_recompute, names)), dtype=bool)
         is_free = np.array([self._may_save_all(split) for split in splits], dtype=bool)
-        mask: NDArray[np.bool_] = is_whole[table.schedule] | is_free[table.split]
+        mask: NDArray[np.bool_] = ~forbids[table.schedule] | is_free[table.split]
         return mask
 
     def _may_save_all(self, split: int) -> bool:
@@ -311,8 +311,8 @@ class Options:
         if any(offload.activations for offload in self.space.offloads):
             offers = np.array([self._has_none(split) for split in splits])
             names = self.space.schedules
-            is_whole = np.array([has_whole_backwards(name) for name in names])
-            columns += [offers[table.split], is_whole[table.schedule]]
+            is_split = np.array(list(map(splits_backward, names)))
+            columns += [offers[table.split], is_split[table.schedule]]
         columns += self._rule_columns(table)
         return np.stack(columns, axis=1).astype(np.int64)
 
@@ -341,7 +341,7 @@ class Options:
         Sequences are whole, backwards are full, and no layer recomputes.
         """
         name = self.space.schedules[row.schedule]
-        is_whole = row.sequence_chunks == 1 and has_whole_backwards(name)
+        is_whole = row.sequence_chunks == 1 and not splits_backward(name)
         return is_whole and self._has_none(row.split)
 
     def _has_none(self, split: int) -> bool:
@@ -409,24 +409,6 @@ def _by_rank_order(row: Row, options: Iterable[Option]) -> Iterable[list[Option]
 def _least_shards(split: Split) -> int:
     """Return the least number of replicas that together hold all experts."""
     return lcm(split.expert_ranks, split.tensor) // split.tensor
-
-
-@lru_cache(maxsize=64)
-def has_whole_backwards(name: str) -> bool:
-    """Return whether a schedule does not split backwards."""
-    if find(name).needs_durations:
-        return False
-    stages = find(name).least_virtual_stages
-    built = build(name, ranks=2, micro_batches=4, virtual_stages=stages)
-    return Requirement.SPLIT_BACKWARD not in requirements(built)
-
-
-def permits_recompute(name: str) -> bool:
-    """Return whether layers may recompute under a schedule.
-
-    A synthesized order splits backwards only where nothing recomputes.
-    """
-    return find(name).needs_durations or has_whole_backwards(name)
 
 
 @lru_cache(maxsize=4096)

@@ -28,7 +28,8 @@ import numpy as np
 from planner.schedule import Schedule, build, find
 from planner.schedule.critical_path import CriticalPath, critical_path
 from planner.schedule.durations import Durations
-from planner.search.engine.bound import Order, splits_backward, stage_ranks
+from planner.search.engine.backwards import splits_backward
+from planner.search.engine.bound import Order, stage_ranks
 from planner.search.engine.prices import Floats
 
 MOST_UNITS = 1 << 15

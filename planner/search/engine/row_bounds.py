@@ -17,7 +17,8 @@ from planner.cost.placement import (
     widest_shard_group,
 )
 from planner.search.engine.arrangement import RANK_ORDERS
-from planner.search.engine.bound import IMPOSSIBLE, splits_backward
+from planner.search.engine.backwards import splits_backward
+from planner.search.engine.bound import IMPOSSIBLE
 from planner.search.engine.options import Option, Options, Row
 from planner.search.engine.prices import Prices, Pricing
 from planner.search.engine.space import Space, cuts_sequences

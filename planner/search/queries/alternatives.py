@@ -17,7 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.engine.bound import IMPOSSIBLE, splits_backward
+from planner.search.engine.backwards import splits_backward
+from planner.search.engine.bound import IMPOSSIBLE
 from planner.search.engine.engine import Search
 from planner.search.engine.first_plan import SCHEDULES
 from planner.search.engine.options import Option, Row

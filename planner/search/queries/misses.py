@@ -27,8 +27,9 @@ from planner.cost import (
 )
 from planner.schedule import Schedule
 from planner.search.engine.arrangement import RANK_ORDERS
+from planner.search.engine.backwards import forbids_recompute
 from planner.search.engine.balance import balanced_cut
-from planner.search.engine.bound import forbids_recompute, traits_of
+from planner.search.engine.bound import traits_of
 from planner.search.engine.cut import all_cuts
 from planner.search.engine.division import given_sizes
 from planner.search.engine.engine import Search

@@ -9,7 +9,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from planner.cost import Workload, workload
-from planner.search.engine.bound import lower_bound, splits_backward
+from planner.search.engine.backwards import splits_backward
+from planner.search.engine.bound import lower_bound
 from planner.search.engine.capacity import may_beat
 from planner.search.engine.engine import plan_space
 from planner.search.engine.options import Option

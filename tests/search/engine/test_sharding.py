@@ -23,7 +23,7 @@ from planner.cost import (
 )
 from planner.executor.support import check_plan
 from planner.search import plan
-from planner.search.engine.bound import forbids_recompute
+from planner.search.engine.backwards import forbids_recompute
 from planner.search.engine.capacity import may_beat
 from planner.search.engine.prices import dominates
 from planner.search.engine.row_bounds import RowBounds
