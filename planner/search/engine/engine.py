@@ -18,18 +18,16 @@ from numpy.typing import NDArray
 from planner.cost import Workload
 from planner.search.engine.backwards import forbids_recompute
 from planner.search.engine.bound import IMPOSSIBLE, Order, lower_bound
-from planner.search.engine.capacity import may_beat
 from planner.search.engine.cut import all_cuts_of
 from planner.search.engine.division import given_sizes
+from planner.search.engine.exclude import AlikeRows, exclude_rows
 from planner.search.engine.first_plan import find_first_plan
 from planner.search.engine.garbage import rare_collection
 from planner.search.engine.neighbours import solve_neighbours
 from planner.search.engine.options import (
-    PRICE_COLUMNS,
     Option,
     Options,
     Row,
-    ShardDegrees,
 )
 from planner.search.engine.prices import Floats, Prices, Pricing
 from planner.search.engine.result import Candidate, Progress, Result
@@ -103,7 +101,7 @@ class Search:
         self.options = Options(work, space)
         self.pricing = Pricing(work, self.options)
         self.table = enumerate_table(work, space)
-        self._bounds = RowBounds(space, self.options, self.pricing)
+        self.bounds = RowBounds(space, self.options, self.pricing)
         self._work_bounds = np.full(len(self.table), _UNKNOWN, dtype=np.int64)
         self.is_started = False
         self.next_row = 0
@@ -135,7 +133,7 @@ class Search:
         bounds = self._work_bounds
         unknown = indices[bounds[indices] == _UNKNOWN]
         if len(unknown):
-            bounds[unknown] = self._bounds.of(self.table.take(unknown))
+            bounds[unknown] = self.bounds.of(self.table.take(unknown))
         return bounds[indices]
 
     def in_order(self, mask: NDArray[np.bool_]) -> list[int]:
@@ -201,7 +199,7 @@ class Search:
     def start(self, report: Callable[[], None] = lambda: None) -> None:
         """Look for a first plan, and call `report` whenever it may be better."""
         find_first_plan(self, report)
-        self._exclude_rows()
+        exclude_rows(self)
         self.is_started = True
         report()
 
@@ -257,99 +255,6 @@ class Search:
         if self._least_row() >= self.limit:
             self.next_row = len(self.rows)
         return found
-
-    def _exclude_rows(self) -> None:
-        """Drop rows that cannot beat the limit by the capacity of their ranks."""
-        below = self.rows[self.row_bounds[self.rows] < self.limit]
-        if not len(below):
-            return
-        for indices in self._alike(below):
-            row = Row.of(self.table, int(indices[0]))
-            orders = self._orders(indices)
-            may = self._may_beat_at_best(row, orders)
-            # Exact prices of unequal shares are expensive: they wait for `expand`.
-            if may.any() and not row.larger_shares:
-                left = list(compress(orders, may))
-                options = self._bounds.options_below(
-                    row, self.table.take(indices[may]), self.limit
-                )
-                options = self._of_possible_shardings(row, left, options)
-                may[may] = self._may_beat(row, options, left).any(axis=0)
-            self.is_taken[indices[~may]] = True
-
-    def _may_beat_at_best(self, row: Row, orders: Sequence[Order]) -> NDArray[np.bool_]:
-        """Return for every order whether a row at its least prices may beat the limit."""
-        is_split = forbids_recompute(orders[0].schedule)
-        least = self.pricing.least(row, is_split=is_split)
-        if least is None:
-            return np.zeros(len(orders), dtype=np.bool_)
-        found: NDArray[np.bool_] = may_beat([least], orders, float(self.limit))[0]
-        return found
-
-    def _of_possible_shardings(
-        self, row: Row, orders: Sequence[Order], options: Iterable[Option]
-    ) -> list[Option]:
-        """Return the options that share states among enough ranks to beat the limit.
-
-        The least shard degree of every rank order and ZeRO stage is found by bisection.
-        """
-
-        def may_beat_up_to(
-            alike: Iterable[ShardDegrees], places: Iterable[int]
-        ) -> NDArray[np.bool_]:
-            extremes = map(ShardDegrees.extremes, alike, places)
-            prices = [
-                self.pricing.least_of(row, each, is_split=is_split) for each in extremes
-            ]
-            may = may_beat(prices, orders, float(self.limit))
-            found: NDArray[np.bool_] = np.any(may, axis=1)
-            return found
-
-        is_split = forbids_recompute(orders[0].schedule)
-        every = list(self.options.by_zero_stage(row, options))
-        if not every:
-            return []
-        may = may_beat_up_to(every, [len(each.options) - 1 for each in every])
-        possible = list(compress(every, may.tolist()))
-        least = np.zeros(len(possible), dtype=np.intp)
-        most = np.array([len(each.options) - 1 for each in possible], dtype=np.intp)
-        while (unknown := np.flatnonzero(least < most)).size:
-            middle = (least + most)[unknown] // 2
-            may = may_beat_up_to([possible[place] for place in unknown], middle)
-            most[unknown[may]] = middle[may]
-            least[unknown[~may]] = middle[~may] + 1
-        found: list[Option] = []
-        for alike, first in zip(possible, least.tolist(), strict=True):
-            found += alike.options[first:]
-        return found
-
-    def _may_beat(
-        self,
-        row: Row,
-        options: Sequence[Option],
-        orders: Sequence[Order],
-    ) -> NDArray[np.bool_]:
-        """Return whether a row's options may beat the limit, [option, order]."""
-        if not options:
-            return np.zeros((0, len(orders)), dtype=np.bool_)
-        is_split = forbids_recompute(orders[0].schedule)
-        prices = [
-            self.pricing.prices(row, option, is_split=is_split) for option in options
-        ]
-        return may_beat(prices, orders, float(self.limit))
-
-    def _alike(self, indices: NDArray[np.intp]) -> list[NDArray[np.intp]]:
-        """Return rows in groups that have the same prices and options."""
-        table = self.table.take(indices)
-        names = self.space.schedules
-        is_split = np.array([forbids_recompute(name) for name in names], dtype=bool)
-        columns = [getattr(table, name) for name in PRICE_COLUMNS]
-        columns += [is_split[table.schedule], *self.options.keys(table).T]
-        keys = np.stack(columns, axis=1)
-        _, groups = np.unique(keys, axis=0, return_inverse=True)
-        order = np.argsort(groups.reshape(-1), kind="stable")
-        ends = np.cumsum(np.bincount(groups.reshape(-1)))
-        return np.split(indices[order], ends[:-1])
 
     def bound_rows(self, indices: Iterable[int]) -> None:
         """Bound some rows over all their options, and queue those below the limit."""
@@ -460,7 +365,7 @@ class Search:
         """Return options of a row that may beat the limit and that none dominates."""
         options = self.options.of(row)
         self.done += OPTION_WORK * len(options)
-        may = self._may_beat(row, options, [self.order(row)])[:, 0]
+        may = AlikeRows(self, row, [self.order(row)]).options_may_beat(options)[:, 0]
         return self.pricing.undominated(row, list(compress(enumerate(options), may)))
 
     def bound_options(
@@ -533,7 +438,7 @@ class Search:
         numbers = (row.pipeline, row.micro_batches, row.virtual_stages)
         return Order(name, *numbers, row.sequence_chunks)
 
-    def _orders(self, indices: NDArray[np.intp]) -> list[Order]:
+    def orders(self, indices: NDArray[np.intp]) -> list[Order]:
         """Return the schedules of several rows and their numbers."""
         rows = self.table.take(indices)
         schedules = [self.space.schedules[place] for place in rows.schedule.tolist()]
