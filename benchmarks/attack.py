@@ -193,6 +193,7 @@ class Winner(NamedTuple):
     step_seconds: float
     lower_bound_seconds: float
     """Over the cuts that the search evaluated."""
+    bound_all_cuts_seconds: float
     is_optimal: bool
 
 
@@ -299,6 +300,7 @@ def attack(case: Case, time_limit: float) -> Attack:
         found.layout,
         found.prediction.step_seconds,
         search.lower_bound_seconds,
+        (1 - (search.gap_all_cuts or search.gap)) * found.prediction.step_seconds,
         search.optimal,
     )
     by_layout = attack_winner(documents, winner)
@@ -614,7 +616,9 @@ def _judgement(winner: Winner, best: Better) -> str:
     changed = {"recompute": winner.layout.recompute}
     if best.layout.model_copy(update=changed) == winner.layout:
         return "another cut of the same layout"
-    return "below the lower bound"
+    if best.step_seconds >= winner.bound_all_cuts_seconds:
+        return "with a cut that was not evaluated"
+    return "below the lower bound of all cuts"
 
 
 if __name__ == "__main__":

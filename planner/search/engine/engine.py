@@ -469,6 +469,20 @@ class Search:
         if found is not None and found.total < self.limit:
             self.best = found
 
+    def exchange_recomputation(self) -> None:
+        """Look for exchanges of recomputation that make the best plan faster."""
+        best = self.best
+        assert best is not None
+        if is_synthesized(best.schedule.name):
+            return
+        is_split = forbids_recompute(best.schedule.name)
+        prices = self.pricing.prices(best.row, best.option, is_split=is_split)
+        solver = RowSolver(self._item(best.row, best.option, prices, ()))
+        found = solver.exchanged(best.stage_map)
+        self.done += solver.actions
+        if found.total < self.limit:
+            self.best = found
+
     def solve_from_any_cut(self, row: Row, option: Option, cut: Sizes) -> None:
         """Solve a row with an option, with moves from its cuts whatever their steps.
 

@@ -32,7 +32,10 @@ DEPENDENT = ("data", "micro_batches", "split", "schedule")
 
 
 def solve_neighbours(search: Search) -> None:
-    """Solve the layouts around the best one that may be faster, and keep the best plan."""
+    """Solve the layouts around the best one that may be faster, and keep the best plan.
+
+    Of that plan, more exchanges of recomputation are tried than of others.
+    """
     best = search.best
     assert best is not None
     cut = tuple(map(len, best.stage_map))
@@ -45,6 +48,7 @@ def solve_neighbours(search: Search) -> None:
     cut = tuple(map(len, best.stage_map))
     for row in _promising_rows(search, best):
         search.solve_from_any_cut(row, best.option, cut)
+    search.exchange_recomputation()
 
 
 def _promising_rows(search: Search, best: Candidate) -> list[Row]:
@@ -65,7 +69,8 @@ def _rows_around(search: Search, row: Row) -> list[int]:
 
     A degree or size is a factor of 2 or 3 smaller or larger, or there is one stage per
     rank more or less. With as many replicas, two degrees differ; with as many
-    micro-batches, their size differs too.
+    micro-batches, their size differs too. With another tensor degree, sequences may be
+    split or not.
     """
     table = search.table
     differs = np.zeros(len(table), dtype=np.intp)
@@ -76,10 +81,12 @@ def _rows_around(search: Search, row: Row) -> list[int]:
             continue
         column = getattr(table, name)
         value = int(getattr(row, name))
+        is_other = column != value
         if name == "micro_batch_size":
-            differs += (column != value) & (table.micro_batches != row.micro_batches)
-        else:
-            differs += column != value
+            is_other &= table.micro_batches != row.micro_batches
+        if name == "sequence_parallel":
+            is_other &= table.tensor == row.tensor
+        differs += is_other
         degrees_differ += (column != value) & (name in EXCHANGED)
         is_near &= np.isin(column, _values_around(name, value))
     names = search.space.schedules
@@ -95,6 +102,8 @@ def _values_around(name: str, value: int) -> tuple[int, ...]:
         return (value - 1, value, value + 1, value // 2, 2 * value)
     if name == "expert_tensor":
         return (0, 1, value // 2, value, 2 * value)
+    if name == "sequence_parallel":
+        return (0, 1)
     if name in ("offload", "larger_shares"):
         return (value,)
     return (value // 3, value // 2, value, 2 * value, 3 * value)

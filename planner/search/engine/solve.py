@@ -35,6 +35,8 @@ MOST_MOVES = 40
 """Accepted moves from one cut, and accepted exchanges after them."""
 MOST_EXCHANGES = 24
 """Stage maps that are simulated for one exchange, those whose path is shortened most."""
+MOST_EXCHANGES_OF_BEST = 256
+"""The same for the best plan of a search."""
 MOST_NEIGHBOURS = 24
 """Cuts that are evaluated for one move, those of least bound."""
 MOST_SOURCES = 64
@@ -271,20 +273,23 @@ class CutSolver:
             return best
         return self._exchanged(best)
 
-    def _exchanged(self, best: Solution) -> Solution:
+    def exchanged(self, stage_map: StageMap) -> Solution:
+        """Return what exchanges of recomputation reach from a search's best stage map."""
+        start = self._played(stage_map)
+        return self._exchanged(start, MOST_EXCHANGES_OF_BEST)
+
+    def _exchanged(self, best: Solution, most: int = MOST_EXCHANGES) -> Solution:
         """Return the best stage map that exchanges of recomputation reach."""
-        ranks = range(self.schedule.ranks)
-        most = max(len(self.schedule.stages_of(rank)) for rank in ranks)
-        if self.modes or most == 1:
+        if self.modes or self.order.virtual_stages == 1:
             return best
         for _ in range(MOST_MOVES):
-            better = self._best_exchange(best)
+            better = self._best_exchange(best, most)
             if better is None:
                 break
             best = better
         return best
 
-    def _best_exchange(self, best: Solution) -> Solution | None:
+    def _best_exchange(self, best: Solution, most: int) -> Solution | None:
         """Return a faster stage map after an exchange; None: there is none."""
         path = self.cut_costs.learn(best)
         if path is None:
@@ -297,7 +302,7 @@ class CutSolver:
             self.actions += CUT_WORK
             if not self.cut_costs.fits(stage_map):
                 continue
-            if simulated == MOST_EXCHANGES:
+            if simulated == most:
                 break
             simulated += 1
             found = self._played(stage_map)
@@ -404,8 +409,13 @@ class RowSolver:
             from_any_cut: not only from cuts that are nearly as fast as the limit.
         """
         found = self.cuts.solve(limit, moves=moves, from_any_cut=from_any_cut)
-        if found is None:
-            return None
+        return None if found is None else self._candidate(found)
+
+    def exchanged(self, stage_map: StageMap) -> Candidate:
+        """Return the best plan that exchanges of recomputation reach from a stage map."""
+        return self._candidate(self.cuts.exchanged(stage_map))
+
+    def _candidate(self, found: Solution) -> Candidate:
         item, schedule = self.item, self.cuts.schedule
         layout = item.row, item.option, item.costs, schedule
         return Candidate(*layout, found.stage_map, found.step)
