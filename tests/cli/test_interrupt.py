@@ -13,7 +13,7 @@ from planner.cli.interrupt import interruptible
 from planner.errors import LayoutError
 
 HARNESS = """
-import sys, time
+import signal, sys, time
 from planner.cli.interrupt import interruptible
 
 def stubborn(should_stop):
@@ -25,6 +25,8 @@ def obedient(should_stop):
     while not should_stop():
         time.sleep(0.01)
 
+# A shell without job control starts background commands with SIGINT ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 try:
     interruptible({work})
 except KeyboardInterrupt:
@@ -45,7 +47,10 @@ def test_sigint_ends_the_work(work: str, code: int, told: str) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "working\n"
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=120)
+        try:
+            _, said = process.communicate(timeout=120)
+        finally:
+            process.kill()
     assert (process.returncode, said) == (code, told)
 
 
