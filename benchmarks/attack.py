@@ -42,7 +42,6 @@ from planner.errors import PlannerError
 from planner.profiler.resolve import catalogue_profile
 from planner.schedule import Schedule, find
 from planner.search import make_request, plan, predict
-from planner.search.engine.backwards import splits_backward
 from planner.search.engine.space import (
     Offload,
     Space,
@@ -50,6 +49,7 @@ from planner.search.engine.space import (
     divisors,
     runtime_constraints,
 )
+from planner.search.engine.split_backward import splits_backward
 from planner.search.engine.table import SIMPLE
 from planner.search.support import supported_space
 from planner.spec import Cluster, Infeasible, Job, ModelProfile, Options

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from planner.cost import Workload, workload
 from planner.profiler.resolve import catalogue_profile
-from planner.search.engine import exclude, prices, rule
+from planner.search.engine import prices, prune, rule
 from planner.search.engine.engine import Search
 from planner.search.engine.result import Progress, Result
 from planner.search.support import supported_space
@@ -75,7 +75,7 @@ def _no_paths(order: object) -> None:
 
 PARTS: dict[str, tuple[ModuleType, str, Callable[..., object]]] = {
     "paths": (rule, "paths_of", _no_paths),
-    "capacity": (exclude, "may_beat", _all_may_beat),
+    "capacity": (prune, "may_beat", _all_may_beat),
     "dominance": (prices, "dominates", _not_dominated),
 }
 """Parts of the bound: module, function, and what stands for it without the part."""

@@ -40,11 +40,14 @@ from planner.profiler.cut import cut_model
 from planner.profiler.local_devices import local_devices
 from planner.profiler.models import load_model
 from planner.profiler.recompute import recompute
+from planner.profiler.resolve import catalogue_profile
 from planner.profiling import ProfileRequest, profile_model
 from planner.search import make_request, plan, plan_layout, predict
+from planner.search.queries.objectives import Portfolio
+from planner.search.result import Callbacks
 from planner.spec import Cluster, Infeasible, ModelProfile, Plan, parse
 from planner.spec.layout import PredictionLayout
-from planner.spec.plan import Prediction, RankMemory
+from planner.spec.plan import Options, Prediction, RankMemory
 from planner.spec.profile import RecomputeMode
 from planner.spec.short_form import cluster_of, job_of
 from tests.builders import GIGABYTE, cluster, job, layer, link, profile, request
@@ -1188,3 +1191,24 @@ def test_stages_of_a_rank_exchange_recomputation(case: Case) -> None:
     found = attack(case, time_limit=60)
     assert found.winner is not None
     assert not found.better
+
+
+def test_a_plan_is_not_optimal_before_its_neighbours_are_solved() -> None:
+    """A search that a limit ended at this moment called its plan optimal: its neighbours were 5 % faster."""
+    asked = Case("qwen3-0.6b", "64xl4-24gb", 16, 1024, "planner", {"schedule": "1f1b"})
+    model = catalogue_profile(asked.model, asked.job)
+    options = Options(top=0, time_limit_seconds=60)
+    found = make_request(model, asked.cluster, asked.job, options, model=asked.model)
+    portfolio = Portfolio(found, model, Callbacks())
+    portfolio.find_first_plans()
+    search = portfolio.searches[0].begin()
+    while search.least < search.limit:
+        portfolio.advance()
+    before = portfolio.report()
+    assert before.gap == 0
+    assert not before.optimal
+    while not portfolio.is_done:
+        portfolio.advance()
+    after = portfolio.report()
+    assert after.optimal
+    assert after.lower_bound_seconds < before.lower_bound_seconds

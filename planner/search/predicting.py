@@ -29,7 +29,6 @@ from planner.schedule import (
     find,
     requirements,
 )
-from planner.search.engine.backwards import splits_backward
 from planner.search.engine.balance import balanced_cut_among
 from planner.search.engine.bound import IMPOSSIBLE, Order, stage_ranks
 from planner.search.engine.cut_costs import Solution
@@ -39,6 +38,7 @@ from planner.search.engine.prices import Prices, Pricing
 from planner.search.engine.rule import RuleCuts, Sizes
 from planner.search.engine.solve import CutSolver, has_few_cuts
 from planner.search.engine.space import Offload, Space, Split
+from planner.search.engine.split_backward import splits_backward
 from planner.search.engine.synthesize import is_synthesized, order_of_layout
 from planner.search.engine.table import enumerate_table
 from planner.search.queries.refusals import check_pieces, check_shared

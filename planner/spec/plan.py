@@ -200,7 +200,9 @@ class SearchReport(Document):
     seconds: float
     """Duration of the search."""
     lower_bound_seconds: float
-    """No plan in the search space is faster under the cost model."""
+    """No plan of the search space is faster under the cost model with the cuts that the
+    search evaluates. If it did not finish, moves of layers that it did not try may be
+    faster, but not than the bound of `gap_all_cuts`."""
     gap: float
     """(step_seconds - lower_bound_seconds) / step_seconds."""
     optimal: bool

@@ -13,7 +13,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from planner.check.schedules import SCHEDULES
-from planner.search.engine.backwards import splits_backward
+from planner.search.engine.split_backward import splits_backward
 from planner.spec.cluster import Cluster
 from planner.spec.job import Job
 from planner.spec.layout import Layout, PredictionLayout

@@ -8,7 +8,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from planner.check.schedules import SCHEDULES
-from planner.search.engine.backwards import splits_backward
+from planner.search.engine.split_backward import splits_backward
 from planner.spec import Cluster, Layout, ModelProfile, NodeGroup
 from planner.spec.cluster import ScaleUp
 from planner.spec.layout import PredictionLayout

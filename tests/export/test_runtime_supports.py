@@ -26,8 +26,8 @@ from planner.runtimes import names
 from planner.runtimes import planned as runtime_of
 from planner.schedule import find as find_schedule
 from planner.schedule.entry import Shape
-from planner.search.engine.backwards import splits_backward
 from planner.search.engine.division import runtime_sizes
+from planner.search.engine.split_backward import splits_backward
 from planner.spec import Cluster, Job, Layout, Plan
 from planner.spec.devices import find_device
 from planner.spec.job import WHOLE_PARAMETERS

@@ -13,10 +13,10 @@ from planner.export import find
 from planner.profiler.counted import counted_profile
 from planner.runtimes import Supports
 from planner.search import plan, predict
-from planner.search.engine.backwards import forbids_recompute
 from planner.search.engine.division import divides
 from planner.search.engine.options import Options, Row
 from planner.search.engine.space import whole_space
+from planner.search.engine.split_backward import forbids_recompute
 from planner.search.engine.table import enumerate_table
 from planner.spec import Infeasible, Job, Layout, ModelProfile, Plan, PredictionLayout
 from planner.spec.job import CONSTRAINABLE

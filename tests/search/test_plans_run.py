@@ -9,8 +9,8 @@ from planner.check import check
 from planner.cost import workload
 from planner.executor.support import check_plan
 from planner.search import plan
-from planner.search.engine.backwards import forbids_recompute
 from planner.search.engine.space import cuts_sequences, whole_space
+from planner.search.engine.split_backward import forbids_recompute
 from planner.search.engine.table import enumerate_table
 from planner.spec import Plan
 from planner.spec.layout import RecomputeWord

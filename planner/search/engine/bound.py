@@ -43,9 +43,9 @@ from numpy.typing import NDArray
 from planner.schedule import find
 from planner.schedule.entry import Shape
 from planner.schedule.in_flight import most_held
-from planner.search.engine.backwards import splits_backward
 from planner.search.engine.hull import lower_hull
 from planner.search.engine.prices import Floats, Prices
+from planner.search.engine.split_backward import splits_backward
 
 IMPOSSIBLE = 2**62
 """Nanoseconds of a row that fits under no cut."""

@@ -31,7 +31,6 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.engine.backwards import splits_backward
 from planner.search.engine.bound import (
     Order,
     least_kept,
@@ -41,6 +40,7 @@ from planner.search.engine.bound import (
 )
 from planner.search.engine.hull import lower_hull
 from planner.search.engine.prices import Floats, Prices
+from planner.search.engine.split_backward import splits_backward
 
 _MANY = 1e15
 _ROUNDING = 1e-9

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.engine.backwards import forbids_recompute
 from planner.search.engine.constraints import recompute_modes
 from planner.search.engine.options import Option, Options
 from planner.search.engine.solve import has_few_cuts
 from planner.search.engine.space import Dimension, LeftOut
+from planner.search.engine.split_backward import forbids_recompute
 from planner.search.engine.synthesize import is_synthesized
 from planner.search.engine.table import Table
 from planner.spec.job import DIVISION

@@ -16,11 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost import Workload
-from planner.search.engine.backwards import forbids_recompute
 from planner.search.engine.bound import IMPOSSIBLE, Order, lower_bound
 from planner.search.engine.cut import all_cuts_of
 from planner.search.engine.division import given_sizes
-from planner.search.engine.exclude import AlikeRows, exclude_rows
 from planner.search.engine.first_plan import find_first_plan
 from planner.search.engine.garbage import rare_collection
 from planner.search.engine.neighbours import solve_neighbours
@@ -30,11 +28,13 @@ from planner.search.engine.options import (
     Row,
 )
 from planner.search.engine.prices import Floats, Prices, Pricing
+from planner.search.engine.prune import EquivalentRows, prune_rows
 from planner.search.engine.result import Candidate, Progress, Result
 from planner.search.engine.row_bounds import RowBounds
 from planner.search.engine.rule import CutBounds, RuleCuts, Sizes
 from planner.search.engine.solve import PROMISING, Item, RowSolver, has_few_cuts
 from planner.search.engine.space import Space, whole_space
+from planner.search.engine.split_backward import forbids_recompute
 from planner.search.engine.stop import OPTION_WORK, GapStop, Stop
 from planner.search.engine.synthesize import (
     SEARCH_EFFORT,
@@ -75,15 +75,15 @@ class Node:
     """A row, or a row with an option, and a bound on its step."""
 
     nanoseconds: int
-    """No cut that is evaluated is faster."""
+    """Lower bound over the cuts that the row is solved with."""
     index: int
     """Of the row."""
     place: int
     """Of the option; -1: the option is open."""
     all_cuts: int = field(compare=False)
-    """Nanoseconds that no cut at all beats."""
+    """Lower bound in nanoseconds over all cuts."""
     cuts: tuple[Sizes, ...] = field(compare=False)
-    """Of the rule of the row's schedule."""
+    """To start from; empty: all cuts, the solver's own, or the node is pruned."""
     item: Item | None = field(compare=False, default=None)
     """What to solve; None: the option is open."""
     solver: OrderSolver | None = field(compare=False, default=None)
@@ -101,8 +101,8 @@ class Search:
         self.options = Options(work, space)
         self.pricing = Pricing(work, self.options)
         self.table = enumerate_table(work, space)
-        self.bounds = RowBounds(space, self.options, self.pricing)
-        self._work_bounds = np.full(len(self.table), _UNKNOWN, dtype=np.int64)
+        self.work_bounds = RowBounds(space, self.options, self.pricing)
+        self._known_bounds = np.full(len(self.table), _UNKNOWN, dtype=np.int64)
         self.is_started = False
         self.next_row = 0
         self.is_taken = np.zeros(len(self.table), dtype=np.bool_)
@@ -130,10 +130,10 @@ class Search:
 
     def bounds_by_work(self, indices: NDArray[np.intp]) -> NDArray[np.int64]:
         """Return `row_bounds` of some rows, and compute no others."""
-        bounds = self._work_bounds
+        bounds = self._known_bounds
         unknown = indices[bounds[indices] == _UNKNOWN]
         if len(unknown):
-            bounds[unknown] = self.bounds.of(self.table.take(unknown))
+            bounds[unknown] = self.work_bounds.of(self.table.take(unknown))
         return bounds[indices]
 
     def in_order(self, mask: NDArray[np.bool_]) -> list[int]:
@@ -158,7 +158,7 @@ class Search:
     @property
     def least(self) -> int:
         """The least bound of all that is open."""
-        return min(self.least_node, self._least_row())
+        return min(self.least_node_bound, self._least_row_bound())
 
     @property
     def lower_bound(self) -> int:
@@ -170,7 +170,7 @@ class Search:
         return min(self.least, min(unproven, default=IMPOSSIBLE), self.limit)
 
     @property
-    def least_node(self) -> int:
+    def least_node_bound(self) -> int:
         """The least bound of the queue."""
         return self.queue[0].nanoseconds if self.queue else IMPOSSIBLE
 
@@ -188,6 +188,7 @@ class Search:
             while self.is_open and not self._is_stopped(stop):
                 self.advance()
                 report()
+            # A stop may end the proof, but the rows around a proven plan are still solved.
             while self.least >= self.limit and self._has_neighbours:
                 self.advance()
                 report()
@@ -199,7 +200,7 @@ class Search:
     def start(self, report: Callable[[], None] = lambda: None) -> None:
         """Look for a first plan, and call `report` whenever it may be better."""
         find_first_plan(self, report)
-        exclude_rows(self)
+        prune_rows(self)
         self.is_started = True
         report()
 
@@ -219,7 +220,7 @@ class Search:
             assert self.best is not None
             self.solved_around = self.best.row
             solve_neighbours(self)
-        elif self._least_row() <= self.least_node:
+        elif self._least_row_bound() <= self.least_node_bound:
             self.bound_rows(self._next_rows())
         else:
             self.expand(heapq.heappop(self.queue))
@@ -239,7 +240,7 @@ class Search:
     def _total(self) -> int | None:
         return None if self.best is None else self.best.total
 
-    def _least_row(self) -> int:
+    def _least_row_bound(self) -> int:
         if self.next_row >= len(self.rows):
             return IMPOSSIBLE
         return int(self.row_bounds[self.rows[self.next_row]])
@@ -247,12 +248,12 @@ class Search:
     def _next_rows(self) -> list[int]:
         """Return the rows with the least bounds that are below the best step."""
         found: list[int] = []
-        while len(found) < BATCH and self._least_row() < self.limit:
+        while len(found) < BATCH and self._least_row_bound() < self.limit:
             index = int(self.rows[self.next_row])
             self.next_row += 1
             if not self.is_taken[index]:
                 found.append(index)
-        if self._least_row() >= self.limit:
+        if self._least_row_bound() >= self.limit:
             self.next_row = len(self.rows)
         return found
 
@@ -314,10 +315,10 @@ class Search:
         return rule.sizes
 
     def _rule_bounds(self, bounds: CutBounds, cuts: tuple[Sizes, ...]) -> Floats:
-        """Return nanoseconds that no evaluated cut beats, per option.
+        """Return the nanoseconds by which options are ordered and pruned.
 
-        Moves of a layer start from a cut of the rule that is at most `PROMISING` times
-        the best step, so that a bound on those cuts counts that much less.
+        They are the least bound on a cut of the rule. Moves of layers start from cuts
+        within `PROMISING` times the best step, so that the bound is divided by that.
         """
         limit = PROMISING * self.limit
         if bounds.has_one_option:
@@ -365,7 +366,9 @@ class Search:
         """Return options of a row that may beat the limit and that none dominates."""
         options = self.options.of(row)
         self.done += OPTION_WORK * len(options)
-        may = AlikeRows(self, row, [self.order(row)]).options_may_beat(options)[:, 0]
+        may = EquivalentRows(self, row, [self.order(row)]).options_may_beat(options)[
+            :, 0
+        ]
         return self.pricing.undominated(row, list(compress(enumerate(options), may)))
 
     def bound_options(
@@ -383,7 +386,7 @@ class Search:
             bounds = CutBounds(stacks, order)
             by_rule = self._rule_bounds(bounds, node.cuts)
             least = np.maximum(least, by_rule)
-            may_fit = self._may_fit(bounds, node.cuts) & (by_rule >= IMPOSSIBLE)
+            may_fit = self._may_repair(bounds, node.cuts) & (by_rule >= IMPOSSIBLE)
         for number, (place, option) in enumerate(options):
             all_cuts, cuts = node.all_cuts, node.cuts
             nanoseconds = float(least[number])
@@ -407,15 +410,18 @@ class Search:
             bound = max(int(nanoseconds), all_cuts)
             yield Node(bound, node.index, place, all_cuts, cuts, item)
 
-    def _may_fit(self, bounds: CutBounds, cuts: tuple[Sizes, ...]) -> NDArray[np.bool_]:
-        """Return per option whether moving layers to emptier ranks may beat the limit."""
+    def _may_repair(
+        self, bounds: CutBounds, cuts: tuple[Sizes, ...]
+    ) -> NDArray[np.bool_]:
+        """Return per option whether cuts may fit after moves to ranks with free memory."""
         if given_sizes(self.work, len(cuts[0])) is not None:
             return np.zeros(len(bounds.free(cuts[:1])), dtype=np.bool_)
         free = [bounds.free([sizes]).max(axis=1) for sizes in cuts]
         least = np.min([bounds.times(sizes) for sizes in cuts], axis=0)
-        has_room = np.max(free, axis=0) > 0
-        may_fit: NDArray[np.bool_] = has_room & (least < PROMISING * self.limit)
-        return may_fit
+        has_memory = np.max(free, axis=0) > 0
+        is_fast = least < PROMISING * self.limit
+        may_repair: NDArray[np.bool_] = has_memory & is_fast
+        return may_repair
 
     def _item(
         self, row: Row, option: Option, prices: Prices, cuts: tuple[Sizes, ...]
@@ -470,7 +476,7 @@ class Search:
             self.best = found
 
     def exchange_recomputation(self) -> None:
-        """Look for exchanges of recomputation that make the best plan faster."""
+        """Exchange recomputation between the incumbent's stages if that makes it faster."""
         best = self.best
         assert best is not None
         if is_synthesized(best.schedule.name):
@@ -484,12 +490,12 @@ class Search:
             self.best = found
 
     def solve_from_any_cut(self, row: Row, option: Option, cut: Sizes) -> None:
-        """Solve a row with an option, with moves from its cuts whatever their steps.
+        """Solve a row with an option, moving layers from every cut to start from.
 
         Args:
             row: of the table.
             option: for the row.
-            cut: to start from too, if it has as many stages.
+            cut: a further one to start from, if it has as many stages.
         """
         order = self.order(row)
         stages = order.ranks * order.virtual_stages

@@ -85,8 +85,8 @@ def _of_rank(
         for less, more in product(shorter, longer):
             added = backwards[less_on] * less.nanoseconds
             added += backwards[more_on] * more.nanoseconds
-            saved = units[less_on] * less.bytes + units[more_on] * more.bytes
-            if added < 0 and saved <= free * chunks:
+            added_bytes = units[less_on] * less.bytes + units[more_on] * more.bytes
+            if added < 0 and added_bytes <= free * chunks:
                 yield _Exchange(-added, less, more)
 
 

@@ -21,7 +21,7 @@ MOST_ROWS = 128
 MOST_TRIED = 48
 """Rows that are solved in one round."""
 MOST_SOLVED = 6
-"""Of those, how many after the first that fits."""
+"""Of those, how many once a plan is known."""
 MOST_MOVED = 2
 """Rows in which layers are moved."""
 ROUNDS = 3
@@ -83,23 +83,23 @@ def _solve_some(
     *,
     moves: bool = False,
 ) -> None:
-    """Solve up to a number of rows that fit, least bound first.
+    """Solve rows, least bound first, until some were solved with a plan to compare with.
 
     Args:
         search: that owns the rows.
         indices: of rows.
-        count: of rows that fit.
+        count: of rows that are solved once a plan is known.
         report: called whenever there is a better plan.
         moves: try to move layers between stages.
     """
     by_work = search.bounds_by_work(np.array(indices, dtype=np.intp))
     waiting = deque(sorted(zip(by_work.tolist(), indices, strict=True)))
-    tried = fitting = 0
-    while fitting < count:
+    tried = compared = 0
+    while compared < count:
         least_row = waiting[0][0] if waiting else IMPOSSIBLE
-        if min(least_row, search.least_node) >= search.limit:
+        if min(least_row, search.least_node_bound) >= search.limit:
             break
-        if least_row <= search.least_node:
+        if least_row <= search.least_node_bound:
             _, index = waiting.popleft()
             search.push(search.bound_row(index))
             continue
@@ -110,7 +110,7 @@ def _solve_some(
         before = search.best
         if search.expand(node, moves=moves, options=_simple_options(search, row)):
             tried += 1
-            fitting += search.best is not None
+            compared += search.best is not None
         if search.best is not before:
             report()
     search.queue.clear()

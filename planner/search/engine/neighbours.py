@@ -24,18 +24,15 @@ if TYPE_CHECKING:
 MOST_SOLVED = 32
 """Rows that are solved, those of least bound."""
 MOST_SLOWER = 1.06
-"""Rows whose cuts by the rule take longer than this times the best step are not solved."""
-EXCHANGED = ("tensor", "pipeline", "context")
+"""Rows whose bound is above this times the best step are not solved."""
+SWAPPED = ("tensor", "pipeline", "context")
 """Degrees of which one may be larger and another one smaller."""
 DEPENDENT = ("data", "micro_batches", "split", "schedule")
-"""Columns that may differ besides the one that does."""
+"""Columns that do not count as a difference."""
 
 
 def solve_neighbours(search: Search) -> None:
-    """Solve the layouts around the best one that may be faster, and keep the best plan.
-
-    Of that plan, more exchanges of recomputation are tried than of others.
-    """
+    """Solve layouts around the incumbent, then try exchanges of its recomputation."""
     best = search.best
     assert best is not None
     cut = tuple(map(len, best.stage_map))
@@ -67,10 +64,10 @@ def _promising_rows(search: Search, best: Candidate) -> list[Row]:
 def _rows_around(search: Search, row: Row) -> list[int]:
     """Return rows that differ in one column, and may differ in the schedule too.
 
-    A degree or size is a factor of 2 or 3 smaller or larger, or there is one stage per
-    rank more or less. With as many replicas, two degrees differ; with as many
-    micro-batches, their size differs too. With another tensor degree, sequences may be
-    split or not.
+    A degree or size differs by a factor of 2 or 3, or stages per rank by one. With as
+    many replicas, two of the degrees `SWAPPED` may differ. The micro-batch size does not
+    count if the number of micro-batches is the same, and sequence parallelism does not
+    count if the tensor degree differs.
     """
     table = search.table
     differs = np.zeros(len(table), dtype=np.intp)
@@ -87,14 +84,14 @@ def _rows_around(search: Search, row: Row) -> list[int]:
         if name == "sequence_parallel":
             is_other &= table.tensor == row.tensor
         differs += is_other
-        degrees_differ += (column != value) & (name in EXCHANGED)
+        degrees_differ += (column != value) & (name in SWAPPED)
         is_near &= np.isin(column, _values_around(name, value))
     names = search.space.schedules
-    is_made = [is_synthesized(name) for name in names]
-    is_near &= ~np.array(is_made, dtype=np.bool_)[table.schedule]
+    synthesized = np.array([is_synthesized(name) for name in names], dtype=np.bool_)
+    is_near &= ~synthesized[table.schedule]
     is_near &= _same_arrangement(search, row)
-    is_exchange = (degrees_differ == 2) & (differs == 2) & (table.data == row.data)
-    return search.in_order(is_near & ((differs <= 1) | is_exchange))
+    is_swap = (degrees_differ == 2) & (differs == 2) & (table.data == row.data)
+    return search.in_order(is_near & ((differs <= 1) | is_swap))
 
 
 def _values_around(name: str, value: int) -> tuple[int, ...]:

@@ -17,7 +17,6 @@ from planner.cost import Workload
 from planner.cost.derived import DerivedRows
 from planner.runtimes.supports import IDLE_RANKS
 from planner.search.engine.arrangement import RANK_ORDERS, Arrangement
-from planner.search.engine.backwards import forbids_recompute, splits_backward
 from planner.search.engine.constraints import COLUMNS, recompute_modes
 from planner.search.engine.space import (
     Offload,
@@ -26,6 +25,7 @@ from planner.search.engine.space import (
     Split,
     runtime_constraints,
 )
+from planner.search.engine.split_backward import forbids_recompute, splits_backward
 from planner.spec.job import WHOLE_PARAMETERS, Constraint, allows
 from planner.spec.layout import Layout, RankOrder, RecomputeWord, ZeroStage
 

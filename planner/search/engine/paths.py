@@ -28,9 +28,9 @@ import numpy as np
 from planner.schedule import Schedule, build, find
 from planner.schedule.critical_path import CriticalPath, critical_path
 from planner.schedule.durations import Durations
-from planner.search.engine.backwards import splits_backward
 from planner.search.engine.bound import Order, stage_ranks
 from planner.search.engine.prices import Floats
+from planner.search.engine.split_backward import splits_backward
 
 MOST_UNITS = 1 << 15
 """Micro-batches and chunks of all stages, up to which an order is built for its paths."""

@@ -69,9 +69,10 @@ class Result:
 
     Those are the cuts of the schedule's rule, and moves of one layer that start from a
     cut whose step is at most `PROMISING` times the best one, or from one that takes at
-    most `NEARLY_PROMISING` times as long if a move makes it as fast as that."""
+    most `NEARLY_PROMISING` times as long if a move makes it as fast as that. While the
+    search is open, moves that it has not tried may still reach a shorter step."""
     lower_bound_all_cuts: int
-    """The same over all cuts."""
+    """Nanoseconds that no layout of the space beats with any cut."""
     open_nodes: int
     """Rows, and rows with an option, that are neither solved nor excluded."""
     space: Space

@@ -17,11 +17,11 @@ from planner.cost.placement import (
     widest_shard_group,
 )
 from planner.search.engine.arrangement import RANK_ORDERS
-from planner.search.engine.backwards import splits_backward
 from planner.search.engine.bound import IMPOSSIBLE
 from planner.search.engine.options import Option, Options, Row
 from planner.search.engine.prices import Prices, Pricing
 from planner.search.engine.space import Space, cuts_sequences
+from planner.search.engine.split_backward import splits_backward
 from planner.search.engine.table import Table
 
 _ROUNDING = 1 - 1e-9

@@ -274,22 +274,22 @@ class CutSolver:
         return self._exchanged(best)
 
     def exchanged(self, stage_map: StageMap) -> Solution:
-        """Return what exchanges of recomputation reach from a search's best stage map."""
+        """Exchange recomputation of the incumbent as long as that makes it faster."""
         start = self._played(stage_map)
         return self._exchanged(start, MOST_EXCHANGES_OF_BEST)
 
     def _exchanged(self, best: Solution, most: int = MOST_EXCHANGES) -> Solution:
-        """Return the best stage map that exchanges of recomputation reach."""
+        """Exchange recomputation as long as that makes a stage map faster."""
         if self.modes or self.order.virtual_stages == 1:
             return best
         for _ in range(MOST_MOVES):
-            better = self._best_exchange(best, most)
+            better = self._faster_exchange(best, most)
             if better is None:
                 break
             best = better
         return best
 
-    def _best_exchange(self, best: Solution, most: int) -> Solution | None:
+    def _faster_exchange(self, best: Solution, most: int) -> Solution | None:
         """Return a faster stage map after an exchange; None: there is none."""
         path = self.cut_costs.learn(best)
         if path is None:
@@ -412,7 +412,7 @@ class RowSolver:
         return None if found is None else self._candidate(found)
 
     def exchanged(self, stage_map: StageMap) -> Candidate:
-        """Return the best plan that exchanges of recomputation reach from a stage map."""
+        """Exchange recomputation between stages as long as that makes a plan faster."""
         return self._candidate(self.cuts.exchanged(stage_map))
 
     def _candidate(self, found: Solution) -> Candidate:

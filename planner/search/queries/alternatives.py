@@ -17,13 +17,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.engine.backwards import splits_backward
 from planner.search.engine.bound import IMPOSSIBLE
 from planner.search.engine.engine import Search
 from planner.search.engine.first_plan import SCHEDULES
 from planner.search.engine.options import Option, Row
 from planner.search.engine.result import Candidate
 from planner.search.engine.solve import Item
+from planner.search.engine.split_backward import splits_backward
 from planner.search.engine.synthesize import solver_of
 from planner.search.queries.masked import masked
 from planner.search.queries.outcome import Outcome

@@ -27,7 +27,6 @@ from planner.cost import (
 )
 from planner.schedule import Schedule
 from planner.search.engine.arrangement import RANK_ORDERS
-from planner.search.engine.backwards import forbids_recompute
 from planner.search.engine.balance import balanced_cut
 from planner.search.engine.bound import traits_of
 from planner.search.engine.cut import all_cuts
@@ -37,6 +36,7 @@ from planner.search.engine.options import Option, Row
 from planner.search.engine.prices import Modes, Prices
 from planner.search.engine.result import Candidate
 from planner.search.engine.solve import has_few_cuts
+from planner.search.engine.split_backward import forbids_recompute
 from planner.search.engine.synthesize import cases_of, is_synthesized, one_by_one
 from planner.search.result import Limits
 from planner.spec.plan import Miss, RankMemory

@@ -471,7 +471,10 @@ class Portfolio:
         bound_all_cuts = self._bound_on(winner, [best, *open_bounds, *other_cuts])
         gap = (total - bound) / max(1, total)
         gap_all_cuts = _wider_gap(gap, (total - bound_all_cuts) / max(1, total))
-        return Proof(bound, gap, gap_all_cuts, is_optimal=gap <= OPTIMAL_GAP)
+        # Rows around a proven plan may still have to be solved.
+        is_finished = not any(one.is_open for one in self.searches)
+        is_optimal = is_finished and gap <= OPTIMAL_GAP
+        return Proof(bound, gap, gap_all_cuts, is_optimal=is_optimal)
 
     def report_progress(self, *, is_last: bool = False) -> None:
         """Call the caller's progress callback, at most every `_REPORT_SECONDS`."""
@@ -517,7 +520,7 @@ def with_best(outcome: Outcome, best: Candidate) -> Outcome:
         "lower_bound_seconds": bound,
         "gap": gap,
         "gap_all_cuts": gap_all_cuts,
-        "optimal": gap <= OPTIMAL_GAP,
+        "optimal": report.optimal and gap <= OPTIMAL_GAP,
     }
     return replace(outcome, best=best, report=report.model_copy(update=update))
 
@@ -579,7 +582,7 @@ def _joint_report(report: SearchReport, search: Search, result: Result) -> Searc
             "layouts_solved": report.layouts_solved + solved,
             "lower_bound_seconds": bound * TICK_SECONDS,
             "gap": gap,
-            "optimal": gap <= OPTIMAL_GAP,
+            "optimal": report.optimal and gap <= OPTIMAL_GAP,
             "gap_all_cuts": _wider_gap(gap, result.gap_all_cuts),
             "space": joined_space(report.space, space_report(search)),
         }

@@ -9,7 +9,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from planner.cost import Workload, workload
-from planner.search.engine.backwards import splits_backward
 from planner.search.engine.bound import lower_bound
 from planner.search.engine.capacity import may_beat
 from planner.search.engine.engine import plan_space
@@ -17,6 +16,7 @@ from planner.search.engine.options import Option
 from planner.search.engine.row_bounds import RowBounds
 from planner.search.engine.rule import RuleCuts
 from planner.search.engine.space import whole_space
+from planner.search.engine.split_backward import splits_backward
 from planner.spec.cluster import Cluster, NodeGroup
 from planner.spec.job import Job
 from planner.spec.profile import ModelProfile

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cost import choose, rank_memory, schedule_of, workload
-from planner.search.engine.backwards import forbids_recompute
 from planner.search.engine.bound import Order
 from planner.search.engine.capacity import may_beat
 from planner.search.engine.options import Row
 from planner.search.engine.paths import Paths, paths_of
 from planner.search.engine.rule import RuleCuts
 from planner.search.engine.space import whole_space
+from planner.search.engine.split_backward import forbids_recompute
 from tests.search.engine.exact import (
     HOST_BANDWIDTHS,
     PLENTY,

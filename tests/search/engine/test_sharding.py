@@ -23,11 +23,11 @@ from planner.cost import (
 )
 from planner.executor.support import check_plan
 from planner.search import plan
-from planner.search.engine.backwards import forbids_recompute
 from planner.search.engine.capacity import may_beat
 from planner.search.engine.prices import dominates
 from planner.search.engine.row_bounds import RowBounds
 from planner.search.engine.space import whole_space
+from planner.search.engine.split_backward import forbids_recompute
 from planner.spec import Plan
 from tests.builders import cluster, job, layer, link, profile, request
 from tests.search.engine.exact import Layouts, random_map, step_of

@@ -1,4 +1,4 @@
-"""Which schedules split backwards; under those no layer recomputes."""
+"""Schedules that split a backward into input and weight gradients."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from planner.schedule import Requirement, build, find, requirements
 
 @lru_cache(maxsize=64)
 def splits_backward(name: str) -> bool:
-    """Return whether a schedule splits backwards, or may split them.
+    """Return whether a schedule may split backwards into input and weight gradients.
 
-    One that does not ends every rank with the backward of its lowest stage.
+    Under any other schedule, the last action of every rank is the backward of its lowest
+    stage.
     """
     entry = find(name)
     if entry.needs_durations:
@@ -22,8 +23,8 @@ def splits_backward(name: str) -> bool:
 
 
 def forbids_recompute(name: str) -> bool:
-    """Return whether no layer recomputes under a schedule.
+    """Return whether layers cannot recompute under a schedule, since it splits backwards.
 
-    A synthesized order splits backwards only where nothing recomputes.
+    Synthesized orders split backwards only if no layer recomputes, so they permit it.
     """
     return splits_backward(name) and not find(name).needs_durations

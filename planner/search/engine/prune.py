@@ -1,14 +1,15 @@
-"""Rows that are dropped before the loop, since none of their options beats the best plan.
+"""Prunes rows before the search loop: no option of theirs can beat the incumbent.
 
-Rows with the same prices and options differ in their order alone, and are looked at
-together. The tests become closer and more expensive:
+Rows are tested together if they have the same prices and options, so that only their
+orders of actions differ. There are four tests, each closer and more expensive than the
+one before:
 
-1. the least prices of all options together
-2. per option, the work of all layers
-3. per rank order and ZeRO stage, the fewest ranks that states have to be shared among
-4. per option that is left, its own prices
+1. all options at once, at the least price of any of them
+2. each option, by the work of all layers
+3. each rank order and ZeRO stage: a bisection for the least shard degree that may do
+4. each remaining option, at its own prices
 
-All but the second are those of `planner.search.engine.capacity`.
+The second is `RowBounds.options_below`; the others are `capacity.may_beat`.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.search.engine.backwards import forbids_recompute
 from planner.search.engine.bound import Order
 from planner.search.engine.capacity import may_beat
 from planner.search.engine.options import PRICE_COLUMNS, Option, Row, ShardDegrees
+from planner.search.engine.split_backward import forbids_recompute
 
 if TYPE_CHECKING:
     from planner.search.engine.engine import Search
@@ -33,26 +34,28 @@ if TYPE_CHECKING:
 Mask = NDArray[np.bool_]
 
 
-def exclude_rows(search: Search) -> None:
-    """Take rows out of a search that cannot beat its limit."""
+def prune_rows(search: Search) -> None:
+    """Prune the rows of a search that cannot beat its limit."""
     below = search.rows[search.row_bounds[search.rows] < search.limit]
-    for indices in _alike(search, below):
+    for indices in _equivalent_rows(search, below):
         row = Row.of(search.table, int(indices[0]))
-        group = AlikeRows(search, row, search.orders(indices))
+        group = EquivalentRows(search, row, search.orders(indices))
         may = group.may_beat()
         # Exact prices of unequal shares are expensive: they wait for the loop.
         if may.any() and not row.larger_shares:
-            options = search.bounds.options_below(
+            options = search.work_bounds.options_below(
                 row, search.table.take(indices[may]), search.limit
             )
             left = group.only(may)
-            options = left.of_possible_shardings(options)
+            options = left.with_enough_shards(options)
             may[may] = left.options_may_beat(options).any(axis=0)
         search.is_taken[indices[~may]] = True
 
 
-def _alike(search: Search, indices: NDArray[np.intp]) -> list[NDArray[np.intp]]:
-    """Return rows in groups that have the same prices and options."""
+def _equivalent_rows(
+    search: Search, indices: NDArray[np.intp]
+) -> list[NDArray[np.intp]]:
+    """Return groups of rows; those of a group have the same prices and options."""
     if not len(indices):
         return []
     table = search.table.take(indices)
@@ -68,23 +71,23 @@ def _alike(search: Search, indices: NDArray[np.intp]) -> list[NDArray[np.intp]]:
 
 
 @dataclass(frozen=True)
-class AlikeRows:
-    """Rows with the same prices and options, and whether they may beat the limit."""
+class EquivalentRows:
+    """Rows that have the same prices and options; only their orders differ."""
 
     search: Search
     row: Row
     """One of them."""
     orders: Sequence[Order]
-    """Of each."""
+    """Schedule and numbers of every row."""
 
-    def only(self, mask: Mask) -> AlikeRows:
-        """Return some of the rows."""
+    def only(self, mask: Mask) -> EquivalentRows:
+        """Return the rows of a mask."""
         orders = list(compress(self.orders, mask))
-        return AlikeRows(self.search, self.row, orders)
+        return EquivalentRows(self.search, self.row, orders)
 
     @cached_property
     def is_split(self) -> bool:
-        """Whether backwards are split, so that no layer recomputes."""
+        """Whether the schedules split backwards, which forbids recomputation."""
         return forbids_recompute(self.orders[0].schedule)
 
     @property
@@ -93,7 +96,7 @@ class AlikeRows:
         return float(self.search.limit)
 
     def may_beat(self) -> Mask:
-        """Return which rows may beat the limit at the least prices of all options."""
+        """Return a mask of the rows that may beat the limit at the least price of any option."""
         least = self.search.pricing.least(self.row, is_split=self.is_split)
         if least is None:
             return np.zeros(len(self.orders), dtype=np.bool_)
@@ -101,7 +104,7 @@ class AlikeRows:
         return found
 
     def options_may_beat(self, options: Sequence[Option]) -> Mask:
-        """Return whether rows with an option may beat the limit, [option, row]."""
+        """Return a mask of the options and rows that may beat the limit, [option, row]."""
         if not options:
             return np.zeros((0, len(self.orders)), dtype=np.bool_)
         pricing = self.search.pricing
@@ -111,10 +114,10 @@ class AlikeRows:
         ]
         return may_beat(prices, self.orders, self.limit)
 
-    def of_possible_shardings(self, options: Iterable[Option]) -> list[Option]:
-        """Return the options that share states among enough ranks to beat the limit.
+    def with_enough_shards(self, options: Iterable[Option]) -> list[Option]:
+        """Return the options whose shard degree is large enough to beat the limit.
 
-        The least shard degree of every rank order and ZeRO stage is found by bisection.
+        A bisection finds the least such degree for every rank order and ZeRO stage.
         """
         every = list(self.search.options.by_zero_stage(self.row, options))
         if not every:
@@ -129,18 +132,23 @@ class AlikeRows:
             most[unknown[may]] = middle[may]
             least[unknown[~may]] = middle[~may] + 1
         found: list[Option] = []
-        for alike, first in zip(possible, least.tolist(), strict=True):
-            found += alike.options[first:]
+        for degrees, first in zip(possible, least.tolist(), strict=True):
+            found += degrees.options[first:]
         return found
 
     def _may_beat_up_to(
-        self, alike: Iterable[ShardDegrees], places: Iterable[int]
+        self, degrees: Iterable[ShardDegrees], places: Iterable[int]
     ) -> Mask:
-        """Return whether any row may beat the limit with options up to a place, for each."""
+        """Return, per list of shard degrees, whether any row may beat the limit.
+
+        Args:
+            degrees: lists of options, smallest shard degree first.
+            places: index of the largest degree that may be used, for each list.
+        """
         pricing = self.search.pricing
         prices = [
             pricing.least_of(self.row, extremes, is_split=self.is_split)
-            for extremes in map(ShardDegrees.extremes, alike, places)
+            for extremes in map(ShardDegrees.extremes, degrees, places)
         ]
         found: Mask = np.any(may_beat(prices, self.orders, self.limit), axis=1)
         return found
