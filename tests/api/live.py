@@ -17,7 +17,7 @@ from planner.api.serve import PlannerServer, server_of
 from planner.api.settings import Settings
 from planner.api.solving.solver import Work
 
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 180.0
 """Only a test that fails waits so long."""
 
 
@@ -34,8 +34,12 @@ class Live:
         return self.client.post(path, json=body, headers=headers)
 
     def plan(self, body: Any, wait: float = PATIENCE_SECONDS) -> httpx2.Response:
-        """Ask for a plan."""
-        return self.post("/v1/plans", body, Prefer=f"wait={wait}")
+        """Ask for a plan; again while it is being searched, for `wait` seconds."""
+        deadline = time.monotonic() + wait
+        while True:
+            answer = self.post("/v1/plans", body, Prefer=f"wait={wait}")
+            if answer.status_code != 202 or time.monotonic() >= deadline:
+                return answer
 
     def get(self, path: str, **headers: str) -> httpx2.Response:
         """GET."""
@@ -74,7 +78,7 @@ def running(settings: Settings, work: Work | None = None) -> Iterator[Live]:
         until(lambda: server.started or not thread.is_alive())
         port = server.servers[0].sockets[0].getsockname()[1]
         with httpx2.Client(
-            base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_SECONDS
+            base_url=f"http://127.0.0.1:{port}", timeout=2 * PATIENCE_SECONDS
         ) as client:
             yield Live(server, client, settings)
     finally:

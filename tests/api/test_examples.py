@@ -11,7 +11,7 @@ import pytest
 from planner.api.app import create_app
 from planner.api.settings import Settings
 from planner.spec import Forecast, Plan
-from tests.api.live import PATIENCE_SECONDS, Live, running
+from tests.api.live import Live, running
 
 OPERATIONS = [
     (method, path, operation)
@@ -124,7 +124,6 @@ def test_examples_are_answered(
             params=found["query"],
             headers=found["header"],
             json=body,
-            timeout=2 * PATIENCE_SECONDS,
         )
         assert answer.is_success, answer.text
         assert str(answer.status_code) in operation["responses"]
