@@ -23,11 +23,14 @@ compare the two.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Literal
+from itertools import accumulate
+from operator import attrgetter
+from typing import Literal, NamedTuple
 
 from planner.cost.operations import DecoderCounts, Group, Phase, Split
 from planner.runtimes import Runtime
@@ -164,6 +167,14 @@ class _Step:
     """The gradients of all views of a tensor are joined in one."""
 
 
+class _Life(NamedTuple):
+    """The steps of a forward between which it refers to a tensor."""
+
+    tensor: Buffer
+    first: int
+    last: int
+
+
 @dataclass(slots=True)
 class Tape:
     """Kernels, saved tensors and collectives of one layer."""
@@ -184,8 +195,8 @@ class Tape:
     """Steps up to which the forward refers to a tensor."""
     last_saved: int = 0
     """Kernels before the last tensor that the backward needs: equation (E3)."""
-    last_reads: dict[Buffer, int] = field(default_factory=dict)
-    """Last step that refers to every tensor, once the layer is written."""
+    lives: list[_Life] = field(default_factory=list)
+    """Of all tensors that steps make or save, once the layer is written."""
     attention_backward_flops: int = 0
     batched_flops: int = 0
     """FLOPs of products of two activations."""
@@ -462,51 +473,48 @@ class Tape:
         pending: set[Buffer],
         kernels: int,
     ) -> int:
-        if not self.last_reads:
-            self.last_reads = self._found_last_reads()
-        last_read = self.last_reads
-        kept = {*resident, given}
-        waiting = set(pending)
-        waiting_bytes = sum(one.bytes for one in waiting if one is not given)
-        live = {given}
-        live_bytes = given.bytes
-        ends: dict[int, list[Buffer]] = {}
-        peak = 0
-        for place, step in enumerate(self.steps):
-            if step.kernels >= kernels:
-                break
-            if step.made in waiting:
-                waiting.discard(step.made)
-                if step.made not in live:
-                    waiting_bytes -= step.made.bytes
-            for one in (step.made, *step.saved):
-                whole = one.storage
-                if whole.is_outside or whole in live:
-                    continue
-                live.add(whole)
-                live_bytes += whole.bytes
-                if whole in waiting:
-                    waiting_bytes -= whole.bytes
-                if whole not in kept:
-                    end = max(place, last_read.get(whole, place))
-                    ends.setdefault(end, []).append(whole)
-            peak = max(peak, live_bytes + waiting_bytes)
-            for whole in ends.pop(place, ()):
-                live.discard(whole)
-                live_bytes -= whole.bytes
-                if whole in waiting:
-                    waiting_bytes += whole.bytes
-        return peak
+        """Return the most that is allocated at once before a kernel.
 
-    def _found_last_reads(self) -> dict[Buffer, int]:
-        """Return the last step that refers to every tensor."""
-        found: dict[Buffer, int] = {}
+        Args:
+            given: input of the layer.
+            resident: tensors that stay allocated once they are made.
+            pending: results that are allocated from the start.
+            kernels: how many run.
+        """
+        if not self.lives:
+            self.lives = self._found_lives()
+        stop = bisect_left(self.steps, kernels, key=attrgetter("kernels"))
+        if not stop:
+            return 0
+        made = {step.made for step in self.steps[:stop]}
+        always = {given, *(pending - made)}
+        changes = [0] * (len(self.steps) + 1)
+        changes[0] = sum(one.bytes for one in always)
+        for tensor, first, last in self.lives:
+            if first >= stop:
+                break
+            if tensor in always:
+                continue
+            changes[0 if tensor in pending else first] += tensor.bytes
+            if tensor not in resident:
+                changes[last + 1] -= tensor.bytes
+        return max(accumulate(changes[:stop]))
+
+    def _found_lives(self) -> list[_Life]:
+        """Return how long the forward refers to every tensor, in the order of steps."""
+        last_use = dict(self.held_until)
         for place, step in enumerate(self.steps):
             for one in (step.made, *step.read):
-                found[one.storage] = place
-        for one, place in self.held_until.items():
-            found[one] = max(place, found.get(one, place))
-        return found
+                last_use[one.storage] = max(place, last_use.get(one.storage, 0))
+        first_use: dict[Buffer, int] = {}
+        for place, step in enumerate(self.steps):
+            for one in (step.made, *step.saved):
+                if not one.storage.is_outside:
+                    first_use.setdefault(one.storage, place)
+        return [
+            _Life(tensor, place, max(place, last_use.get(tensor, place)))
+            for tensor, place in first_use.items()
+        ]
 
     @staticmethod
     def _scratch_bytes(step: _Step) -> int:
