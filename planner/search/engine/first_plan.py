@@ -52,12 +52,14 @@ def find_first_plan(search: Search, report: Callable[[], None]) -> None:
         search: to look for rows in.
         report: called whenever there is a better plan.
     """
-    _solve_some(search, _coarse_rows(search), MOST_SOLVED, report)
+    _solve_some(search, _coarse_rows(search, is_wide=False), MOST_SOLVED, report)
+    if search.best is None:
+        _solve_some(search, _coarse_rows(search, is_wide=True), MOST_SOLVED, report)
     for _ in range(ROUNDS):
         if search.best is None:
             return
         before = search.best.row
-        _solve_some(search, _rows_around(search, before), MOST_SOLVED, report)
+        _solve_some(search, _rows_near(search, before), MOST_SOLVED, report)
         if search.best.row == before:
             break
     _solve_some(search, _rows_with_more_chunks(search), MOST_SOLVED, report)
@@ -124,7 +126,7 @@ def _simple_options(search: Search, row: Row) -> list[tuple[int, Option]]:
     return [pair for pair in options if pair[1].shard_degree is None]
 
 
-def _rows_around(search: Search, row: Row) -> list[int]:
+def _rows_near(search: Search, row: Row) -> list[int]:
     """Return rows whose degrees and size are a factor of 2 from a row's or equal."""
     table = search.table
     is_near = table.schedule == row.schedule
@@ -159,8 +161,13 @@ def _same_rows(search: Search) -> list[int]:
     return search.in_order(is_same)
 
 
-def _coarse_rows(search: Search) -> list[int]:
-    """Return the best row for every split of the model and few stages per rank."""
+def _coarse_rows(search: Search, *, is_wide: bool) -> list[int]:
+    """Return the best row for every split of the model and few stages per rank.
+
+    Args:
+        search: to look for rows in.
+        is_wide: tensor-parallel ranks are more than one domain of fast links has.
+    """
     table = search.table
     names = search.space.schedules
     simple = [place for place, name in enumerate(names) if name in SCHEDULES]
@@ -169,6 +176,7 @@ def _coarse_rows(search: Search) -> list[int]:
     is_coarse = np.isin(table.schedule, simple)
     is_coarse &= np.isin(table.virtual_stages, VIRTUAL_STAGES)
     is_coarse &= np.isin(table.micro_batch_size, MICRO_BATCH_SIZES)
+    is_coarse &= (table.tensor > search.work.domain_devices) == is_wide
     if len(table):
         is_coarse &= table.sequence_chunks == table.sequence_chunks.min()
     seen: set[tuple[int, ...]] = set()

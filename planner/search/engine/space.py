@@ -6,10 +6,11 @@ rows; a combination that does not divide the model, batch or devices is no layou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import isqrt
+from operator import attrgetter
 from typing import NamedTuple
 
 from planner.cost import Workload
@@ -409,15 +410,22 @@ def _permitted_splits(
 
 
 def _permits(split: Split, constraints: Mapping[str, Constraint]) -> bool:
-    values = (
-        ("micro_batch_size", split.micro_batch_size),
-        ("tensor_parallel_degree", split.tensor),
-        ("context_parallel_degree", split.context),
-        ("expert_parallel_degree", split.expert),
-        ("expert_tensor_parallel_degree", split.expert_tensor or split.tensor),
-        ("sequence_parallel", split.sequence_parallel),
+    return all(
+        allows(constraints[field], value_of(split))
+        for field, value_of in _CONSTRAINED.items()
+        if field in constraints
     )
-    return all(allows(constraints.get(field), value) for field, value in values)
+
+
+_CONSTRAINED: Mapping[str, Callable[[Split], int | bool]] = {
+    "micro_batch_size": attrgetter("micro_batch_size"),
+    "tensor_parallel_degree": attrgetter("tensor"),
+    "context_parallel_degree": attrgetter("context"),
+    "expert_parallel_degree": attrgetter("expert"),
+    "expert_tensor_parallel_degree": lambda split: split.expert_tensor or split.tensor,
+    "sequence_parallel": attrgetter("sequence_parallel"),
+}
+"""Values of a split, by the constraint on them."""
 
 
 def _has_pieces(work: Workload, split: Split) -> bool:
