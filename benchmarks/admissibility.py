@@ -20,7 +20,7 @@ from benchmarks.attack import Case, random_case
 from planner.cost import StageMap, Workload, workload
 from planner.errors import PlannerError
 from planner.profiler.resolve import catalogue_profile
-from planner.search.engine.bound import lower_bound, traits_of
+from planner.search.engine.bound import lower_bound
 from planner.search.engine.capacity import may_beat
 from planner.search.engine.engine import Search
 from planner.search.engine.options import Option, Row
@@ -107,8 +107,7 @@ def _fitting_maps(
     search: Search, row: Row, option: Option, rng: random.Random
 ) -> Iterator[tuple[StageMap, int]]:
     """Yield random stage maps that fit, with their steps in nanoseconds."""
-    is_split = traits_of(search.order(row)).is_split
-    prices = search.pricing.prices(row, option, is_split=is_split)
+    prices = search.pricing.prices(row, option)
     costs = search.pricing.costs(row, option)
     stages = row.pipeline * row.virtual_stages
     for _ in range(MAPS_PER_ROW):
@@ -124,13 +123,12 @@ def _violations(
     """Yield every bound that is above the step of a stage map."""
     row = Row.of(search.table, index)
     order = search.order(row)
-    is_split = traits_of(order).is_split
-    prices = search.pricing.prices(row, option, is_split=is_split)
-    least = search.pricing.least(row, is_split=is_split)
+    prices = search.pricing.prices(row, option)
+    least = search.pricing.least(row)
     of_cuts = CutBounds(prices.stacks, order)
     known = {
         "work": int(search.bounds_by_work(np.array([index]))[0]),
-        "row": search.bound_row(index).all_cuts,
+        "row": search.bound_row(index).bound_all_cuts,
         "option": lower_bound(prices, order).nanoseconds,
     }
     for stage_map, step in maps:

@@ -38,7 +38,6 @@ from planner.search.engine.prices import Prices, Pricing
 from planner.search.engine.rule import RuleCuts, Sizes
 from planner.search.engine.solve import CutSolver, has_few_cuts
 from planner.search.engine.space import Offload, Space, Split
-from planner.search.engine.split_backward import splits_backward
 from planner.search.engine.synthesize import is_synthesized, order_of_layout
 from planner.search.engine.table import enumerate_table
 from planner.search.queries.refusals import check_pieces, check_shared
@@ -238,7 +237,6 @@ def _rule_prices(costs: LayoutCosts, order: Order) -> Prices:
     job has no such row, they are those of the layout.
     """
     work, layout = costs.work, costs.layout
-    is_split = splits_backward(layout.schedule)
     offload = Offload(layout.activation_offload, layout.optimizer_offload)
     split = Split.of(layout)
     space = Space(
@@ -255,9 +253,7 @@ def _rule_prices(costs: LayoutCosts, order: Order) -> Prices:
             row = Row.of(table, index)
             if _is_row_of(layout, row):
                 pricing = Pricing(work, Options(work, space))
-                return pricing.least(row, is_split=is_split) or Prices.of(
-                    [costs], MODES
-                )
+                return pricing.least(row) or Prices.of([costs], MODES)
     return Prices.of([costs], MODES)
 
 

@@ -22,7 +22,7 @@ def searched() -> tuple[int, int]:
     found = plan_space(WORK, supported_space(WORK))
     assert found.best is not None
     assert found.lower_bound == found.best.total
-    return found.best.total, found.progress.work
+    return found.best.total, found.progress.work_done
 
 
 @pytest.mark.parametrize("part", PARTS)

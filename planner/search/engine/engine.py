@@ -80,7 +80,7 @@ class Node:
     """Of the row."""
     place: int
     """Of the option; -1: the option is open."""
-    all_cuts: int = field(compare=False)
+    bound_all_cuts: int = field(compare=False)
     """Lower bound in nanoseconds over all cuts."""
     cuts: tuple[Sizes, ...] = field(compare=False)
     """To start from; empty: all cuts, the solver's own, or the node is pruned."""
@@ -105,7 +105,7 @@ class Search:
         self._known_bounds = np.full(len(self.table), _UNKNOWN, dtype=np.int64)
         self.is_started = False
         self.next_row = 0
-        self.is_taken = np.zeros(len(self.table), dtype=np.bool_)
+        self.is_closed = np.zeros(len(self.table), dtype=np.bool_)
         self.queue: list[Node] = []
         self.unproven: list[Node] = []
         self.order_effort = SEARCH_EFFORT
@@ -113,7 +113,7 @@ class Search:
         self.solved_around: Row | None = None
         """The row whose neighbours were solved."""
         self.least_excluded = IMPOSSIBLE
-        self.done = 0
+        self.work_done = 0
         self.bounded = 0
         self.solved = 0
 
@@ -195,7 +195,7 @@ class Search:
         return self.result()
 
     def _is_stopped(self, stop: Stop) -> bool:
-        return stop(self._total(), self.lower_bound, self.done)
+        return stop(self._total(), self.lower_bound, self.work_done)
 
     def start(self, report: Callable[[], None] = lambda: None) -> None:
         """Look for a first plan, and call `report` whenever it may be better."""
@@ -234,7 +234,7 @@ class Search:
             solved=self.solved,
             best=self._total(),
             lower_bound=self.lower_bound if self.is_started else 0,
-            work=self.done,
+            work_done=self.work_done,
         )
 
     def _total(self) -> int | None:
@@ -251,7 +251,7 @@ class Search:
         while len(found) < BATCH and self._least_row_bound() < self.limit:
             index = int(self.rows[self.next_row])
             self.next_row += 1
-            if not self.is_taken[index]:
+            if not self.is_closed[index]:
                 found.append(index)
         if self._least_row_bound() >= self.limit:
             self.next_row = len(self.rows)
@@ -260,9 +260,9 @@ class Search:
     def bound_rows(self, indices: Iterable[int]) -> None:
         """Bound some rows over all their options, and queue those below the limit."""
         for index in indices:
-            self.is_taken[index] = True
+            self.is_closed[index] = True
             node = self.bound_row(index)
-            self.done += OPTION_WORK
+            self.work_done += OPTION_WORK
             self.push(node)
 
     def push(self, node: Node) -> None:
@@ -270,28 +270,27 @@ class Search:
         if node.nanoseconds < self.limit:
             heapq.heappush(self.queue, node)
         else:
-            self.least_excluded = min(self.least_excluded, node.all_cuts)
+            self.least_excluded = min(self.least_excluded, node.bound_all_cuts)
 
     def bound_row(self, index: int) -> Node:
         """Return a row with a bound on its step over all its options."""
         row = Row.of(self.table, index)
         order = self.order(row)
-        is_split = forbids_recompute(order.schedule)
-        prices = self.pricing.least(row, is_split=is_split)
+        prices = self.pricing.least(row)
         if prices is None:
             return Node(IMPOSSIBLE, index, -1, IMPOSSIBLE, ())
         work_only = int(self.bounds_by_work(np.array([index]))[0])
         bound = lower_bound(prices, order, self.limit).nanoseconds
-        all_cuts = max(work_only, bound)
-        if all_cuts >= self.limit:
-            return Node(all_cuts, index, -1, all_cuts, ())
+        bound_all_cuts = max(work_only, bound)
+        if bound_all_cuts >= self.limit:
+            return Node(bound_all_cuts, index, -1, bound_all_cuts, ())
         rule = RuleCuts(prices, order)
         cuts = self._rule_cuts(rule)
         if not cuts:
-            all_cuts = max(all_cuts, self._least_of_all_cuts(rule))
-            return Node(all_cuts, index, -1, all_cuts, cuts)
-        least = max(all_cuts, int(self._rule_bounds(rule.bounds, cuts)[0]))
-        return Node(least, index, -1, all_cuts, cuts)
+            bound_all_cuts = max(bound_all_cuts, self._least_of_all_cuts(rule))
+            return Node(bound_all_cuts, index, -1, bound_all_cuts, cuts)
+        least = max(bound_all_cuts, int(self._rule_bounds(rule.bounds, cuts)[0]))
+        return Node(least, index, -1, bound_all_cuts, cuts)
 
     def _least_of_all_cuts(self, rule: RuleCuts) -> int:
         """Return nanoseconds that no cut beats where all are evaluated; else 0."""
@@ -359,13 +358,13 @@ class Search:
         for one in self.bound_options(node, row, options):
             self.push(one)
         self.bounded += len(options)
-        self.done += OPTION_WORK * len(options)
+        self.work_done += OPTION_WORK * len(options)
         return False
 
     def _promising_options(self, row: Row) -> list[tuple[int, Option]]:
         """Return options of a row that may beat the limit and that none dominates."""
         options = self.options.of(row)
-        self.done += OPTION_WORK * len(options)
+        self.work_done += OPTION_WORK * len(options)
         may = EquivalentRows(self, row, [self.order(row)]).options_may_beat(options)[
             :, 0
         ]
@@ -378,37 +377,36 @@ class Search:
         if not options:
             return
         order = self.order(row)
-        is_split = forbids_recompute(order.schedule)
         chosen = [option for _, option in options]
         least = np.full(len(options), float(node.nanoseconds))
         if node.cuts:
-            stacks = self.pricing.stacks(row, chosen, is_split=is_split)
+            stacks = self.pricing.stacks(row, chosen)
             bounds = CutBounds(stacks, order)
             by_rule = self._rule_bounds(bounds, node.cuts)
             least = np.maximum(least, by_rule)
             may_fit = self._may_repair(bounds, node.cuts) & (by_rule >= IMPOSSIBLE)
         for number, (place, option) in enumerate(options):
-            all_cuts, cuts = node.all_cuts, node.cuts
+            bound_all_cuts, cuts = node.bound_all_cuts, node.cuts
             nanoseconds = float(least[number])
             if cuts and may_fit[number]:
-                prices = self.pricing.prices(row, option, is_split=is_split)
+                prices = self.pricing.prices(row, option)
                 rule = RuleCuts(prices, order)
                 cuts = rule.sizes
                 nanoseconds = float(self._rule_bounds(rule.bounds, cuts)[0])
                 nanoseconds = max(float(node.nanoseconds), nanoseconds)
             if nanoseconds >= self.limit:
-                yield Node(int(nanoseconds), node.index, place, all_cuts, ())
+                yield Node(int(nanoseconds), node.index, place, bound_all_cuts, ())
                 continue
-            prices = self.pricing.prices(row, option, is_split=is_split)
+            prices = self.pricing.prices(row, option)
             if row.virtual_stages == 1 or not node.cuts:
                 bound = lower_bound(prices, order, self.limit).nanoseconds
-                all_cuts = max(all_cuts, bound)
-            if not node.cuts and all_cuts < self.limit:
+                bound_all_cuts = max(bound_all_cuts, bound)
+            if not node.cuts and bound_all_cuts < self.limit:
                 rule = RuleCuts(prices, order)
-                all_cuts = max(all_cuts, self._least_of_all_cuts(rule))
+                bound_all_cuts = max(bound_all_cuts, self._least_of_all_cuts(rule))
             item = self._item(row, option, prices, cuts)
-            bound = max(int(nanoseconds), all_cuts)
-            yield Node(bound, node.index, place, all_cuts, cuts, item)
+            bound = max(int(nanoseconds), bound_all_cuts)
+            yield Node(bound, node.index, place, bound_all_cuts, cuts, item)
 
     def _may_repair(
         self, bounds: CutBounds, cuts: tuple[Sizes, ...]
@@ -435,7 +433,7 @@ class Search:
             costs=self.pricing.costs(row, option),
             order=order,
             cuts=cuts,
-            modes=self._uniform_modes(forbids_recompute(order.schedule)),
+            modes=self._uniform_modes(order.schedule),
         )
 
     def order(self, row: Row) -> Order:
@@ -452,10 +450,10 @@ class Search:
         columns = [each.tolist() for each in (*numbers, rows.sequence_chunks)]
         return list(map(Order, schedules, *columns))
 
-    def _uniform_modes(self, is_split: bool) -> tuple[str, ...]:
+    def _uniform_modes(self, schedule: str) -> tuple[str, ...]:
         """Return the modes that all layers share where a runtime has no mixtures."""
         supported = self.work.framework.supports.allowed("recompute")
-        if is_split:
+        if forbids_recompute(schedule):
             return ("none",)
         if supported is None or "per-layer" in supported:
             return ()
@@ -464,14 +462,14 @@ class Search:
     def _solve(self, node: Node, item: Item, *, moves: bool) -> None:
         """Solve a row with an option, and keep its plan if it is the best."""
         if node.cuts:
-            self.least_excluded = min(self.least_excluded, node.all_cuts)
+            self.least_excluded = min(self.least_excluded, node.bound_all_cuts)
         solver = RowSolver(item)
         self._keep(solver, solver.solve(self.limit, moves=moves))
 
     def _keep(self, solver: RowSolver, found: Candidate | None) -> None:
         """Count the work of a solver, and keep its plan if it is the best."""
         self.solved += 1
-        self.done += solver.actions
+        self.work_done += solver.actions
         if found is not None and found.total < self.limit:
             self.best = found
 
@@ -481,11 +479,10 @@ class Search:
         assert best is not None
         if is_synthesized(best.schedule.name):
             return
-        is_split = forbids_recompute(best.schedule.name)
-        prices = self.pricing.prices(best.row, best.option, is_split=is_split)
+        prices = self.pricing.prices(best.row, best.option)
         solver = RowSolver(self._item(best.row, best.option, prices, ()))
         found = solver.exchanged(best.stage_map)
-        self.done += solver.actions
+        self.work_done += solver.actions
         if found.total < self.limit:
             self.best = found
 
@@ -501,12 +498,11 @@ class Search:
         stages = order.ranks * order.virtual_stages
         if given_sizes(self.work, stages) is not None:
             return
-        is_split = forbids_recompute(order.schedule)
-        prices = self.pricing.prices(row, option, is_split=is_split)
+        prices = self.pricing.prices(row, option)
         if lower_bound(prices, order, self.limit).nanoseconds >= self.limit:
             return
         cuts = [*RuleCuts(prices, order).sizes]
-        least = self.pricing.least(row, is_split=is_split)
+        least = self.pricing.least(row)
         if least is not None:
             cuts += RuleCuts(least, order).sizes
         if len(cut) == stages:
@@ -525,20 +521,25 @@ class Search:
         before = solver.actions
         if node.solver is None:
             least = max(node.nanoseconds, solver.least())
-            all_cuts = least if solver.has_fixed_cut else node.all_cuts
+            bound_all_cuts = least if solver.has_fixed_cut else node.bound_all_cuts
             self.push(
-                replace(node, nanoseconds=least, all_cuts=all_cuts, solver=solver)
+                replace(
+                    node,
+                    nanoseconds=least,
+                    bound_all_cuts=bound_all_cuts,
+                    solver=solver,
+                )
             )
-            self.done += solver.actions - before
+            self.work_done += solver.actions - before
             return False
         solver.more = self.order_effort
         found = solver.solve(self.limit, moves=moves)
         self.order_effort = solver.more
         self.solved += 1
-        self.done += solver.actions - before
+        self.work_done += solver.actions - before
         if found is not None and found.total < self.limit:
             self.best = found
-        self.least_excluded = min(self.least_excluded, node.all_cuts)
+        self.least_excluded = min(self.least_excluded, node.bound_all_cuts)
         bound = max(node.nanoseconds, solver.bound)
         if bound < self.limit:
             self.unproven.append(replace(node, nanoseconds=bound, solver=None))
@@ -547,7 +548,7 @@ class Search:
     def result(self) -> Result:
         """Return the best plan so far and what is proven about it."""
         least = self.lower_bound
-        open_rows = np.flatnonzero(~self.is_taken[self.rows[self.next_row :]])
+        open_rows = np.flatnonzero(~self.is_closed[self.rows[self.next_row :]])
         return Result(
             best=self.best,
             lower_bound=least,

@@ -54,7 +54,7 @@ def _promising_rows(search: Search, best: Candidate) -> list[Row]:
     for index in _rows_around(search, best.row):
         node = search.bound_row(index)
         is_near = node.nanoseconds < MOST_SLOWER * search.limit
-        if node.cuts and is_near and node.all_cuts < search.limit:
+        if node.cuts and is_near and node.bound_all_cuts < search.limit:
             found.append(node)
     rows = [Row.of(search.table, node.index) for node in sorted(found)]
     have_option = [row for row in rows if best.option in search.options.of(row)]

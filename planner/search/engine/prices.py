@@ -31,6 +31,7 @@ from planner.search.engine.options import (
     Options,
     Row,
 )
+from planner.search.engine.split_backward import forbids_recompute
 from planner.search.engine.sums import Stack
 from planner.search.engine.unequal import EqualRanks, Ranks, free_bytes, most_shared
 from planner.spec.cluster import Link
@@ -326,63 +327,70 @@ class Pricing:
         layout = self.options.layout(row, option)
         return self._base(row, option, layout).under(layout)
 
-    def prices(self, row: Row, option: Option, *, is_split: bool) -> Prices:
+    def prices(self, row: Row, option: Option) -> Prices:
         """Return the prices of a row, without those of its schedule and stages.
 
-        Args:
-            row: of the table.
-            option: for the row.
-            is_split: backwards are split, so that no layer recomputes.
+        No layer recomputes if the schedule forbids it.
         """
-        key = (row.degrees, option, is_split)
+        return self._prices_of(row, option, forbids=self._forbids_recompute(row))
+
+    def prices_with_recompute(self, row: Row, option: Option) -> Prices:
+        """Return the same for schedules that permit recomputation."""
+        return self._prices_of(row, option, forbids=False)
+
+    def _prices_of(self, row: Row, option: Option, *, forbids: bool) -> Prices:
+        key = (row.degrees, option, forbids)
         found = self._prices.get(key)
         if found is None:
             layout = self.options.layout(row, option)
-            costs = self._base(row, option, layout)
-            wanted = ("none",) if is_split else self.wanted
             timings = self._timings.setdefault((row.degrees, False), {})
-            found = Prices.of([costs], wanted, timings)
-            if is_split:
-                found = _without_recompute(found)
+            layouts = [self._base(row, option, layout)]
+            found = self._combined(layouts, timings, forbids=forbids)
             self._prices[key] = found
         return found
 
-    def least(self, row: Row, *, is_split: bool) -> Prices | None:
-        """Return the least prices of all options of a row; None: it has no option.
-
-        Args:
-            row: of the table.
-            is_split: backwards are split, so that no layer recomputes.
-        """
+    def least(self, row: Row) -> Prices | None:
+        """Return the least prices of all options of a row; None: it has no option."""
         options = self.options.extremes(row)
-        return self.least_of(row, options, is_split=is_split) if options else None
+        return self.least_of(row, options) if options else None
 
-    def least_of(
-        self, row: Row, options: tuple[Option, ...], *, is_split: bool
-    ) -> Prices:
+    def least_of(self, row: Row, options: tuple[Option, ...]) -> Prices:
         """Return the least prices of some options, on ranks that are all the fastest."""
-        key = (row.degrees, options, is_split)
+        forbids = self._forbids_recompute(row)
+        key = (row.degrees, options, forbids)
         found = self._prices.get(key)
         if found is None:
             layouts = [self._of_equal_ranks(row, option) for option in options]
-            wanted = ("none",) if is_split else self.wanted
             timings = self._timings.setdefault((row.degrees, True), {})
-            found = Prices.of(layouts, wanted, timings)
-            if is_split:
-                found = _without_recompute(found)
+            found = self._combined(layouts, timings, forbids=forbids)
             self._prices[key] = found
         return found
 
-    def stacks(
-        self, row: Row, options: Sequence[Option], *, is_split: bool
-    ) -> tuple[Stack, ...]:
+    def _forbids_recompute(self, row: Row) -> bool:
+        return forbids_recompute(self.options.space.schedules[row.schedule])
+
+    def _combined(
+        self, layouts: Sequence[LayoutCosts], timings: Timings, *, forbids: bool
+    ) -> Prices:
+        """Return the least prices of some layouts.
+
+        Args:
+            layouts: they differ in options alone.
+            timings: those that are known of layouts with other options.
+            forbids: no layer recomputes.
+        """
+        if forbids:
+            return _without_recompute(Prices.of(layouts, ("none",), timings))
+        return Prices.of(layouts, self.wanted, timings)
+
+    def stacks(self, row: Row, options: Sequence[Option]) -> tuple[Stack, ...]:
         """Return the prices of several options of a row together.
 
         They have one stack for every class of replicas.
         """
-        key = (row.degrees, tuple(options), is_split)
+        key = (row.degrees, tuple(options), self._forbids_recompute(row))
         if key not in self._stacks:
-            each = [self.prices(row, one, is_split=is_split).stacks for one in options]
+            each = [self.prices(row, option).stacks for option in options]
             self._stacks[key] = tuple(map(Stack.of_options, zip(*each, strict=True)))
         return self._stacks[key]
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import compress
 from typing import TYPE_CHECKING
 
@@ -49,7 +48,7 @@ def prune_rows(search: Search) -> None:
             left = group.only(may)
             options = left.with_enough_shards(options)
             may[may] = left.options_may_beat(options).any(axis=0)
-        search.is_taken[indices[~may]] = True
+        search.is_closed[indices[~may]] = True
 
 
 def _equivalent_rows(
@@ -60,9 +59,9 @@ def _equivalent_rows(
         return []
     table = search.table.take(indices)
     names = search.space.schedules
-    is_split = np.array([forbids_recompute(name) for name in names], dtype=bool)
+    forbids = np.array([forbids_recompute(name) for name in names], dtype=bool)
     columns = [getattr(table, name) for name in PRICE_COLUMNS]
-    columns += [is_split[table.schedule], *search.options.keys(table).T]
+    columns += [forbids[table.schedule], *search.options.keys(table).T]
     keys = np.stack(columns, axis=1)
     _, groups = np.unique(keys, axis=0, return_inverse=True)
     order = np.argsort(groups.reshape(-1), kind="stable")
@@ -85,11 +84,6 @@ class EquivalentRows:
         orders = list(compress(self.orders, mask))
         return EquivalentRows(self.search, self.row, orders)
 
-    @cached_property
-    def is_split(self) -> bool:
-        """Whether the schedules split backwards, which forbids recomputation."""
-        return forbids_recompute(self.orders[0].schedule)
-
     @property
     def limit(self) -> float:
         """Nanoseconds that a plan has to beat."""
@@ -97,7 +91,7 @@ class EquivalentRows:
 
     def may_beat(self) -> Mask:
         """Return a mask of the rows that may beat the limit at the least price of any option."""
-        least = self.search.pricing.least(self.row, is_split=self.is_split)
+        least = self.search.pricing.least(self.row)
         if least is None:
             return np.zeros(len(self.orders), dtype=np.bool_)
         found: Mask = may_beat([least], self.orders, self.limit)[0]
@@ -108,10 +102,7 @@ class EquivalentRows:
         if not options:
             return np.zeros((0, len(self.orders)), dtype=np.bool_)
         pricing = self.search.pricing
-        prices = [
-            pricing.prices(self.row, option, is_split=self.is_split)
-            for option in options
-        ]
+        prices = [pricing.prices(self.row, option) for option in options]
         return may_beat(prices, self.orders, self.limit)
 
     def with_enough_shards(self, options: Iterable[Option]) -> list[Option]:
@@ -147,7 +138,7 @@ class EquivalentRows:
         """
         pricing = self.search.pricing
         prices = [
-            pricing.least_of(self.row, extremes, is_split=self.is_split)
+            pricing.least_of(self.row, extremes)
             for extremes in map(ShardDegrees.extremes, degrees, places)
         ]
         found: Mask = np.any(may_beat(prices, self.orders, self.limit), axis=1)

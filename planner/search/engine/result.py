@@ -55,7 +55,7 @@ class Progress:
     best: int | None
     """Nanoseconds of the best step."""
     lower_bound: int
-    work: int
+    work_done: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,7 +163,7 @@ class RowBounds:
         size = (row.split, row.sequence_chunks, row.offload)
         key = (*size, self._groups(row, option))
         if key not in self._prices:
-            self._prices[key] = self.pricing.prices(row, option, is_split=False)
+            self._prices[key] = self.pricing.prices_with_recompute(row, option)
         return self._prices[key]
 
     def _groups(self, row: Row, option: Option) -> tuple[Group, ...]:

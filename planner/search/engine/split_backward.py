@@ -22,6 +22,7 @@ def splits_backward(name: str) -> bool:
     return Requirement.SPLIT_BACKWARD in requirements(built)
 
 
+@lru_cache(maxsize=64)
 def forbids_recompute(name: str) -> bool:
     """Return whether layers cannot recompute under a schedule, since it splits backwards.
 

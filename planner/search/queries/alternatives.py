@@ -137,7 +137,7 @@ class _Ranking:
         self._queue_rows(top)
         tried: Counter[Key] = Counter()
         late = 0
-        while search.queue and search.done < WORK * top:
+        while search.queue and search.work_done < WORK * top:
             node = heapq.heappop(search.queue)
             late += self.limits.should_stop()
             is_enough = self._last_step(top) <= CLOSE * node.nanoseconds
@@ -165,7 +165,7 @@ class _Ranking:
         for name, value in zip(self.rule.columns, self._key(plan.row), strict=True):
             mask &= getattr(table, name) == value
         group = masked(self.outcome.search, mask, plan.total)
-        while group.done < IMPROVEMENT_WORK and not self.limits.should_stop():
+        while group.work_done < IMPROVEMENT_WORK and not self.limits.should_stop():
             if group.limit <= CLOSE * group.least:
                 break
             group.advance()
@@ -183,7 +183,7 @@ class _Ranking:
         limit = self.rule.ceiling if before is None else before.total
         solver = solver_of(item)
         found = solver.solve(limit, moves=False)
-        self.search.done += solver.actions
+        self.search.work_done += solver.actions
         if found is not None and found.total < limit:
             self.plans[key] = found
         return solver.actions > 0
@@ -196,7 +196,7 @@ class _Ranking:
             share = SMALL_TABLE
         for place, rows in enumerate(groups):
             is_late = place >= LATE_GROUPS and self.limits.should_stop()
-            if is_late or self.search.done >= WORK * top:
+            if is_late or self.search.work_done >= WORK * top:
                 return
             before = len(self.search.queue)
             for index in rows[: BOUNDED_ROWS * share]:

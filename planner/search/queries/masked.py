@@ -26,13 +26,13 @@ def masked(
     if mask is not None:
         found.rows = search.rows[mask[search.rows]]
     found.next_row = 0
-    found.is_taken = np.zeros(len(search.table), dtype=np.bool_)
+    found.is_closed = np.zeros(len(search.table), dtype=np.bool_)
     found.queue = []
     found.unproven = []
     found.best = None
     found.solved_around = None
     found.least_excluded = IMPOSSIBLE
-    found.done = 0
+    found.work_done = 0
     found.bounded = 0
     found.solved = 0
     return found

@@ -36,7 +36,6 @@ from planner.search.engine.options import Option, Row
 from planner.search.engine.prices import Modes, Prices
 from planner.search.engine.result import Candidate
 from planner.search.engine.solve import has_few_cuts
-from planner.search.engine.split_backward import forbids_recompute
 from planner.search.engine.synthesize import cases_of, is_synthesized, one_by_one
 from planner.search.result import Limits
 from planner.spec.plan import Miss, RankMemory
@@ -181,7 +180,7 @@ def _even_shares(search: Search) -> NDArray[np.float64]:
         if option is None:
             states[place] = np.inf
             continue
-        prices = search.pricing.prices(row, option, is_split=False)
+        prices = search.pricing.prices_with_recompute(row, option)
         states[place] = float(prices.counts @ prices.states)
         saved[place] = float(prices.counts @ prices.least_activations)
     inverse = inverse.reshape(-1)
@@ -198,8 +197,7 @@ def _estimate(search: Search, row: Row) -> float:
     """
     order = search.order(row)
     option = _least_options(search, row)[0]
-    is_split = forbids_recompute(order.schedule)
-    prices = search.pricing.prices(row, option, is_split=is_split)
+    prices = search.pricing.prices(row, option)
     saved = float(prices.counts @ prices.least_activations)
     states = float(prices.counts @ prices.states)
     bytes_ = traits_of(order).held * saved + states
@@ -253,9 +251,8 @@ class _LeastMemory:
     @cached_property
     def prices(self) -> Prices:
         """The prices of the layers."""
-        is_split = forbids_recompute(self.search.order(self.row).schedule)
         pricing = self.search.pricing
-        return pricing.prices(self.row, self.option, is_split=is_split)
+        return pricing.prices(self.row, self.option)
 
     def need(self) -> Need:
         """Return the least memory of the cuts that are computed."""

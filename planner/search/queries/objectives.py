@@ -164,11 +164,11 @@ class PartSearch:
         return min(self.open_bound, self.search.result().lower_bound_all_cuts)
 
     @property
-    def done(self) -> int:
+    def work_done(self) -> int:
         """Work of the search, in units of `planner.search.engine.stop`."""
         if self.search is None:
             return 0
-        return self.search.done + ROW_WORK * len(self.search.table)
+        return self.search.work_done + ROW_WORK * len(self.search.table)
 
 
 @dataclass
@@ -203,7 +203,7 @@ class Portfolio:
             for part, bound in zip(parts, least, strict=True)
         ]
         self._next_report = 0.0
-        self._done = 0
+        self._work_done = 0
         self._heap: list[tuple[Price, int]] = []
         self._fill()
 
@@ -271,7 +271,7 @@ class Portfolio:
         if asked is not None and asked():
             return True
         best = self.winner.best if self.winner else None
-        spent = self.stop(best.total if best else None, 0, self._done)
+        spent = self.stop(best.total if best else None, 0, self._work_done)
         return spent or time.monotonic() > self.deadline
 
     def stops(self, best: int | None, bound: int, work: int) -> bool:
@@ -303,13 +303,13 @@ class Portfolio:
         _, place = heapq.heappop(self._heap)
         if one.search is None:
             search = one.begin()
-            self._done += one.done
+            self._work_done += one.work_done
             if self.winner is None:
                 self._start(search)
         else:
-            before = one.search.done
+            before = one.search.work_done
             one.search.advance()
-            self._done += one.search.done - before
+            self._work_done += one.search.work_done - before
         self._take_best(one)
         if one.is_open:
             heapq.heappush(self._heap, (self.price(one, one.open_bound), place))
@@ -317,7 +317,7 @@ class Portfolio:
 
     def _start(self, search: Search) -> None:
         search.start()
-        self._done += search.done
+        self._work_done += search.work_done
 
     def _take_best(self, one: PartSearch) -> None:
         """Make the plan of a part the best one, if it is."""
@@ -367,7 +367,7 @@ class Portfolio:
             return False
         if one.search is None:
             search = one.begin()
-            self._done += one.done
+            self._work_done += one.work_done
             self._start(search)
         self._take_best(one)
         return one.best is not None

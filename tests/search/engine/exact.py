@@ -16,7 +16,7 @@ from planner.cost import (
     rank_memory,
     schedule_of,
 )
-from planner.search.engine.bound import Order, lower_bound, traits_of
+from planner.search.engine.bound import Order, lower_bound
 from planner.search.engine.options import Option, Options, Row
 from planner.search.engine.prices import Prices, Pricing
 from planner.search.engine.space import Space
@@ -66,8 +66,7 @@ class Layouts:
 
     def prices(self, row: Row, option: Option) -> Prices:
         """The prices of a row's layers."""
-        is_split = traits_of(self.order(row)).is_split
-        return self.pricing.prices(row, option, is_split=is_split)
+        return self.pricing.prices(row, option)
 
     def bound(self, row: Row, option: Option) -> int:
         """The bound of a row when no step is known."""

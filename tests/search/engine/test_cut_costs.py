@@ -170,7 +170,7 @@ def test_no_exchange_of_recomputation_beats_a_plan() -> None:
         assert steps
         assert min(steps) >= best.total
         search = Search(work, whole_space(work))
-        prices = search.pricing.prices(best.row, best.option, is_split=False)
+        prices = search.pricing.prices(best.row, best.option)
         order = search.order(best.row)
         solver = CutSolver(prices, best.costs, order, RuleCuts(prices, order).sizes)
         plain = solver.simulate(tuple(map(len, best.stage_map)))

@@ -137,4 +137,4 @@ def test_answer_of_a_limited_search_is_reproducible() -> None:
     again = decoder("llama-3.1-8b", 16, 64, 8192)
     assert answer(first) == answer(plan_space(again, listed_space(again), stop))
     assert first.gap > 0
-    assert first.progress.work >= 400_000
+    assert first.progress.work_done >= 400_000

@@ -16,7 +16,6 @@ from planner.search.engine.options import Option
 from planner.search.engine.row_bounds import RowBounds
 from planner.search.engine.rule import RuleCuts
 from planner.search.engine.space import whole_space
-from planner.search.engine.split_backward import splits_backward
 from planner.spec.cluster import Cluster, NodeGroup
 from planner.spec.job import Job
 from planner.spec.profile import ModelProfile
@@ -79,8 +78,7 @@ def compare_bounds(
     chooser.shuffle(maps)
     bound = layouts.bound(row, option)
     rule = RuleCuts(prices, order)
-    is_split = splits_backward(order.schedule)
-    least = layouts.pricing.least(row, is_split=is_split)
+    least = layouts.pricing.least(row)
     assert least is not None
     bounds = RowBounds(layouts.space, layouts.options, layouts.pricing)
     row_bound = bounds.of(layouts.table.take(np.array([index])))[0]

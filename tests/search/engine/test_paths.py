@@ -16,7 +16,6 @@ from planner.search.engine.options import Row
 from planner.search.engine.paths import Paths, paths_of
 from planner.search.engine.rule import RuleCuts
 from planner.search.engine.space import whole_space
-from planner.search.engine.split_backward import forbids_recompute
 from tests.search.engine.exact import (
     HOST_BANDWIDTHS,
     PLENTY,
@@ -70,8 +69,7 @@ def test_no_recomputation_of_a_cut_beats_its_bound(
     steps = [step_of(costs, stage_map) for stage_map in maps]
     fitting = [step for step in steps if step is not None]
     order = layouts.order(row)
-    is_split = forbids_recompute(order.schedule)
-    least = layouts.pricing.least(row, is_split=is_split)
+    least = layouts.pricing.least(row)
     assert least is not None
     for priced in (layouts.prices(row, option), least):
         bounds = RuleCuts(priced, order).bounds

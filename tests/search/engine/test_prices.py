@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from planner.cost import layout_costs, workload
 from planner.search.engine.space import whole_space
+from planner.search.engine.split_backward import forbids_recompute
 from tests.search.engine.exact import Layouts
 from tests.search.engine.test_table import decoder
 from tests.strategies import Instance, instances
@@ -24,7 +25,7 @@ def check_row(layouts: Layouts, seed: int) -> None:
     row = layouts.row(chooser.randrange(len(layouts.table)))
     option = chooser.choice(list(layouts.options.of(row)))
     costs = layout_costs(layouts.work, layouts.options.layout(row, option))
-    prices = layouts.pricing.prices(row, option, is_split=False)
+    prices = layouts.pricing.prices_with_recompute(row, option)
     for layer, kind in enumerate(prices.kind_of):
         modes = tuple(costs.layers[layer].values())
         if not costs.columns:
@@ -38,6 +39,9 @@ def check_row(layouts: Layouts, seed: int) -> None:
         counted[kind] for kind in range(len(prices.modes))
     ] == prices.counts.tolist()
     assert layouts.pricing.costs(row, option) == costs
+    own = layouts.pricing.prices(row, option).modes
+    forbids = forbids_recompute(layouts.space.schedules[row.schedule])
+    assert own == tuple(modes[:1] if forbids else modes for modes in prices.modes)
 
 
 @settings(max_examples=60, deadline=None)
@@ -59,7 +63,7 @@ def test_prices_of_a_decoder() -> None:
         check_row(layouts, seed)
     row = layouts.row(0)
     option = next(iter(layouts.options.of(row)))
-    prices = layouts.pricing.prices(row, option, is_split=False)
+    prices = layouts.pricing.prices_with_recompute(row, option)
     assert len(prices.modes) == 3
 
 

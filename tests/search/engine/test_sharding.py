@@ -27,7 +27,6 @@ from planner.search.engine.capacity import may_beat
 from planner.search.engine.prices import dominates
 from planner.search.engine.row_bounds import RowBounds
 from planner.search.engine.space import whole_space
-from planner.search.engine.split_backward import forbids_recompute
 from planner.spec import Plan
 from tests.builders import cluster, job, layer, link, profile, request
 from tests.search.engine.exact import Layouts, random_map, step_of
@@ -155,7 +154,6 @@ def test_no_option_is_excluded_below_its_step(
         prices = [layouts.prices(row, option) for option in options]
         alike = list(layouts.options.by_zero_stage(row, options))
         table = layouts.table.take(np.array([index]))
-        is_split = forbids_recompute(order.schedule)
         stages = order.ranks * order.virtual_stages
         stage_map = random_map(prices[0], stages, chooser)
         for place, option in enumerate(options):
@@ -169,5 +167,5 @@ def test_no_option_is_excluded_below_its_step(
                     of_stage.options.index(option), len(of_stage.options)
                 ):
                     extremes = of_stage.extremes(more)
-                    least = layouts.pricing.least_of(row, extremes, is_split=is_split)
+                    least = layouts.pricing.least_of(row, extremes)
                     assert may_beat([least], [order], float(step + 1)).all(), extremes
