@@ -473,12 +473,12 @@ class Tape:
         pending: set[Buffer],
         kernels: int,
     ) -> int:
-        """Return the most that is allocated at once before a kernel.
+        """Return the most that is allocated at once while the first kernels run.
 
         Args:
             given: input of the layer.
             resident: tensors that stay allocated once they are made.
-            pending: results that are allocated from the start.
+            pending: results that are allocated from the start; none is a view.
             kernels: how many run.
         """
         if not self.lives:

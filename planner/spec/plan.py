@@ -206,7 +206,8 @@ class SearchReport(Document):
     gap: float
     """(step_seconds - lower_bound_seconds) / step_seconds."""
     optimal: bool
-    """Whether the plan is proven optimal: the gap is within rounding (1e-6)."""
+    """Whether the plan is proven optimal: the search finished, and the gap is within
+    rounding (1e-6)."""
     gap_all_cuts: float | None = None
     """The gap to the lower bound over all cuts of the layers, where `gap` is that over
     the cuts that were evaluated; None: both are the same."""

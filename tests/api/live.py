@@ -34,7 +34,7 @@ class Live:
         return self.client.post(path, json=body, headers=headers)
 
     def plan(self, body: Any, wait: float = PATIENCE_SECONDS) -> httpx2.Response:
-        """Ask for a plan; again while it is being searched, for `wait` seconds."""
+        """Ask for a plan, and again until there is one or `wait` seconds have passed."""
         deadline = time.monotonic() + wait
         while True:
             answer = self.post("/v1/plans", body, Prefer=f"wait={wait}")

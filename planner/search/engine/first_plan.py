@@ -85,7 +85,7 @@ def _solve_some(
     *,
     moves: bool = False,
 ) -> None:
-    """Solve rows, least bound first, until some were solved with a plan to compare with.
+    """Solve rows, least bound first, until `count` of them were compared with a plan.
 
     Args:
         search: that owns the rows.
@@ -166,7 +166,7 @@ def _coarse_rows(search: Search, *, is_wide: bool) -> list[int]:
 
     Args:
         search: to look for rows in.
-        is_wide: tensor-parallel ranks are more than one domain of fast links has.
+        is_wide: tensor parallelism spans domains of fast links; else it stays in one.
     """
     table = search.table
     names = search.space.schedules

@@ -335,7 +335,7 @@ class Pricing:
         return self._prices_of(row, option, forbids=self._forbids_recompute(row))
 
     def prices_with_recompute(self, row: Row, option: Option) -> Prices:
-        """Return the same for schedules that permit recomputation."""
+        """Return the prices of a row as if its schedule permitted recomputation."""
         return self._prices_of(row, option, forbids=False)
 
     def _prices_of(self, row: Row, option: Option, *, forbids: bool) -> Prices:

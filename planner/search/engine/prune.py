@@ -1,4 +1,4 @@
-"""Prunes rows before the search loop: no option of theirs can beat the incumbent.
+"""Prunes rows before the search loop if none of their options can beat the incumbent.
 
 Rows are tested together if they have the same prices and options, so that only their
 orders of actions differ. There are four tests, each closer and more expensive than the
@@ -90,7 +90,7 @@ class EquivalentRows:
         return float(self.search.limit)
 
     def may_beat(self) -> Mask:
-        """Return a mask of the rows that may beat the limit at the least price of any option."""
+        """Return a mask of the rows that may beat the limit at the least prices of all options."""
         least = self.search.pricing.least(self.row)
         if least is None:
             return np.zeros(len(self.orders), dtype=np.bool_)
@@ -130,7 +130,7 @@ class EquivalentRows:
     def _may_beat_up_to(
         self, degrees: Iterable[ShardDegrees], places: Iterable[int]
     ) -> Mask:
-        """Return, per list of shard degrees, whether any row may beat the limit.
+        """Return for each list of shard degrees whether a row may beat the limit with it.
 
         Args:
             degrees: lists of options, smallest shard degree first.

@@ -425,7 +425,7 @@ _CONSTRAINED: Mapping[str, Callable[[Split], int | bool]] = {
     "expert_tensor_parallel_degree": lambda split: split.expert_tensor or split.tensor,
     "sequence_parallel": attrgetter("sequence_parallel"),
 }
-"""Values of a split, by the constraint on them."""
+"""By constraint: reads the value of a split that it limits."""
 
 
 def _has_pieces(work: Workload, split: Split) -> bool:

@@ -251,8 +251,7 @@ class _LeastMemory:
     @cached_property
     def prices(self) -> Prices:
         """The prices of the layers."""
-        pricing = self.search.pricing
-        return pricing.prices(self.row, self.option)
+        return self.search.pricing.prices(self.row, self.option)
 
     def need(self) -> Need:
         """Return the least memory of the cuts that are computed."""
