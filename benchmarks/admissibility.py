@@ -129,7 +129,7 @@ def _violations(
     known = {
         "work": int(search.bounds_by_work(np.array([index]))[0]),
         "row": search.bound_row(index).bound_all_cuts,
-        "option": lower_bound(prices, order).nanoseconds,
+        "option": lower_bound(prices, order),
     }
     for stage_map, step in maps:
         sizes = tuple(map(len, stage_map))

@@ -174,7 +174,7 @@ def _gaps(result: Result) -> tuple[str, ...]:
 def _nodes(result: Result) -> tuple[str, ...]:
     """Return the rows and options that were bounded, and those that were solved."""
     progress = result.progress
-    numbers = (progress.rows_bounded, progress.options_bounded, progress.solved)
+    numbers = (progress.rows_passed, progress.options_bounded, progress.solved)
     return tuple(f"{each:,}" for each in numbers)
 
 

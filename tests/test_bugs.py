@@ -1212,3 +1212,17 @@ def test_a_plan_is_not_optimal_before_its_neighbours_are_solved() -> None:
     after = portfolio.report()
     assert after.optimal
     assert after.lower_bound_seconds < before.lower_bound_seconds
+
+
+def test_layouts_without_pipeline_are_alternatives() -> None:
+    """They were looked at with gpipe alone, which saves all micro-batches, so that few of them fitted or were fast."""
+    asked = Case("qwen3-0.6b", "8xl4-24gb", 64, 2048)
+    model = catalogue_profile(asked.model, asked.job)
+    options = Options(top=3)
+    found = make_request(model, asked.cluster, asked.job, options, model=asked.model)
+    best = plan(found, model)
+    assert isinstance(best, Plan)
+    layouts = [each.layout for each in best.alternatives]
+    alone = [each for each in layouts if each.pipeline_parallel_degree == 1]
+    assert alone
+    assert {each.schedule for each in alone} == {"1f1b"}

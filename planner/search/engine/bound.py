@@ -1,7 +1,8 @@
 """A lower bound on the step of a row: no cut and no recomputation is faster.
 
 With P pipeline ranks, V stages per rank, M micro-batches, w(r) the work of rank r for
-one micro-batch in the chosen modes, W the sum of all w(r), c the shortest transfer:
+one micro-batch in the chosen modes, W the sum of all w(r), q the least share of a
+layer's work that its first chunk takes:
 
 Work and fill
     (W1) any schedule: rank r starts after the forward of all stages before its lowest
@@ -54,14 +55,6 @@ _BISECTIONS = 5
 _ANY_WORK = 1e30
 _MAIN_SHARE = 0.8
 """Share of the work from which the memory of the main kind alone is looked at."""
-
-
-class Bound(NamedTuple):
-    """A lower bound on a step."""
-
-    nanoseconds: int
-    part: str
-    """What binds: ``work``, ``fill`` or ``capacity``."""
 
 
 class Order(NamedTuple):
@@ -140,30 +133,29 @@ def stages_of_ranks(order: Order) -> NDArray[np.intp]:
     return np.argsort(ranks, kind="stable").reshape(shape)
 
 
-def lower_bound(prices: Prices, order: Order, limit: int = IMPOSSIBLE) -> Bound:
-    """Return a bound on the step of every cut and recomputation of a row.
+def lower_bound(prices: Prices, order: Order, limit: int = IMPOSSIBLE) -> int:
+    """Return nanoseconds that a row takes at least, whatever its cut and recomputation.
 
     Args:
         prices: of the row's layers with their option.
         order: of the row.
         limit: nanoseconds of a known step; a bound above it need not be exact.
     """
-    bounds = [_of_replicas(each, order, limit) for each in prices.replicas]
-    return max(bounds)
+    return max(_of_replicas(each, order, limit) for each in prices.replicas)
 
 
-def _of_replicas(prices: Prices, order: Order, limit: int) -> Bound:
+def _of_replicas(prices: Prices, order: Order, limit: int) -> int:
     """Return a bound on the step of identical replicas."""
     if prices.micro_batches is not None:
         order = order._replace(micro_batches=prices.micro_batches)
     model = _Model(prices, order, traits_of(order))
     fill = model.fill()
     if fill >= limit:
-        return Bound(int(fill * _ROUNDING), "fill")
+        return int(fill * _ROUNDING)
     capacity = model.capacity(fill, limit)
     if capacity <= fill:
-        return Bound(int(fill * _ROUNDING), "fill")
-    return Bound(min(IMPOSSIBLE, int(capacity * _ROUNDING)), "capacity")
+        return int(fill * _ROUNDING)
+    return min(IMPOSSIBLE, int(capacity * _ROUNDING))
 
 
 def least_kept(prices: Prices, order: Order) -> Floats:

@@ -54,8 +54,6 @@ def plan_space(
     space: Space | None = None,
     stop: Stop | None = None,
     on_progress: Callable[[Progress], None] | None = None,
-    *,
-    ceiling: int = IMPOSSIBLE,
 ) -> Result:
     """Search a space for the fastest plan.
 
@@ -63,10 +61,9 @@ def plan_space(
         work: what is planned, on one kind of device.
         space: None: everything that the runtime can run.
         stop: None: when the plan is proven.
-        on_progress: called after every batch and improvement.
-        ceiling: nanoseconds; only faster plans matter.
+        on_progress: called after every step of the loop and every better first plan.
     """
-    search = Search(work, space or whole_space(work), ceiling)
+    search = Search(work, space or whole_space(work))
     return search.run(stop or GapStop(), on_progress)
 
 
@@ -198,7 +195,11 @@ class Search:
         return stop(self._total(), self.lower_bound, self.work_done)
 
     def start(self, report: Callable[[], None] = lambda: None) -> None:
-        """Look for a first plan, and call `report` whenever it may be better."""
+        """Find an incumbent, then prune the rows that cannot beat it.
+
+        Args:
+            report: called whenever the incumbent may be better.
+        """
         find_first_plan(self, report)
         prune_rows(self)
         self.is_started = True
@@ -206,7 +207,7 @@ class Search:
 
     @property
     def is_open(self) -> bool:
-        """Whether anything open may beat the limit."""
+        """Whether a node may beat the limit, or the incumbent's neighbours are unsolved."""
         return self.least < self.limit or self._has_neighbours
 
     @property
@@ -229,7 +230,7 @@ class Search:
         """Return the state of the search; nothing is bounded before it is started."""
         return Progress(
             rows=len(self.table),
-            rows_bounded=self.next_row,
+            rows_passed=self.next_row,
             options_bounded=self.bounded,
             solved=self.solved,
             best=self._total(),
@@ -280,7 +281,7 @@ class Search:
         if prices is None:
             return Node(IMPOSSIBLE, index, -1, IMPOSSIBLE, ())
         work_only = int(self.bounds_by_work(np.array([index]))[0])
-        bound = lower_bound(prices, order, self.limit).nanoseconds
+        bound = lower_bound(prices, order, self.limit)
         bound_all_cuts = max(work_only, bound)
         if bound_all_cuts >= self.limit:
             return Node(bound_all_cuts, index, -1, bound_all_cuts, ())
@@ -399,7 +400,7 @@ class Search:
                 continue
             prices = self.pricing.prices(row, option)
             if row.virtual_stages == 1 or not node.cuts:
-                bound = lower_bound(prices, order, self.limit).nanoseconds
+                bound = lower_bound(prices, order, self.limit)
                 bound_all_cuts = max(bound_all_cuts, bound)
             if not node.cuts and bound_all_cuts < self.limit:
                 rule = RuleCuts(prices, order)
@@ -499,7 +500,7 @@ class Search:
         if given_sizes(self.work, stages) is not None:
             return
         prices = self.pricing.prices(row, option)
-        if lower_bound(prices, order, self.limit).nanoseconds >= self.limit:
+        if lower_bound(prices, order, self.limit) >= self.limit:
             return
         cuts = [*RuleCuts(prices, order).sizes]
         least = self.pricing.least(row)

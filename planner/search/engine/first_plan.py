@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 MOST_ROWS = 128
 """Rows of the coarse grid."""
 MOST_TRIED = 48
-"""Rows that are solved in one round."""
+"""Rows after which a round ends, if a plan is known."""
 MOST_SOLVED = 6
-"""Of those, how many once a plan is known."""
+"""Rows that a round compares with a known plan."""
 MOST_MOVED = 2
 """Rows in which layers are moved."""
 ROUNDS = 3
@@ -86,6 +86,8 @@ def _solve_some(
     moves: bool = False,
 ) -> None:
     """Solve rows, least bound first, until `count` of them were compared with a plan.
+
+    The queue is empty afterwards, and what it excluded is forgotten.
 
     Args:
         search: that owns the rows.

@@ -62,12 +62,13 @@ def _promising_rows(search: Search, best: Candidate) -> list[Row]:
 
 
 def _rows_around(search: Search, row: Row) -> list[int]:
-    """Return rows that differ in one column, and may differ in the schedule too.
+    """Return the row and those that differ from it in one column or in the schedule.
 
-    A degree or size differs by a factor of 2 or 3, or stages per rank by one. With as
-    many replicas, two of the degrees `SWAPPED` may differ. The micro-batch size does not
-    count if the number of micro-batches is the same, and sequence parallelism does not
-    count if the tensor degree differs.
+    A degree or size differs by a factor of 2 or 3, or stages per rank by one. With the
+    same data-parallel degree, two of the degrees `SWAPPED` may differ. The micro-batch
+    size does not count if the number of micro-batches is the same, and sequence
+    parallelism does not count if the tensor degree differs. What is offloaded and which
+    replicas have more micro-batches stay the same; synthesized orders are left out.
     """
     table = search.table
     differs = np.zeros(len(table), dtype=np.intp)

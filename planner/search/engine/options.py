@@ -74,10 +74,10 @@ class Row(NamedTuple):
         return cls(**values, arrangement=arrangement)
 
     @property
-    def degrees(self) -> tuple[object, ...]:
+    def price_key(self) -> tuple[object, ...]:
         """Columns that decide prices; rows that agree in them differ in order only."""
         others = (self.split, self.offload, self.larger_shares, self.arrangement)
-        return (*self[:_DEGREES], *others)
+        return (*self[:_BEFORE_SCHEDULE], *others)
 
     @property
     def has_unequal_replicas(self) -> bool:
@@ -99,13 +99,13 @@ class Row(NamedTuple):
 
 
 _ROW_COLUMNS = Row._fields[:-1]
-_DEGREES = Row._fields.index("schedule")
+_BEFORE_SCHEDULE = Row._fields.index("schedule")
 """Number of a row's columns before its schedule."""
 PRICE_COLUMNS = (
-    *Row._fields[:_DEGREES],
+    *Row._fields[:_BEFORE_SCHEDULE],
     *("split", "offload", "larger_shares", "arrangement"),
 )
-"""Columns of a table that decide prices, as `Row.degrees`."""
+"""Columns of a table that decide prices, as `Row.price_key`."""
 
 
 class ShardDegrees(NamedTuple):
@@ -153,10 +153,10 @@ class Options:
         """Return what decides the options of a row."""
         depends_on_order = self.work.framework.supports.limits_plans
         depends_on_order |= self.offload(row).activations
-        return tuple(row) if depends_on_order else row.degrees
+        return tuple(row) if depends_on_order else row.price_key
 
     def _permitted(self, row: Row) -> Iterator[Option]:
-        if self.offload(row).activations and not self._takes_no_recompute(row):
+        if self.offload(row).activations and not self._may_offload_activations(row):
             return
         orders = self._rank_orders(row)
         supports = self.work.framework.supports
@@ -247,7 +247,7 @@ class Options:
         found = [bool(self.of(row)) for row in rows]
         return np.array(found, dtype=np.bool_)[inverse.reshape(-1)]
 
-    def may_recompute(self, table: Table) -> NDArray[np.bool_]:
+    def has_permitted_modes(self, table: Table) -> NDArray[np.bool_]:
         """Return a mask of the rows whose schedule permits the job's recompute modes.
 
         Layers do not recompute under split backwards: all of them must offer ``none``,
@@ -335,10 +335,10 @@ class Options:
                 holding = [each for each in known.tolist() if condition.holds(each)]
                 yield np.isin(column, holding)
 
-    def _takes_no_recompute(self, row: Row) -> bool:
+    def _may_offload_activations(self, row: Row) -> bool:
         """Return whether activations can be offloaded.
 
-        Sequences are whole, backwards are full, and no layer recomputes.
+        Sequences are whole, backwards are full, and every layer may have the mode ``none``.
         """
         name = self.space.schedules[row.schedule]
         is_whole = row.sequence_chunks == 1 and not splits_backward(name)

@@ -52,7 +52,7 @@ class Timing(NamedTuple):
     """Least between two neighbouring stages."""
 
 
-Timings = dict[tuple[RankOrder, bool], Timing]
+KnownTimings = dict[tuple[RankOrder, bool], Timing]
 """By rank order, and whether ranks have several stages: sharding moves no rank."""
 
 
@@ -73,7 +73,7 @@ class Prices:
     """Costs of every layout that these prices are the least of."""
     ranks: tuple[Ranks, ...] = ()
     """Of every class of identical replicas, where ranks differ."""
-    timings: Timings = field(default_factory=dict, compare=False)
+    timings: KnownTimings = field(default_factory=dict, compare=False)
     """Those that are known."""
 
     @classmethod
@@ -81,7 +81,7 @@ class Prices:
         cls,
         layouts: Sequence[LayoutCosts],
         wanted: Sequence[str],
-        timings: Timings | None = None,
+        timings: KnownTimings | None = None,
     ) -> Prices:
         """Return the prices of a layout, or the least prices of several.
 
@@ -315,7 +315,7 @@ class Pricing:
         self._known: dict[tuple[object, ...], LayoutCosts] = {}
         self._prices: dict[tuple[object, ...], Prices] = {}
         self._stacks: dict[tuple[object, ...], tuple[Stack, ...]] = {}
-        self._timings: dict[tuple[object, bool], Timings] = {}
+        self._timings: dict[tuple[object, bool], KnownTimings] = {}
         """By degrees, and whether they are those of equal ranks."""
         self._undominated: dict[tuple[object, ...], list[tuple[int, Option]]] = {}
         constraint = self.options.constraints.get("recompute")
@@ -339,11 +339,11 @@ class Pricing:
         return self._prices_of(row, option, forbids=False)
 
     def _prices_of(self, row: Row, option: Option, *, forbids: bool) -> Prices:
-        key = (row.degrees, option, forbids)
+        key = (row.price_key, option, forbids)
         found = self._prices.get(key)
         if found is None:
             layout = self.options.layout(row, option)
-            timings = self._timings.setdefault((row.degrees, False), {})
+            timings = self._timings.setdefault((row.price_key, False), {})
             layouts = [self._base(row, option, layout)]
             found = self._combined(layouts, timings, forbids=forbids)
             self._prices[key] = found
@@ -357,11 +357,11 @@ class Pricing:
     def least_of(self, row: Row, options: tuple[Option, ...]) -> Prices:
         """Return the least prices of some options, on ranks that are all the fastest."""
         forbids = self._forbids_recompute(row)
-        key = (row.degrees, options, forbids)
+        key = (row.price_key, options, forbids)
         found = self._prices.get(key)
         if found is None:
             layouts = [self._of_equal_ranks(row, option) for option in options]
-            timings = self._timings.setdefault((row.degrees, True), {})
+            timings = self._timings.setdefault((row.price_key, True), {})
             found = self._combined(layouts, timings, forbids=forbids)
             self._prices[key] = found
         return found
@@ -370,7 +370,7 @@ class Pricing:
         return forbids_recompute(self.options.space.schedules[row.schedule])
 
     def _combined(
-        self, layouts: Sequence[LayoutCosts], timings: Timings, *, forbids: bool
+        self, layouts: Sequence[LayoutCosts], timings: KnownTimings, *, forbids: bool
     ) -> Prices:
         """Return the least prices of some layouts.
 
@@ -388,7 +388,7 @@ class Pricing:
 
         They have one stack for every class of replicas.
         """
-        key = (row.degrees, tuple(options), self._forbids_recompute(row))
+        key = (row.price_key, tuple(options), self._forbids_recompute(row))
         if key not in self._stacks:
             each = [self.prices(row, option).stacks for option in options]
             self._stacks[key] = tuple(map(Stack.of_options, zip(*each, strict=True)))
@@ -407,7 +407,7 @@ class Pricing:
             return self._kept(row, options)
         supports = self.work.framework.supports
         order = row if supports.limits_plans else None
-        key = (row.degrees, order)
+        key = (row.price_key, order)
         if key not in self._undominated:
             every = list(enumerate(self.options.of(row)))
             self._undominated[key] = self._kept(row, every)
@@ -445,7 +445,7 @@ class Pricing:
         return replace(costs, boundary_links=links)
 
     def _base(self, row: Row, option: Option, layout: Layout) -> LayoutCosts:
-        key = (row.degrees, option)
+        key = (row.price_key, option)
         if key not in self._known:
             self._known[key] = layout_costs(self.work, layout)
         return self._known[key]

@@ -49,7 +49,8 @@ class Progress:
     """State of a running search."""
 
     rows: int
-    rows_bounded: int
+    rows_passed: int
+    """Rows at the front of the list that are bounded, pruned or excluded by their work."""
     options_bounded: int
     solved: int
     best: int | None
@@ -63,7 +64,7 @@ class Result:
     """The best plan of a space and what was proven about it."""
 
     best: Candidate | None
-    """None: no evaluated cut fits."""
+    """None: the search found no plan below its ceiling before it ended."""
     lower_bound: int
     """Nanoseconds that no layout of the space beats with the cuts that are evaluated.
 

@@ -1,4 +1,4 @@
-"""Bounds of all rows at once, by the work of their layers alone."""
+"""Cheap bounds of all rows at once: the time of their layers, and their least memory."""
 
 from __future__ import annotations
 
@@ -25,12 +25,15 @@ from planner.search.engine.split_backward import splits_backward
 from planner.search.engine.table import Table
 
 _ROUNDING = 1 - 1e-9
-_DEGREES = Row._fields.index("micro_batch_size")
+_DEGREE_COUNT = Row._fields.index("micro_batch_size")
 """A row begins with this many degrees."""
 
 
 class RowBounds:
-    """Bounds of all rows by the work of their layers, before options are chosen."""
+    """Bounds of all rows by the work of their layers.
+
+    A row is impossible if its states and saved activations do not fit on its ranks.
+    """
 
     def __init__(self, space: Space, options: Options, pricing: Pricing) -> None:
         """Start without any price."""
@@ -40,7 +43,7 @@ class RowBounds:
         self._prices: dict[tuple[object, ...], Prices] = {}
         self._known_groups: dict[tuple[object, ...], tuple[Group, ...]] = {}
         self._too_large: dict[tuple[int, ...], int] = {}
-        """By the other columns: a micro-batch size of which no layer fits."""
+        """By the other columns: a micro-batch size of which a kind of layer does not fit."""
 
     def of(self, table: Table) -> NDArray[np.int64]:
         """Return a bound in nanoseconds for every row."""
@@ -168,7 +171,7 @@ class RowBounds:
 
     def _groups(self, row: Row, option: Option) -> tuple[Group, ...]:
         """Return the communicators whose width decides what a micro-batch costs."""
-        degrees = (*row[:_DEGREES], option)
+        degrees = (*row[:_DEGREE_COUNT], option)
         if degrees not in self._known_groups:
             layout = self.options.layout(row, option)
             domain = self.pricing.work.domain_devices

@@ -51,7 +51,7 @@ _ROUNDING = 1e-9
 
 
 class _Cuts(NamedTuple):
-    """First and last layers of the stages of one cut or several."""
+    """Ranges of layers of the stages of one cut or several, without their ends."""
 
     starts: NDArray[np.intp]
     """[cut, stage]"""
@@ -350,8 +350,10 @@ class RuleCuts:
 
     @cached_property
     def sizes(self) -> tuple[Sizes, ...]:
-        """The distinct cuts of the rule; of one that does not fit, the nearest that does.
+        """The distinct cuts of the rule that fit.
 
+        If none does, layers of each are moved to ranks with free memory; the result may
+        still not fit.
         With one stage per rank, the best cut where the rule's would recompute.
         """
         cuts = tuple(dict.fromkeys(self._cuts()))

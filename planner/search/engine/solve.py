@@ -101,7 +101,7 @@ class CutSolver:
     def solve(
         self, limit: int, *, moves: bool = True, from_any_cut: bool = False
     ) -> Solution | None:
-        """Return the best stage map found; None: no evaluated cut fits.
+        """Return the best stage map found; None: no cut fits and may beat the cutoff.
 
         Args:
             limit: nanoseconds of a known step.
@@ -147,7 +147,7 @@ class CutSolver:
         return best
 
     def evaluate(self, sizes: Sizes) -> Solution | None:
-        """Return the stage map of a cut with the least recomputation.
+        """Return the fastest stage map of a cut that is tried, with its step.
 
         None: it does not fit, or its bound is not below the cutoff.
         """
@@ -401,7 +401,7 @@ class RowSolver:
     def solve(
         self, limit: int, *, moves: bool = True, from_any_cut: bool = False
     ) -> Candidate | None:
-        """Return the best plan found; None: no evaluated cut fits.
+        """Return the best plan found; None: no cut fits and may beat the cutoff.
 
         Args:
             limit: nanoseconds of a known step.

@@ -168,23 +168,6 @@ def whole_space(
     return _space(work, splits, constraints, limits, left_out)
 
 
-def listed_space(work: Workload, *, most_virtual_stages: int = 8) -> Space:
-    """Return the sizes and degrees that the profile lists.
-
-    Args:
-        work: what is planned.
-        most_virtual_stages: on one pipeline rank.
-    """
-    left_out = [LeftOut("micro_batch_size", "unlisted", "only listed sizes are asked")]
-    constraints = runtime_constraints(work)
-    splits = tuple(
-        Split(*size) for size in work.sizes if _has_pieces(work, Split(*size))
-    )
-    splits = tuple(split for split in splits if _keeps_parameters_whole(work, split))
-    limits = Limits(most_virtual_stages, Pieces(1, 1))
-    return _space(work, splits, constraints, limits, left_out)
-
-
 def runtime_constraints(work: Workload) -> dict[str, Constraint]:
     """Return the job's constraints, limited to values that its runtime runs."""
     constraints = dict(work.job.constraints)

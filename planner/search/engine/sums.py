@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 
 
-class Timings(NamedTuple):
+class OptionTimings(NamedTuple):
     """Nanoseconds between stages, per option."""
 
     waiting: Floats
@@ -90,7 +90,7 @@ class Stack:
     freed_rates: Floats
     """Nanoseconds per byte of each step, ascending, [option, step]."""
     waiting: Floats
-    """As `Timings`, with one stage per rank and with several, [option, 2]."""
+    """As `OptionTimings`, with one stage per rank and with several, [option, 2]."""
     transfer: Floats
     overlaps_reduction: bool
     overlaps_gathers: bool
@@ -106,10 +106,10 @@ class Stack:
     buffers: int
     """Receive buffers per neighbour."""
 
-    def timing(self, virtual_stages: int) -> Timings:
+    def timing(self, virtual_stages: int) -> OptionTimings:
         """Return the least nanoseconds between stages."""
         column = int(virtual_stages > 1)
-        return Timings(self.waiting[:, column], self.transfer[:, column])
+        return OptionTimings(self.waiting[:, column], self.transfer[:, column])
 
     @classmethod
     def of(cls, prices: Prices) -> Stack:

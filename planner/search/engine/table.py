@@ -35,7 +35,7 @@ from planner.search.engine.space import (
 from planner.spec.job import Constraint
 
 Column = NDArray[np.int64]
-Order = tuple[int, int]
+ScheduleStages = tuple[int, int]
 """Index of a schedule, and virtual stages per rank."""
 SIMPLE = ("gpipe", "1f1b")
 """Schedules that one pipeline rank can take; all others need several."""
@@ -98,13 +98,6 @@ class Table:
         return most
 
     @property
-    def is_unlike(self) -> NDArray[np.bool_]:
-        """Rows whose replicas differ in devices or in micro-batches."""
-        differs = np.array([_differs(each) for each in self.arrangements], dtype=bool)
-        is_unlike: NDArray[np.bool_] = differs[self.arrangement]
-        return is_unlike | (self.larger_shares > 0)
-
-    @property
     def stages(self) -> Column:
         """Stages of all pipeline ranks."""
         return self.pipeline * self.virtual_stages
@@ -135,7 +128,7 @@ def enumerate_table(work: Workload, space: Space) -> Table:
     table = table.take(permitted(table, constraints))
     table = _with_offloads(table, space)
     options = Options(work, space)
-    table = table.take(options.may_recompute(table))
+    table = table.take(options.has_permitted_modes(table))
     return table.take(options.are_any(table))
 
 
@@ -168,8 +161,8 @@ def _degrees(work: Workload, space: Space) -> dict[str, Column]:
         has_shares = (larger == 0) | is_plain
     else:
         has_shares = larger == 0
-    divides = divides_devices & divides_experts & divides_batch & has_shares
-    rows, columns = np.nonzero(divides)
+    is_layout = divides_devices & divides_experts & divides_batch & has_shares
+    rows, columns = np.nonzero(is_layout)
     more = larger[rows, columns]
     return {
         "data": data[rows, columns],
@@ -253,7 +246,7 @@ def _orders(
     space: Space,
     shape: tuple[int, ...],
     constraints: Mapping[str, Constraint],
-) -> list[Order]:
+) -> list[ScheduleStages]:
     """Return the schedules and virtual stages that a number of ranks can take."""
     pipeline, micro_batches, chunks, is_unlike = shape
     layers = len(work.profile.layers)

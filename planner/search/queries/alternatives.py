@@ -255,13 +255,13 @@ class _Ranking:
     def _differs(self) -> NDArray[np.bool_]:
         """Return a mask of rows without those that are equal to another one.
 
-        On one pipeline rank all schedules take the same time; the last one, 1f1b, needs
+        On one pipeline rank all schedules take the same time; 1f1b, the first one, needs
         least memory.
         """
         table = self.search.table
         is_alone = table.pipeline == 1
-        last = table.schedule[is_alone].max(initial=0)
-        found: NDArray[np.bool_] = ~is_alone | (table.schedule == last)
+        first = table.schedule[is_alone].min(initial=len(self.search.space.schedules))
+        found: NDArray[np.bool_] = ~is_alone | (table.schedule == first)
         for one in self.known:
             is_same = is_alone & (table.schedule != one.row.schedule)
             for name in Row._fields:

@@ -70,7 +70,7 @@ class Layouts:
 
     def bound(self, row: Row, option: Option) -> int:
         """The bound of a row when no step is known."""
-        return lower_bound(self.prices(row, option), self.order(row)).nanoseconds
+        return lower_bound(self.prices(row, option), self.order(row))
 
 
 def step_of(costs: LayoutCosts, stage_map: StageMap) -> int | None:

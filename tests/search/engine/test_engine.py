@@ -16,7 +16,7 @@ from planner.cost import (
 )
 from planner.search.engine.engine import plan_space
 from planner.search.engine.result import Candidate, Result
-from planner.search.engine.space import Space, listed_space, whole_space
+from planner.search.engine.space import Space, whole_space
 from planner.search.engine.stop import AnyStop, GapStop, WorkStop
 from tests.search.engine.exact import (
     HOST_BANDWIDTHS,
@@ -133,8 +133,8 @@ def test_answer_of_a_limited_search_is_reproducible() -> None:
     """Two searches that the same work limit cuts have equal plans, bounds and counts."""
     work = decoder("llama-3.1-8b", 16, 64, 8192)
     stop = AnyStop((GapStop(), WorkStop(400_000)))
-    first = plan_space(work, listed_space(work), stop)
+    first = plan_space(work, whole(work), stop)
     again = decoder("llama-3.1-8b", 16, 64, 8192)
-    assert answer(first) == answer(plan_space(again, listed_space(again), stop))
+    assert answer(first) == answer(plan_space(again, whole(again), stop))
     assert first.gap > 0
     assert first.progress.work_done >= 400_000

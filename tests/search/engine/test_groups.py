@@ -89,7 +89,7 @@ def compare_bounds(
             continue
         compared += 1
         assert bound <= step, (row, option, bound, step, stage_map)
-        assert lower_bound(least, order).nanoseconds <= step
+        assert lower_bound(least, order) <= step
         assert row_bound <= step
         assert rule.bound(sizes) <= step
         assert may_beat([least, prices], [order], step + 1).all()
