@@ -5,75 +5,95 @@ Tensor-parallel ranks are as near as they can be, no other ranks exchange anythi
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from planner.cost.communication import Group
+from planner.cost.derived import DerivedRows, Rows, Size
 from planner.cost.groups import Groups
 from planner.cost.pricing import LayerCost, LayerPricing, known_prices
 from planner.cost.workload import Workload, modes_of
 from planner.spec.layout import Layout
 from planner.spec.profile import RecomputeMode
 
-Split = tuple[int, int, int, int, bool]
-"""Micro-batch size, tensor-, context- and expert-parallel degree, sequence parallelism: a key of `Workload.sizes`."""
 Layers = tuple[dict[RecomputeMode, LayerCost], ...]
 """By layer and recompute mode."""
 _ALONE = Group(1, 1, 1)
 
 
-def nearest_costs(work: Workload, split: Split, chunks: int = 1) -> Layers:
-    """Every layer by its recompute modes, on the devices of one node group; identical layers share one dict.
+def nearest_costs(
+    work: Workload, size: Size, chunks: int = 1, expert_tensor: int | None = None
+) -> Layers:
+    """Return the costs of every layer by its recompute modes, on one node group.
+
+    Identical layers share one dict.
 
     Args:
         work: of the node group.
-        split: of every layer.
+        size: of every layer.
         chunks: of every sequence.
+        expert_tensor: tensor degree of the experts; None: that of all layers.
     """
-    key = ("nearest", split, chunks)
+    key = ("nearest", size, chunks, expert_tensor)
     if key not in work.spent:
-        work.spent[key] = _costs(
-            work, split, Groups(_nearest(work, split[1]), *(_ALONE,) * 7), chunks
-        )
+        groups = Groups(_nearest(work, size[1]), *(_ALONE,) * 7)
+        rows = _rows(work, size, expert_tensor)
+        work.spent[key] = _costs(work, size[1], rows, groups, chunks)
     found: Layers = work.spent[key]
     return found
 
 
-def _costs(work: Workload, split: Split, groups: Groups, chunks: int = 1) -> Layers:
+def _rows(work: Workload, size: Size, expert_tensor: int | None) -> Rows:
+    """Return the measurements of every layer of a size."""
+    if isinstance(work.sizes, DerivedRows):
+        return work.sizes.at(size, expert_tensor)
+    return work.sizes[size]
+
+
+def _costs(
+    work: Workload, tensor: int, rows: Rows, groups: Groups, chunks: int
+) -> Layers:
     layout = Layout.model_construct(
-        tensor_parallel_degree=split[1], sequence_chunks=chunks
+        tensor_parallel_degree=tensor, sequence_chunks=chunks
     )
-    rows, known, computed = work.sizes[split], known_prices(work, groups, chunks), {}
+    known = known_prices(work, groups, chunks)
     alike = work.alike(rows)
+    computed = {}
     for index in set(alike):
-        plain, layer = rows[index][modes_of(rows[index])[0]], work.profile.layers[index]
-        computed[index] = LayerPricing(work, layout, groups, layer, plain, known).costs(
-            rows[index]
-        )
+        plain = rows[index][modes_of(rows[index])[0]]
+        layer = work.profile.layers[index]
+        pricing = LayerPricing(work, layout, groups, layer, plain, known)
+        computed[index] = pricing.costs(rows[index])
     return tuple(map(computed.__getitem__, alike))
 
 
 def nearest_ticks(
-    work: Workload, split: Split
+    work: Workload, size: Size, chunks: int = 1, expert_tensor: int | None = None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Forward and backward of one micro-batch through every layer, each in the mode in which it takes least.
+    """Return forward and backward of one micro-batch, of every layer.
+
+    Each is that of the mode in which it takes least.
 
     Args:
         work: of the node group.
-        split: of every layer.
+        size: of every layer.
+        chunks: of every sequence.
+        expert_tensor: tensor degree of the experts; None: that of all layers.
     """
-    key = ("ticks", split)
+    key = ("ticks", size, chunks, expert_tensor)
     if key not in work.spent:
-        layers = nearest_costs(work, split)
-        least = {
-            id(options): (
-                min(each.forward_ticks for each in options.values()),
-                min(each.backward_ticks for each in options.values()),
-            )
-            for options in layers
-        }
-        work.spent[key] = tuple(
-            tuple(least[id(each)][place] for each in layers) for place in (0, 1)
-        )
+        layers = nearest_costs(work, size, chunks, expert_tensor)
+        least = {id(modes): _least(modes.values()) for modes in layers}
+        forward, backward = zip(*(least[id(modes)] for modes in layers), strict=True)
+        work.spent[key] = (forward, backward)
     found: tuple[tuple[int, ...], tuple[int, ...]] = work.spent[key]
     return found
+
+
+def _least(costs: Collection[LayerCost]) -> tuple[int, int]:
+    """Return the least ticks of forward and backward."""
+    forward = min(each.forward_ticks for each in costs)
+    backward = min(each.backward_ticks for each in costs)
+    return forward, backward
 
 
 def _nearest(work: Workload, ranks: int) -> Group:

@@ -10,6 +10,7 @@ for it. The figures are those of the calibration:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -45,14 +46,18 @@ def supported_choices(work: Workload) -> SupportedChoices:
     return table.supported or SupportedChoices()
 
 
-def supported_space(work: Workload) -> Space:
+def supported_space(work: Workload, degrees: Sequence[int] = ()) -> Space:
     """Return the space of layouts that measured runs support.
 
     Context degrees and chunk counts that the job asks for are part of it.
+
+    Args:
+        work: what is planned.
+        degrees: see `whole_space`.
     """
     choices = supported_choices(work)
     pieces = Pieces(choices.context_tokens, choices.chunk_tokens)
-    return whole_space(work, pieces=pieces)
+    return whole_space(work, pieces=pieces, degrees=degrees)
 
 
 def unsupported_space(work: Workload, near: Layout | None = None) -> Space | None:

@@ -6,7 +6,7 @@ rows; a combination that does not divide the model, batch or devices is no layou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import isqrt
@@ -144,7 +144,11 @@ class Space:
 
 
 def whole_space(
-    work: Workload, *, least_tokens: int = LEAST_TOKENS, pieces: Pieces | None = None
+    work: Workload,
+    *,
+    least_tokens: int = LEAST_TOKENS,
+    pieces: Pieces | None = None,
+    degrees: Sequence[int] = (),
 ) -> Space:
     """Return every value that divides the workload and that its runtime runs.
 
@@ -152,12 +156,13 @@ def whole_space(
         work: what is planned.
         least_tokens: of a sequence, on every rank and in every chunk.
         pieces: both limits, where they differ. Neither applies to what the job asks for.
+        degrees: of tensor and context parallelism; none: those that divide the devices.
     """
     left_out: list[LeftOut] = []
     constraints = runtime_constraints(work)
     sizes: Iterable[Split]
     if isinstance(work.sizes, DerivedRows):
-        sizes = _derived_sizes(work)
+        sizes = _derived_sizes(work, degrees)
     else:
         sizes = [Split(*size) for size in work.sizes]
         if not _has_all_sizes(work):
@@ -335,16 +340,21 @@ def _has_all_sizes(work: Workload) -> bool:
     return isinstance(sizes, PolynomialRows) and sizes.covers_listed
 
 
-def _derived_sizes(work: Workload) -> Iterator[Split]:
-    """Yield every size that may divide a model whose rows are derived."""
+def _derived_sizes(work: Workload, degrees: Sequence[int]) -> Iterator[Split]:
+    """Yield every size that may divide a model whose rows are derived.
+
+    Args:
+        work: what is planned.
+        degrees: of tensor and context parallelism; none: those that divide the devices.
+    """
     batch = divisors(work.job.global_batch_size)
-    degrees = divisors(work.devices)
+    tensors, contexts = _dividing(work, degrees or divisors(work.devices))
     model = work.profile.transformer
     experts = model.experts.experts if model and model.experts else 1
     expert_degrees = divisors(experts)
     folds_experts = experts > 1 and _folds_experts(work)
-    for tensor, context in product(degrees, degrees):
-        if work.devices % (tensor * context):
+    for tensor, context in product(tensors, contexts):
+        if not degrees and work.devices % (tensor * context):
             continue
         for micro_batch_size, expert in product(batch, expert_degrees):
             yield Split(micro_batch_size, tensor, context, expert, False)
@@ -355,6 +365,28 @@ def _derived_sizes(work: Workload) -> Iterator[Split]:
             if folds_experts:
                 for own in divisors(tensor)[:-1]:
                     yield split._replace(expert_tensor=own)
+
+
+def _dividing(
+    work: Workload, degrees: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return which degrees of tensor and of context parallelism may divide a model."""
+    rows = work.sizes
+    assert isinstance(rows, DerivedRows)
+    batch = work.job.global_batch_size
+    expert_tensor = 1 if rows.model.experts else None
+    tensors = [
+        degree
+        for degree in degrees
+        if rows.divides((batch, degree, 1, 1, False), expert_tensor)
+        or rows.divides((batch, degree, 1, 1, True), expert_tensor)
+    ]
+    contexts = [
+        degree
+        for degree in degrees
+        if rows.divides((batch, 1, degree, 1, False), expert_tensor)
+    ]
+    return tuple(tensors), tuple(contexts)
 
 
 def _permitted_splits(

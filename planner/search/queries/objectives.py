@@ -29,7 +29,7 @@ from planner.search.engine.result import Candidate, Result
 from planner.search.engine.stop import AnyStop, GapStop, Stop, WorkStop
 from planner.search.parts import Part, arrangements, check_prices, parts_of, whole
 from planner.search.queries.counts import LayoutCounts
-from planner.search.queries.least_work import LeastWork
+from planner.search.queries.least_work import least_work
 from planner.search.queries.outcome import Outcome
 from planner.search.queries.refusals import check_request
 from planner.search.queries.searched import joined_space, space_report
@@ -197,7 +197,7 @@ class Portfolio:
         ceiling = deadline_nanoseconds(request.job)
         least = [0] * len(parts)
         if len(parts) > 1:
-            least = LeastWork(self.whole).of_parts(parts)
+            least = least_work(self.whole, parts)
         self.searches = [
             PartSearch(part, partial(self._workload, part), ceiling, bound)
             for part, bound in zip(parts, least, strict=True)
