@@ -59,7 +59,11 @@ class Document(BaseModel):
 
     def canonical_json(self) -> str:
         """Return the canonical JSON text of this document."""
-        return plain_json(self.model_dump(mode="json", by_alias=True))
+        return b"".join(self.canonical_parts()).decode()
+
+    def canonical_parts(self) -> Iterator[bytes]:
+        """Yield the canonical JSON text in parts, in UTF-8."""
+        yield plain_json(self.model_dump(mode="json", by_alias=True)).encode()
 
 
 def canonical_json(value: Any) -> str:
@@ -85,7 +89,12 @@ def plain_json(value: Any) -> str:
 
 def digest(value: Any) -> str:
     """Return the sha256 of the canonical JSON, as lower-case hex."""
-    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
+    if not isinstance(value, Document):
+        return hashlib.sha256(plain_json(value).encode()).hexdigest()
+    hashed = hashlib.sha256()
+    for part in value.canonical_parts():
+        hashed.update(part)
+    return hashed.hexdigest()
 
 
 def parse(kind: type[DocumentType], data: Any, *, where: str = "") -> DocumentType:

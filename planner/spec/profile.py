@@ -729,8 +729,8 @@ class DeviceRows(Document):
     """Rows by the kind of layer."""
 
 
-_ROWS = '"measurements":'
-_NO_ROWS = _ROWS + "[]"
+_ROWS = b'"measurements":'
+_NO_ROWS = _ROWS + b"[]"
 
 
 class ModelProfile(Document):
@@ -812,28 +812,26 @@ class ModelProfile(Document):
             measurements={layer.kind: layer.measurements for layer in self.layers},
         )
 
-    def canonical_json(self) -> str:
-        """Return the canonical JSON; rows that layers share are serialised once."""
-        texts: dict[int, str] = {}
+    def canonical_parts(self) -> Iterator[bytes]:
+        """Yield the canonical JSON text; rows that layers share are serialised once."""
+        texts: dict[int, bytes] = {}
         for layer in self.layers:
             rows = layer.measurements
             if id(rows) not in texts:
-                texts[id(rows)] = plain_json(
-                    [row.model_dump(mode="json", by_alias=True) for row in rows]
-                )
+                plain = [row.model_dump(mode="json", by_alias=True) for row in rows]
+                texts[id(rows)] = plain_json(plain).encode()
         bare = tuple(
             layer.model_copy(update={"measurements": ()}) for layer in self.layers
         )
+        without_rows = self.model_copy(update={"layers": bare})
+        (text,) = super(ModelProfile, without_rows).canonical_parts()
         # No string of the document can contain the unescaped quotes of the key.
-        first, *rest = (
-            super(ModelProfile, self.model_copy(update={"layers": bare}))
-            .canonical_json()
-            .split(_NO_ROWS)
-        )
-        return first + "".join(
-            _ROWS + texts[id(layer.measurements)] + text
-            for layer, text in zip(self.layers, rest, strict=True)
-        )
+        first, *rest = text.split(_NO_ROWS)
+        yield first
+        for layer, after in zip(self.layers, rest, strict=True):
+            yield _ROWS
+            yield texts[id(layer.measurements)]
+            yield after
 
     @model_validator(mode="after")
     def _has_the_layers_of_its_sizes(self) -> Self:

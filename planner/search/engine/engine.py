@@ -180,8 +180,11 @@ class Search:
             if on_progress:
                 on_progress(self.progress())
 
+        def is_over() -> bool:
+            return stop(self._total(), 0, self.work_done)
+
         with rare_collection():
-            self.start(report)
+            self.start(is_over, report)
             while self.is_open and not self._is_stopped(stop):
                 self.advance()
                 report()
@@ -194,14 +197,19 @@ class Search:
     def _is_stopped(self, stop: Stop) -> bool:
         return stop(self._total(), self.lower_bound, self.work_done)
 
-    def start(self, report: Callable[[], None] = lambda: None) -> None:
+    def start(
+        self,
+        is_over: Callable[[], bool] = lambda: False,
+        report: Callable[[], None] = lambda: None,
+    ) -> None:
         """Find an incumbent, then prune the rows that cannot beat it.
 
         Args:
+            is_over: whether to stop as soon as there is an incumbent.
             report: called whenever the incumbent may be better.
         """
-        find_first_plan(self, report)
-        prune_rows(self)
+        find_first_plan(self, is_over, report)
+        prune_rows(self, is_over)
         self.is_started = True
         report()
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -45,28 +45,54 @@ VIRTUAL_STAGES = (1, 2, 4, 8)
 MICRO_BATCH_SIZES = (1, 2, 4)
 
 
-def find_first_plan(search: Search, report: Callable[[], None]) -> None:
+class _Round(NamedTuple):
+    """Rows that are compared with the best plan of the rounds before."""
+
+    rows: list[int]
+    most_solved: int = MOST_SOLVED
+    """Rows that are compared once a plan is known."""
+    moves: bool = False
+    """Try to move layers between stages."""
+
+
+def find_first_plan(
+    search: Search,
+    is_over: Callable[[], bool] = lambda: False,
+    report: Callable[[], None] = lambda: None,
+) -> None:
     """Give a search a plan to beat, if one of the rows that are tried fits.
 
     Args:
         search: to look for rows in.
+        is_over: whether to be content with the best plan so far, once there is one.
         report: called whenever there is a better plan.
     """
-    _solve_some(search, _coarse_rows(search, is_wide=False), MOST_SOLVED, report)
+
+    def is_content() -> bool:
+        return search.best is not None and is_over()
+
+    for each in _rounds(search):
+        if is_content():
+            return
+        _solve_some(search, each, is_content, report)
+
+
+def _rounds(search: Search) -> Iterator[_Round]:
+    """Yield rows of a coarse grid, then rows around the best plan so far."""
+    yield _Round(_coarse_rows(search, is_wide=False))
     if search.best is None:
-        _solve_some(search, _coarse_rows(search, is_wide=True), MOST_SOLVED, report)
+        yield _Round(_coarse_rows(search, is_wide=True))
     for _ in range(ROUNDS):
         if search.best is None:
             return
         before = search.best.row
-        _solve_some(search, _rows_near(search, before), MOST_SOLVED, report)
+        yield _Round(_rows_near(search, before))
         if search.best.row == before:
             break
-    _solve_some(search, _rows_with_more_chunks(search), MOST_SOLVED, report)
-    alike = _same_rows(search)
-    by_schedule = _best_by_schedule(search, alike)
-    _solve_some(search, by_schedule, len(search.space.schedules), report)
-    _solve_some(search, alike, MOST_MOVED, report, moves=True)
+    yield _Round(_rows_with_more_chunks(search))
+    same = _same_rows(search)
+    yield _Round(_best_by_schedule(search, same), len(search.space.schedules))
+    yield _Round(same, MOST_MOVED, moves=True)
 
 
 def _best_by_schedule(search: Search, indices: Iterable[int]) -> list[int]:
@@ -79,27 +105,25 @@ def _best_by_schedule(search: Search, indices: Iterable[int]) -> list[int]:
 
 def _solve_some(
     search: Search,
-    indices: Sequence[int],
-    count: int,
+    tried_rows: _Round,
+    is_content: Callable[[], bool],
     report: Callable[[], None],
-    *,
-    moves: bool = False,
 ) -> None:
-    """Solve rows, least bound first, until `count` of them were compared with a plan.
+    """Solve rows of a round, least bound first.
 
     The queue is empty afterwards, and what it excluded is forgotten.
 
     Args:
         search: that owns the rows.
-        indices: of rows.
-        count: of rows that are solved once a plan is known.
+        tried_rows: those of the round.
+        is_content: whether the best plan so far is good enough.
         report: called whenever there is a better plan.
-        moves: try to move layers between stages.
     """
+    indices, most_solved, moves = tried_rows
     by_work = search.bounds_by_work(np.array(indices, dtype=np.intp))
     waiting = deque(sorted(zip(by_work.tolist(), indices, strict=True)))
     tried = compared = 0
-    while compared < count:
+    while compared < most_solved and not is_content():
         least_row = waiting[0][0] if waiting else IMPOSSIBLE
         if min(least_row, search.least_node_bound) >= search.limit:
             break

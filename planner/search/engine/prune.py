@@ -14,7 +14,7 @@ The second is `RowBounds.options_below`; the others are `capacity.may_beat`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import TYPE_CHECKING
@@ -33,10 +33,17 @@ if TYPE_CHECKING:
 Mask = NDArray[np.bool_]
 
 
-def prune_rows(search: Search) -> None:
-    """Prune the rows of a search that cannot beat its limit."""
+def prune_rows(search: Search, is_over: Callable[[], bool] = lambda: False) -> None:
+    """Prune the rows of a search that cannot beat its limit.
+
+    Args:
+        search: that has the rows.
+        is_over: whether to leave the other rows as they are.
+    """
     below = search.rows[search.row_bounds[search.rows] < search.limit]
     for indices in _equivalent_rows(search, below):
+        if is_over():
+            return
         row = Row.of(search.table, int(indices[0]))
         group = EquivalentRows(search, row, search.orders(indices))
         may = group.may_beat()

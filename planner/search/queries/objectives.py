@@ -267,11 +267,15 @@ class Portfolio:
     @property
     def is_over(self) -> bool:
         """Whether the work or time is spent, or the caller wants to stop."""
+        return self._is_over_after(self._work_done)
+
+    def _is_over_after(self, work: int) -> bool:
+        """Return the same, after an amount of work."""
         asked = self.callbacks.should_stop
         if asked is not None and asked():
             return True
         best = self.winner.best if self.winner else None
-        spent = self.stop(best.total if best else None, 0, self._work_done)
+        spent = self.stop(best.total if best else None, 0, work)
         return spent or time.monotonic() > self.deadline
 
     def stops(self, best: int | None, bound: int, work: int) -> bool:
@@ -316,8 +320,13 @@ class Portfolio:
         self.report_progress()
 
     def _start(self, search: Search) -> None:
-        search.start()
-        self._work_done += search.work_done
+        before = self._work_done
+
+        def is_over() -> bool:
+            return self._is_over_after(before + search.work_done)
+
+        search.start(is_over)
+        self._work_done = before + search.work_done
 
     def _take_best(self, one: PartSearch) -> None:
         """Make the plan of a part the best one, if it is."""

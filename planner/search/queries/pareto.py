@@ -129,7 +129,7 @@ def _is_proven(search: Search, limits: Limits) -> bool:
     """Search to the end; return whether no limit ended it."""
     if limits.should_stop():
         return False
-    search.start()
+    search.start(limits.should_stop)
     while search.is_open:
         if limits.should_stop():
             return False
