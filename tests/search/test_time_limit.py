@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from planner.check import check
+from planner.cost import workload
 from planner.search import Callbacks, planning, result
 from planner.search.engine.engine import Search
 from planner.search.engine.stop import WorkStop
 from planner.search.queries import objectives
 from planner.search.queries.objectives import BRAKE_SECONDS
 from planner.search.result import AFTERWARDS_SECONDS
+from planner.search.support import supported_space
 from planner.spec import Plan
 from tests.builders import job, request
 from tests.search.test_search import CLUSTER, rugged, timeless
@@ -95,6 +97,20 @@ def test_a_proof_in_time_does_not_depend_on_the_limit(clock: Clock) -> None:
     assert took == pytest.approx(seconds)
     of_another_request = {"id": whole.id, "request": timeless(whole)["request"]}
     assert timeless(found) | of_another_request == timeless(whole)
+
+
+def test_after_the_limit_any_first_plan_will_do() -> None:
+    """The search for a better first plan and the pruning of rows end with the limit."""
+    work = workload(rugged(8), CLUSTER, job(32))
+    space = supported_space(work)
+    patient, hasty = Search(work, space), Search(work, space)
+    patient.start()
+    hasty.start(is_over=lambda: True)
+    assert patient.best is not None
+    assert hasty.best is not None
+    assert hasty.work_done < patient.work_done
+    assert patient.is_closed.any()
+    assert not hasty.is_closed.any()
 
 
 def test_a_caller_who_wants_to_stop_need_not_wait(clock: Clock) -> None:
