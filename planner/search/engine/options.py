@@ -14,13 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.cost import Workload
-from planner.cost.derived import DerivedRows
+from planner.cost.derived import DerivedRows, Rows
 from planner.runtimes.supports import IDLE_RANKS
 from planner.search.engine.arrangement import RANK_ORDERS, Arrangement
 from planner.search.engine.constraints import COLUMNS, recompute_modes
 from planner.search.engine.space import (
     Offload,
-    Rows,
     Space,
     Split,
     runtime_constraints,

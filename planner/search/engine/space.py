@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from planner.cost import Workload
-from planner.cost.derived import DerivedRows, Size
+from planner.cost.derived import DerivedRows, Rows, Size
 from planner.cost.polynomial_rows import PolynomialRows
 from planner.runtimes import Rule
 from planner.schedule import find, names
@@ -23,7 +23,6 @@ from planner.search.engine.constraints import schedule_names
 from planner.search.engine.offloading import is_offloading_known
 from planner.spec.job import DIVISION, WHOLE_PARAMETERS, Constraint, allows
 from planner.spec.layout import Layout
-from planner.spec.profile import Measurement, RecomputeMode
 from planner.spec.words import written
 
 MOST_VIRTUAL_STAGES = 16
@@ -33,9 +32,6 @@ LEAST_TOKENS = 2048
 fewer. No measured run supports the price of smaller pieces."""
 CHUNK_COUNTS = (2, 4, 8, 16)
 """Sequence chunks per micro-batch that are searched, in addition to whole sequences."""
-
-Rows = tuple[dict[RecomputeMode, Measurement], ...]
-"""Per layer: its measurements by recompute mode."""
 
 
 class Split(NamedTuple):

@@ -151,19 +151,19 @@ def _degrees(work: Workload, space: Space) -> dict[str, Column]:
     data = work.devices // others
     divides_devices = data * others == work.devices
     divides_experts = (data * context * tensor) % all_experts == 0
-    every_round, remainder = np.divmod(work.job.global_batch_size, micro_batch_size)
-    smaller, larger = np.divmod(every_round, np.maximum(1, data))
-    divides_batch = (remainder == 0) & (data >= 1) & (smaller >= 1)
+    of_all_replicas, remainder = np.divmod(work.job.global_batch_size, micro_batch_size)
+    least_share, larger_shares = np.divmod(of_all_replicas, np.maximum(1, data))
+    divides_batch = (remainder == 0) & (data >= 1) & (least_share >= 1)
     if work.groups:
-        has_shares = smaller >= 1
+        has_shares = least_share >= 1
     elif space.has_uneven_shares:
         is_plain = (expert == 1) & (expert_tensor == 0) & (chunks[:, None] == 1)
-        has_shares = (larger == 0) | is_plain
+        has_shares = (larger_shares == 0) | is_plain
     else:
-        has_shares = larger == 0
+        has_shares = larger_shares == 0
     is_layout = divides_devices & divides_experts & divides_batch & has_shares
     rows, columns = np.nonzero(is_layout)
-    more = larger[rows, columns]
+    more = larger_shares[rows, columns]
     return {
         "data": data[rows, columns],
         "tensor": tensor[rows, 0],
@@ -172,7 +172,7 @@ def _degrees(work: Workload, space: Space) -> dict[str, Column]:
         "expert": expert[rows, 0],
         "expert_tensor": expert_tensor[rows, 0],
         "micro_batch_size": micro_batch_size[rows, 0],
-        "micro_batches": smaller[rows, columns] + (more > 0),
+        "micro_batches": least_share[rows, columns] + (more > 0),
         "sequence_parallel": sequence_parallel[rows, 0],
         "sequence_chunks": chunks[rows],
         "split": index[rows],
