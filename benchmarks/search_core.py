@@ -22,6 +22,7 @@ from planner.profiler.resolve import catalogue_profile
 from planner.search.engine import prices, prune, rule
 from planner.search.engine.engine import Search
 from planner.search.engine.result import Progress, Result
+from planner.search.engine.stop import WORK_PER_SECOND
 from planner.search.support import supported_space
 from planner.spec import Cluster, Job, NodeGroup
 
@@ -54,7 +55,7 @@ CASES |= {
     for name in ("70b", "405b-1k", "405b-16k", "deepseek")
 }
 HEADER = ("case", "step", "first", "5 %", "end", "gap 1 %", "CPU s", "gap", "all cuts")
-HEADER += ("GiB", "rows", "options", "solved")
+HEADER += ("GiB", "rows", "options", "solved", "limit s")
 CLOSE = 1.05
 SMALL_GAP = 0.01
 
@@ -92,6 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         setattr(*PARTS[arguments.without])
     print("first, 5 %, end: CPU seconds to the first plan, one within 5 %, the last")
     print("gap 1 %: CPU seconds until the best plan so far is proven to that gap")
+    print("limit s: seconds of a time limit that the work stands for")
     print(_row(HEADER))
     for name, case in CASES.items():
         if arguments.case in (None, name):
@@ -172,10 +174,11 @@ def _gaps(result: Result) -> tuple[str, ...]:
 
 
 def _nodes(result: Result) -> tuple[str, ...]:
-    """Return the rows and options that were bounded, and those that were solved."""
+    """Return the rows and options that were bounded, those solved, and the work."""
     progress = result.progress
     numbers = (progress.rows_passed, progress.options_bounded, progress.solved)
-    return tuple(f"{each:,}" for each in numbers)
+    seconds = progress.work_done / WORK_PER_SECOND
+    return (*(f"{each:,}" for each in numbers), f"{seconds:.1f}")
 
 
 def _peak_gibibytes() -> str:

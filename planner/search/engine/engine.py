@@ -35,7 +35,13 @@ from planner.search.engine.rule import CutBounds, RuleCuts, Sizes
 from planner.search.engine.solve import PROMISING, Item, RowSolver, has_few_cuts
 from planner.search.engine.space import Space, whole_space
 from planner.search.engine.split_backward import forbids_recompute
-from planner.search.engine.stop import OPTION_WORK, GapStop, Stop
+from planner.search.engine.stop import (
+    BOUND_WORK,
+    OPTION_WORK,
+    PRICE_WORK,
+    GapStop,
+    Stop,
+)
 from planner.search.engine.synthesize import (
     SEARCH_EFFORT,
     OrderSolver,
@@ -110,7 +116,8 @@ class Search:
         self.solved_around: Row | None = None
         """The row whose neighbours were solved."""
         self.least_excluded = IMPOSSIBLE
-        self.work_done = 0
+        self.counted_work = 0
+        self.priced_before = 0
         self.bounded = 0
         self.solved = 0
 
@@ -151,6 +158,12 @@ class Search:
     def lower_ceiling(self, nanoseconds: int) -> None:
         """From now on let only plans below a step count."""
         self.ceiling = min(self.ceiling, nanoseconds)
+
+    @property
+    def work_done(self) -> int:
+        """Work so far, in units of `planner.search.engine.stop`."""
+        priced = self.pricing.priced - self.priced_before
+        return self.counted_work + PRICE_WORK * priced
 
     @property
     def least(self) -> int:
@@ -271,7 +284,6 @@ class Search:
         for index in indices:
             self.is_closed[index] = True
             node = self.bound_row(index)
-            self.work_done += OPTION_WORK
             self.push(node)
 
     def push(self, node: Node) -> None:
@@ -283,6 +295,7 @@ class Search:
 
     def bound_row(self, index: int) -> Node:
         """Return a row with a bound on its step over all its options."""
+        self.counted_work += BOUND_WORK
         row = Row.of(self.table, index)
         order = self.order(row)
         prices = self.pricing.least(row)
@@ -367,13 +380,13 @@ class Search:
         for one in self.bound_options(node, row, options):
             self.push(one)
         self.bounded += len(options)
-        self.work_done += OPTION_WORK * len(options)
+        self.counted_work += OPTION_WORK * len(options)
         return False
 
     def _promising_options(self, row: Row) -> list[tuple[int, Option]]:
         """Return options of a row that may beat the limit and that none dominates."""
         options = self.options.of(row)
-        self.work_done += OPTION_WORK * len(options)
+        self.counted_work += OPTION_WORK * len(options)
         may = EquivalentRows(self, row, [self.order(row)]).options_may_beat(options)[
             :, 0
         ]
@@ -478,7 +491,7 @@ class Search:
     def _keep(self, solver: RowSolver, found: Candidate | None) -> None:
         """Count the work of a solver, and keep its plan if it is the best."""
         self.solved += 1
-        self.work_done += solver.actions
+        self.counted_work += solver.actions
         if found is not None and found.total < self.limit:
             self.best = found
 
@@ -491,7 +504,7 @@ class Search:
         prices = self.pricing.prices(best.row, best.option)
         solver = RowSolver(self._item(best.row, best.option, prices, ()))
         found = solver.exchanged(best.stage_map)
-        self.work_done += solver.actions
+        self.counted_work += solver.actions
         if found.total < self.limit:
             self.best = found
 
@@ -539,13 +552,13 @@ class Search:
                     solver=solver,
                 )
             )
-            self.work_done += solver.actions - before
+            self.counted_work += solver.actions - before
             return False
         solver.more = self.order_effort
         found = solver.solve(self.limit, moves=moves)
         self.order_effort = solver.more
         self.solved += 1
-        self.work_done += solver.actions - before
+        self.counted_work += solver.actions - before
         if found is not None and found.total < self.limit:
             self.best = found
         self.least_excluded = min(self.least_excluded, node.bound_all_cuts)

@@ -312,6 +312,9 @@ class Pricing:
 
     def __post_init__(self) -> None:
         """Start without any known price."""
+        self.priced = 0
+        """Layouts that were priced."""
+        """Layouts that were priced."""
         self._known: dict[tuple[object, ...], LayoutCosts] = {}
         self._prices: dict[tuple[object, ...], Prices] = {}
         self._stacks: dict[tuple[object, ...], tuple[Stack, ...]] = {}
@@ -448,6 +451,7 @@ class Pricing:
         key = (row.price_key, option)
         if key not in self._known:
             self._known[key] = layout_costs(self.work, layout)
+            self.priced += 1
         return self._known[key]
 
 

@@ -25,7 +25,9 @@ from numpy.typing import NDArray
 from planner.search.engine.bound import Order
 from planner.search.engine.capacity import may_beat
 from planner.search.engine.options import PRICE_COLUMNS, Option, Row, ShardDegrees
+from planner.search.engine.prices import Prices
 from planner.search.engine.split_backward import forbids_recompute
+from planner.search.engine.stop import TEST_WORK
 
 if TYPE_CHECKING:
     from planner.search.engine.engine import Search
@@ -91,17 +93,12 @@ class EquivalentRows:
         orders = list(compress(self.orders, mask))
         return EquivalentRows(self.search, self.row, orders)
 
-    @property
-    def limit(self) -> float:
-        """Nanoseconds that a plan has to beat."""
-        return float(self.search.limit)
-
     def may_beat(self) -> Mask:
         """Return a mask of the rows that may beat the limit at the least prices of all options."""
         least = self.search.pricing.least(self.row)
         if least is None:
             return np.zeros(len(self.orders), dtype=np.bool_)
-        found: Mask = may_beat([least], self.orders, self.limit)[0]
+        found: Mask = self._test([least])[0]
         return found
 
     def options_may_beat(self, options: Sequence[Option]) -> Mask:
@@ -110,7 +107,12 @@ class EquivalentRows:
             return np.zeros((0, len(self.orders)), dtype=np.bool_)
         pricing = self.search.pricing
         prices = [pricing.prices(self.row, option) for option in options]
-        return may_beat(prices, self.orders, self.limit)
+        return self._test(prices)
+
+    def _test(self, prices: Sequence[Prices]) -> Mask:
+        """Return a mask of prices and rows that may beat the limit, [prices, row]."""
+        self.search.counted_work += TEST_WORK
+        return may_beat(prices, self.orders, float(self.search.limit))
 
     def with_enough_shards(self, options: Iterable[Option]) -> list[Option]:
         """Return the options whose shard degree is large enough to beat the limit.
@@ -148,5 +150,5 @@ class EquivalentRows:
             pricing.least_of(self.row, extremes)
             for extremes in map(ShardDegrees.extremes, degrees, places)
         ]
-        found: Mask = np.any(may_beat(prices, self.orders, self.limit), axis=1)
+        found: Mask = np.any(self._test(prices), axis=1)
         return found

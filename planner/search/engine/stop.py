@@ -7,12 +7,20 @@ from dataclasses import dataclass
 
 Stop = Callable[[int | None, int, int], bool]
 """Takes the best step (None: none yet), the lower bound in nanoseconds and the work."""
-WORK_PER_SECOND = 2_000_000
-"""Units of work that stand for a second of a time limit: simulated actions; a priced and
-bounded option counts as `OPTION_WORK` of them, and a cut that is evaluated as `CUT_WORK`
-in addition to its actions."""
+WORK_PER_SECOND = 1_500_000
+"""Units of work that stand for a second of a time limit; a simulated action is one. They
+take less than a second (`python -m benchmarks.search_core`), so that work and not the
+clock ends searches on slower machines, too."""
+PRICE_WORK = 800
+"""Of a layout that is priced."""
+BOUND_WORK = 3_000
+"""Of a row that is bounded."""
 OPTION_WORK = 400
+"""Of an option that is listed or bounded."""
+TEST_WORK = 1_500
+"""Of a test whether any of several rows or options may beat the best plan."""
 CUT_WORK = 2_000
+"""Of a cut that is evaluated, in addition to its actions."""
 
 
 @dataclass(frozen=True, slots=True)

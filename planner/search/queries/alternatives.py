@@ -31,9 +31,9 @@ from planner.search.result import Limits
 
 DEGREES = ("data", "tensor", "pipeline", "context", "expert")
 CHOICES = (*DEGREES, "schedule", "micro_batch_size")
-WORK = 300_000
+WORK = 800_000
 """Work for every alternative, in units of `planner.search.engine.stop`."""
-IMPROVEMENT_WORK = 50_000
+IMPROVEMENT_WORK = 150_000
 """The same to improve it by a search over its group."""
 CLOSE = 1.03
 """No further row is solved that is at most this factor faster."""
@@ -183,7 +183,7 @@ class _Ranking:
         limit = self.rule.ceiling if before is None else before.total
         solver = solver_of(item)
         found = solver.solve(limit, moves=False)
-        self.search.work_done += solver.actions
+        self.search.counted_work += solver.actions
         if found is not None and found.total < limit:
             self.plans[key] = found
         return solver.actions > 0

@@ -32,7 +32,8 @@ def masked(
     found.best = None
     found.solved_around = None
     found.least_excluded = IMPOSSIBLE
-    found.work_done = 0
+    found.counted_work = 0
+    found.priced_before = search.pricing.priced
     found.bounded = 0
     found.solved = 0
     return found

@@ -32,9 +32,9 @@ from planner.spec.plan import Miss, Relaxation
 from planner.spec.recipes import STATES
 from planner.spec.words import counted, gibibytes
 
-FULL_WORK = 4_000_000
+FULL_WORK = 10_000_000
 """Work of one changed problem, in units of `planner.search.engine.stop`."""
-BRIEF_WORK = 800_000
+BRIEF_WORK = 2_000_000
 LARGE_TABLE = 2000
 """Rows above which a changed problem is searched only if a row that needs least memory
 fits."""
