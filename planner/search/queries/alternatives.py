@@ -31,9 +31,9 @@ from planner.search.result import Limits
 
 DEGREES = ("data", "tensor", "pipeline", "context", "expert")
 CHOICES = (*DEGREES, "schedule", "micro_batch_size")
-WORK = 800_000
+WORK = 2_000_000
 """Work for every alternative, in units of `planner.search.engine.stop`."""
-IMPROVEMENT_WORK = 150_000
+IMPROVEMENT_WORK = 400_000
 """The same to improve it by a search over its group."""
 CLOSE = 1.03
 """No further row is solved that is at most this factor faster."""

@@ -45,7 +45,7 @@ BRAKE_SECONDS = 0.5
 """Time after the limit when the clock stops a search that its work has not stopped."""
 ROW_WORK = 20
 """Work of one row of the table of a part that starts."""
-UNSUPPORTED_SECONDS = 4.0
+UNSUPPORTED_SECONDS = 8.0
 """Time limit of the search for an unsupported layout, as work."""
 _ROUNDING = 1e-12
 """A deadline in seconds is not a whole number of nanoseconds in binary."""
