@@ -105,7 +105,7 @@ def _best_by_schedule(search: Search, indices: Iterable[int]) -> list[int]:
 
 def _solve_some(
     search: Search,
-    tried_rows: _Round,
+    round_: _Round,
     is_content: Callable[[], bool],
     report: Callable[[], None],
 ) -> None:
@@ -115,11 +115,11 @@ def _solve_some(
 
     Args:
         search: that owns the rows.
-        tried_rows: those of the round.
+        round_: with these rows.
         is_content: whether the best plan so far is good enough.
         report: called whenever there is a better plan.
     """
-    indices, most_solved, moves = tried_rows
+    indices, most_solved, moves = round_
     by_work = search.bounds_by_work(np.array(indices, dtype=np.intp))
     waiting = deque(sorted(zip(by_work.tolist(), indices, strict=True)))
     tried = compared = 0

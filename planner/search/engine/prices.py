@@ -314,7 +314,6 @@ class Pricing:
         """Start without any known price."""
         self.priced = 0
         """Layouts that were priced."""
-        """Layouts that were priced."""
         self._known: dict[tuple[object, ...], LayoutCosts] = {}
         self._prices: dict[tuple[object, ...], Prices] = {}
         self._stacks: dict[tuple[object, ...], tuple[Stack, ...]] = {}

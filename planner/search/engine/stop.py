@@ -9,8 +9,8 @@ Stop = Callable[[int | None, int, int], bool]
 """Takes the best step (None: none yet), the lower bound in nanoseconds and the work."""
 WORK_PER_SECOND = 1_500_000
 """Units of work that stand for a second of a time limit; a simulated action is one. They
-take less than a second (`python -m benchmarks.search_core`), so that work and not the
-clock ends searches on slower machines, too."""
+mostly take less (`python -m benchmarks.search_core`), so that work and not the clock ends
+searches, even on somewhat slower machines."""
 PRICE_WORK = 800
 """Of a layout that is priced."""
 BOUND_WORK = 3_000
