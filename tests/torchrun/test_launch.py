@@ -96,24 +96,20 @@ def test_run_equals_the_single_process_and_reports(tmp_path: Path) -> None:
 
 
 def _check_order(measured: MeasuredRun) -> None:
-    """On the common clock a stage's forward starts after that of the stage before, and its backward before that one's.
+    """A stage's forward starts after that of the stage before, and its backward before that one's.
 
-    A rank that the machine stops records the end of an action after its output has been received and used.
+    The clock of a rank starts when it leaves a barrier, which the machine may delay: one
+    difference of the two clocks explains all starts. A rank that the machine stops
+    records the end of an action after its output has been received and used.
     """
-    times = {
-        action.action: action
+    starts = {
+        action.action: action.start_seconds
         for action in measured.actions
         if action.action[-1].isdigit()
     }
-    for micro_batch in range(3):
-        assert (
-            times[f"0F{micro_batch}"].start_seconds
-            <= times[f"1F{micro_batch}"].start_seconds
-        )
-        assert (
-            times[f"1B{micro_batch}"].start_seconds
-            <= times[f"0B{micro_batch}"].start_seconds
-        )
+    least = max(starts[f"0F{place}"] - starts[f"1F{place}"] for place in range(3))
+    most = min(starts[f"0B{place}"] - starts[f"1B{place}"] for place in range(3))
+    assert least <= most
 
 
 def sleeping_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
