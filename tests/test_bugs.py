@@ -1215,7 +1215,7 @@ def test_a_plan_is_not_optimal_before_its_neighbours_are_solved() -> None:
 
 
 def test_layouts_without_pipeline_are_alternatives() -> None:
-    """They were looked at with gpipe alone, which saves all micro-batches, so that few of them fitted or were fast."""
+    """The search tried them under gpipe only, which saves the activations of all micro-batches: few fitted."""
     asked = Case("qwen3-0.6b", "8xl4-24gb", 64, 2048)
     model = catalogue_profile(asked.model, asked.job)
     options = Options(top=3)

@@ -441,7 +441,7 @@ class Tape:
         return peak
 
     def forward_bytes(self, given: Buffer, resident: set[Buffer]) -> int:
-        """Return the most that is allocated at once in the forward.
+        """Return the peak memory of the forward in bytes.
 
         Args:
             given: input of the layer.
@@ -450,7 +450,7 @@ class Tape:
         return self._forward_peak(given, resident, set(), len(self.operations))
 
     def replay_bytes(self, given: Buffer, output: Buffer, pending: set[Buffer]) -> int:
-        """Return the most that is allocated at once while the forward runs again.
+        """Return the peak memory in bytes while the forward runs again.
 
         Args:
             given: input of the layer.
@@ -473,13 +473,13 @@ class Tape:
         pending: set[Buffer],
         kernels: int,
     ) -> int:
-        """Return the most that is allocated at once while the first kernels run.
+        """Return the peak memory in bytes while the first kernels run.
 
         Args:
             given: input of the layer.
             resident: tensors that stay allocated once they are made.
             pending: results that are allocated from the start; none is a view.
-            kernels: how many run.
+            kernels: number of kernels that run.
         """
         if not self.lives:
             self.lives = self._found_lives()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from planner.cost.communication import Group
-from planner.cost.derived import DerivedRows, Rows, Size
+from planner.cost.derived import Rows, Size
 from planner.cost.groups import Groups
 from planner.cost.pricing import LayerCost, LayerPricing, known_prices
 from planner.cost.workload import Workload, modes_of
@@ -36,17 +36,10 @@ def nearest_costs(
     key = ("nearest", size, chunks, expert_tensor)
     if key not in work.spent:
         groups = Groups(_nearest(work, size[1]), *(_ALONE,) * 7)
-        rows = _rows(work, size, expert_tensor)
+        rows = work.rows_at(size, expert_tensor)
         work.spent[key] = _costs(work, size[1], rows, groups, chunks)
     found: Layers = work.spent[key]
     return found
-
-
-def _rows(work: Workload, size: Size, expert_tensor: int | None) -> Rows:
-    """Return the measurements of every layer of a size."""
-    if isinstance(work.sizes, DerivedRows):
-        return work.sizes.at(size, expert_tensor)
-    return work.sizes[size]
 
 
 def _costs(

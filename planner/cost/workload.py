@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from planner.cost.compute import Computation, computation
-from planner.cost.derived import DerivedRows
+from planner.cost.derived import DerivedRows, Rows, Size
 from planner.cost.fp8 import check_fp8, mark_fp8
 from planner.cost.interval import usable_bytes, with_headroom
 from planner.cost.polynomial_rows import (
@@ -36,9 +36,7 @@ from planner.spec.recompute import MODES
 COUNTED = "counted"
 """`ModelProfile.device` of a profile without seconds."""
 RecomputeModes = tuple[RecomputeMode, ...]
-_Size = tuple[int, int, int, int, bool]
-"""Micro-batch size, tensor-, context- and expert-parallel degree, sequence parallelism."""
-_RowTable = dict[_Size, dict[RecomputeMode, Measurement]]
+_RowTable = dict[Size, dict[RecomputeMode, Measurement]]
 
 
 @dataclass(frozen=True)
@@ -141,7 +139,7 @@ class Workload:
         }
 
     @cached_property
-    def sizes(self) -> Mapping[_Size, tuple[dict[RecomputeMode, Measurement], ...]]:
+    def sizes(self) -> Mapping[Size, tuple[dict[RecomputeMode, Measurement], ...]]:
         """Rows by all degrees that split a layer.
 
         For a decoder whose sizes are known they are those that the runtime launches;
@@ -168,6 +166,17 @@ class Workload:
             rows.listed = tuple(size for size in profiled if rows.divides(size))
         return rows
 
+    def rows_at(self, size: Size, expert_tensor: int | None = None) -> Rows:
+        """Return the measurements of every layer of a size.
+
+        Args:
+            size: a key of `sizes`.
+            expert_tensor: tensor degree of the experts; None: that of all layers.
+        """
+        if isinstance(self.sizes, DerivedRows):
+            return self.sizes.at(size, expert_tensor)
+        return self.sizes[size]
+
     @property
     def derives_rows(self) -> bool:
         """Whether rows follow from the sizes of the model instead of the profile.
@@ -183,7 +192,7 @@ class Workload:
     @cached_property
     def profiled_sizes(
         self,
-    ) -> dict[_Size, tuple[dict[RecomputeMode, Measurement], ...]]:
+    ) -> dict[Size, tuple[dict[RecomputeMode, Measurement], ...]]:
         """The profile's rows by all degrees that split a layer."""
         known: dict[tuple[str, bool], tuple[LayerProfile | None, _RowTable]] = {}
         tables = []
@@ -303,7 +312,7 @@ class Workload:
         return {}
 
 
-def _size(row: Measurement) -> _Size:
+def _size(row: Measurement) -> Size:
     degrees = (
         row.tensor_parallel_degree,
         row.context_parallel_degree,

@@ -117,7 +117,9 @@ class Search:
         """The row whose neighbours were solved."""
         self.least_excluded = IMPOSSIBLE
         self.counted_work = 0
+        """Units of `planner.search.engine.stop`, without those of prices."""
         self.priced_before = 0
+        """Layouts that were priced before this search, where it shares prices."""
         self.bounded = 0
         self.solved = 0
 

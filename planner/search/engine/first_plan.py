@@ -64,17 +64,17 @@ def find_first_plan(
 
     Args:
         search: to look for rows in.
-        is_over: whether to be content with the best plan so far, once there is one.
+        is_over: whether the time is over; then the first plan that is found will do.
         report: called whenever there is a better plan.
     """
 
-    def is_content() -> bool:
+    def is_enough() -> bool:
         return search.best is not None and is_over()
 
     for each in _rounds(search):
-        if is_content():
+        if is_enough():
             return
-        _solve_some(search, each, is_content, report)
+        _solve_some(search, each, is_enough, report)
 
 
 def _rounds(search: Search) -> Iterator[_Round]:
@@ -106,7 +106,7 @@ def _best_by_schedule(search: Search, indices: Iterable[int]) -> list[int]:
 def _solve_some(
     search: Search,
     round_: _Round,
-    is_content: Callable[[], bool],
+    is_enough: Callable[[], bool],
     report: Callable[[], None],
 ) -> None:
     """Solve rows of a round, least bound first.
@@ -116,14 +116,14 @@ def _solve_some(
     Args:
         search: that owns the rows.
         round_: with these rows.
-        is_content: whether the best plan so far is good enough.
+        is_enough: whether to stop with the best plan so far.
         report: called whenever there is a better plan.
     """
     indices, most_solved, moves = round_
     by_work = search.bounds_by_work(np.array(indices, dtype=np.intp))
     waiting = deque(sorted(zip(by_work.tolist(), indices, strict=True)))
     tried = compared = 0
-    while compared < most_solved and not is_content():
+    while compared < most_solved and not is_enough():
         least_row = waiting[0][0] if waiting else IMPOSSIBLE
         if min(least_row, search.least_node_bound) >= search.limit:
             break

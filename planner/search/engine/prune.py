@@ -110,7 +110,7 @@ class EquivalentRows:
         return self._test(prices)
 
     def _test(self, prices: Sequence[Prices]) -> Mask:
-        """Return a mask of prices and rows that may beat the limit, [prices, row]."""
+        """Return whether a row may beat the limit at given prices, [prices, row]."""
         self.search.counted_work += TEST_WORK
         return may_beat(prices, self.orders, float(self.search.limit))
 

@@ -43,7 +43,7 @@ class RowBounds:
         self._prices: dict[tuple[object, ...], Prices] = {}
         self._known_groups: dict[tuple[object, ...], tuple[Group, ...]] = {}
         self._too_large: dict[tuple[int, ...], int] = {}
-        """By the other columns: a micro-batch size of which a kind of layer does not fit."""
+        """The smallest micro-batch size with a layer that does not fit: by `_without_size`."""
 
     def of(self, table: Table) -> NDArray[np.int64]:
         """Return a bound in nanoseconds for every row."""

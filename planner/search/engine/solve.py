@@ -101,7 +101,7 @@ class CutSolver:
     def solve(
         self, limit: int, *, moves: bool = True, from_any_cut: bool = False
     ) -> Solution | None:
-        """Return the best stage map found; None: no cut fits and may beat the cutoff.
+        """Return the best stage map found; None: every cut is too large or too slow.
 
         Args:
             limit: nanoseconds of a known step.
@@ -401,7 +401,7 @@ class RowSolver:
     def solve(
         self, limit: int, *, moves: bool = True, from_any_cut: bool = False
     ) -> Candidate | None:
-        """Return the best plan found; None: no cut fits and may beat the cutoff.
+        """Return the best plan found; None: every cut is too large or too slow.
 
         Args:
             limit: nanoseconds of a known step.

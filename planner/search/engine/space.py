@@ -69,9 +69,7 @@ class Split(NamedTuple):
 
     def rows_of(self, work: Workload) -> Rows:
         """Return the measurements of every layer that is split so."""
-        if isinstance(work.sizes, DerivedRows):
-            return work.sizes.at(self.size, self.expert_tensor or None)
-        return work.sizes[self.size]
+        return work.rows_at(self.size, self.expert_tensor or None)
 
     @property
     def sequence_ranks(self) -> int:
@@ -152,7 +150,8 @@ def whole_space(
         work: what is planned.
         least_tokens: of a sequence, on every rank and in every chunk.
         pieces: both limits, where they differ. Neither applies to what the job asks for.
-        degrees: of tensor and context parallelism; none: those that divide the devices.
+        degrees: of tensor and context parallelism; empty: those that divide the devices.
+            A profile whose sizes are not derived has the degrees that it lists.
     """
     left_out: list[LeftOut] = []
     constraints = runtime_constraints(work)
@@ -341,7 +340,7 @@ def _derived_sizes(work: Workload, degrees: Sequence[int]) -> Iterator[Split]:
 
     Args:
         work: what is planned.
-        degrees: of tensor and context parallelism; none: those that divide the devices.
+        degrees: of tensor and context parallelism; empty: those that divide the devices.
     """
     batch = divisors(work.job.global_batch_size)
     tensors, contexts = _dividing(work, degrees or divisors(work.devices))
@@ -436,7 +435,7 @@ _CONSTRAINED: Mapping[str, Callable[[Split], int | bool]] = {
     "expert_tensor_parallel_degree": lambda split: split.expert_tensor or split.tensor,
     "sequence_parallel": attrgetter("sequence_parallel"),
 }
-"""By constraint: reads the value of a split that it limits."""
+"""Reads the value of a split that a constraint is on, by the name of the constraint."""
 
 
 def _has_pieces(work: Workload, split: Split) -> bool:

@@ -8,19 +8,20 @@ from dataclasses import dataclass
 Stop = Callable[[int | None, int, int], bool]
 """Takes the best step (None: none yet), the lower bound in nanoseconds and the work."""
 WORK_PER_SECOND = 1_500_000
-"""Units of work that stand for a second of a time limit; a simulated action is one. They
-mostly take less (`python -m benchmarks.search_core`), so that work and not the clock ends
-searches, even on somewhat slower machines."""
+"""Units of work per second of a time limit. A simulated action is one unit.
+
+Most searches do more in a second (`python -m benchmarks.search_core`), so that work and
+not the clock ends them, even on a somewhat slower machine."""
 PRICE_WORK = 800
-"""Of a layout that is priced."""
+"""Units for pricing one layout."""
 BOUND_WORK = 3_000
-"""Of a row that is bounded."""
+"""Units for bounding one row."""
 OPTION_WORK = 400
-"""Of an option that is listed or bounded."""
+"""Units for listing or bounding one option of a row."""
 TEST_WORK = 1_500
-"""Of a test whether any of several rows or options may beat the best plan."""
+"""Units for one capacity test, which compares several rows or options with the best plan."""
 CUT_WORK = 2_000
-"""Of a cut that is evaluated, in addition to its actions."""
+"""Units for evaluating one cut, without its simulated actions."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,8 +90,9 @@ class Stack:
     freed_rates: Floats
     """Nanoseconds per byte of each step, ascending, [option, step]."""
     waiting: Floats
-    """As `OptionTimings`, with one stage per rank and with several, [option, 2]."""
+    """`OptionTimings.waiting` with one stage per rank, and with several, [option, 2]."""
     transfer: Floats
+    """The same of `OptionTimings.transfer`."""
     overlaps_reduction: bool
     overlaps_gathers: bool
     staggers_steps: bool
