@@ -62,9 +62,9 @@ def _costs(
 def nearest_ticks(
     work: Workload, size: Size, chunks: int = 1, expert_tensor: int | None = None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return forward and backward of one micro-batch, of every layer.
+    """Return the ticks of forward and of backward of one micro-batch, of every layer.
 
-    Each is that of the mode in which it takes least.
+    Each is the least over the recompute modes.
 
     Args:
         work: of the node group.

@@ -20,7 +20,7 @@ MOST_ROWS = 128
 """Rows of the coarse grid."""
 MOST_TRIED = 48
 """Rows after which a round ends, if a plan is known."""
-MOST_SOLVED = 6
+MOST_COMPARED = 6
 """Rows that a round compares with a known plan."""
 MOST_MOVED = 2
 """Rows in which layers are moved."""
@@ -40,7 +40,7 @@ KEPT = (
 """Columns that stay the same where rows with more sequence chunks are tried."""
 SIZES = ("micro_batch_size", "sequence_chunks")
 SCHEDULES = ("1f1b", "interleaved-1f1b", "seqpipe")
-"""Of the coarse grid; without any of them, synthesized orders."""
+"""Of the coarse grid. A space without any of them has synthesized orders there."""
 VIRTUAL_STAGES = (1, 2, 4, 8)
 MICRO_BATCH_SIZES = (1, 2, 4)
 
@@ -49,7 +49,7 @@ class _Round(NamedTuple):
     """Rows that are compared with the best plan of the rounds before."""
 
     rows: list[int]
-    most_solved: int = MOST_SOLVED
+    most_compared: int = MOST_COMPARED
     """Rows that are compared once a plan is known."""
     moves: bool = False
     """Try to move layers between stages."""
@@ -119,11 +119,11 @@ def _solve_some(
         is_enough: whether to stop with the best plan so far.
         report: called whenever there is a better plan.
     """
-    indices, most_solved, moves = round_
+    indices, most_compared, moves = round_
     by_work = search.bounds_by_work(np.array(indices, dtype=np.intp))
     waiting = deque(sorted(zip(by_work.tolist(), indices, strict=True)))
     tried = compared = 0
-    while compared < most_solved and not is_enough():
+    while compared < most_compared and not is_enough():
         least_row = waiting[0][0] if waiting else IMPOSSIBLE
         if min(least_row, search.least_node_bound) >= search.limit:
             break
@@ -163,9 +163,10 @@ def _rows_near(search: Search, row: Row) -> list[int]:
 
 
 def _rows_with_more_chunks(search: Search) -> list[int]:
-    """Return rows with more sequence chunks and otherwise the degrees of the best one.
+    """Return rows with more sequence chunks, whose context degree is the same or half.
 
-    Chunks make activations smaller, so that there may be fewer context-parallel ranks.
+    All other degrees are those of the best row. Chunks make activations smaller, so that
+    there may be fewer context-parallel ranks.
     """
     assert search.best is not None
     table, row = search.table, search.best.row
@@ -178,8 +179,7 @@ def _rows_with_more_chunks(search: Search) -> list[int]:
 
 def _same_rows(search: Search) -> list[int]:
     """Return the rows with the degrees of the best plan, under every schedule."""
-    if search.best is None:
-        return []
+    assert search.best is not None
     row = search.best.row
     is_same = search.table.split == row.split
     is_same &= search.table.pipeline == row.pipeline

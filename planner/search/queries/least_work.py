@@ -42,9 +42,9 @@ def least_work(whole: Workload, parts: Sequence[Part]) -> list[int]:
         devices = _devices_of_groups(whole, part)
         used = np.flatnonzero(devices)
         if len(used) == 1:
-            found.append(alone[used[0]].on(devices[used]))
+            found.append(alone[used[0]].bound_on(devices[used]))
         else:
-            found.append(together.on(devices))
+            found.append(together.bound_on(devices))
     return found
 
 
@@ -85,11 +85,11 @@ class _LeastWork:
                 shares.append(micro_batches * ranks[-1] * least_share)
                 totals.append(of_groups)
         self.ranks = np.array(ranks, dtype=np.int64)
-        """Per split: of tensor and context parallelism."""
+        """t c, per split and number of chunks."""
         self.shares = np.array(shares)
-        """ceil(batch / m) t c R."""
+        """ceil(batch / m) t c R, for the same."""
         self.totals = np.array(totals).reshape(-1, len(self.groups))
-        """W, [split, group]."""
+        """W, [split with chunks, group]."""
 
     def _of_micro_batch(self, split: Split, chunks: int) -> tuple[Floats, float]:
         """Return W of every node group, and R."""
@@ -103,11 +103,11 @@ class _LeastWork:
         least_share = float((each / totals[:, None]).min(axis=0).sum())
         return totals, least_share
 
-    def on(self, devices: Floats) -> int:
+    def bound_on(self, devices: Floats) -> int:
         """Return nanoseconds that no layout beats.
 
         Args:
-            devices: of every node group.
+            devices: number of devices in each node group.
         """
         steps = self.shares / (devices / self.totals).sum(axis=1)
         possible = steps[self.ranks <= devices.sum()]
